@@ -1,0 +1,1 @@
+"""What runs, in which order, on which rank.  Pure Python: knows neither torch nor Megatron."""

@@ -1,0 +1,1 @@
+"""One file a schedule family, each readable beside its paper."""

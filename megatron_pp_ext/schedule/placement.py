@@ -1,0 +1,110 @@
+"""Where each stage of the model lives.
+
+A model is cut into ``stages`` in model order, 0 .. ranks * chunks - 1.  A rank holds
+``chunks`` of them; its chunk number c counts them in model order.  The map between a stage
+and its (rank, chunk) is all that a placement is.
+
+Four shapes are in use, told apart by where the pipeline goes when it reaches the last rank:
+
+``linear``  one chunk a rank; stage i on rank i.
+``loop``    jumps back to rank 0 and runs down again (Megatron's interleaved schedule,
+            arXiv 2104.04473, figure 4).
+``v``       turns round on the spot, two chunks a rank, so that rank 0 holds the first and the
+            last stage (controllable-memory schedules, arXiv 2405.15362, section 3).
+``wave``    turns round at every end, any number of chunks: the V repeated.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Shape(StrEnum):
+    """What the pipeline does at the last rank; see the module's docstring."""
+
+    LINEAR = "linear"
+    LOOP = "loop"
+    V = "v"
+    WAVE = "wave"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The map between stages and ranks.
+
+    ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.
+    Raises ValueError where the shape cannot have that many chunks.
+    """
+
+    shape: Shape
+    ranks: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"a pipeline needs at least 1 rank, got {self.ranks}")
+        if self.chunks < 1:
+            raise ValueError(f"a rank needs at least 1 chunk, got {self.chunks}")
+        wanted = {Shape.LINEAR: 1, Shape.V: 2}.get(self.shape)
+        if wanted is not None and self.chunks != wanted:
+            raise ValueError(f"{self.shape} placement has {wanted} chunk(s) a rank, got {self.chunks}")
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.ranks * self.chunks
+
+    def is_mirrored(self, chunk: int) -> bool:
+        """Whether this chunk runs from the last rank to the first."""
+        return self.shape in (Shape.V, Shape.WAVE) and chunk % 2 == 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``."""
+        self._require_stage(stage)
+        chunk, offset = divmod(stage, self.ranks)
+        return self.ranks - 1 - offset if self.is_mirrored(chunk) else offset
+
+    def chunk_of(self, stage: int) -> int:
+        """Which of its rank's chunks ``stage`` is."""
+        self._require_stage(stage)
+        return stage // self.ranks
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage that ``rank`` holds as its chunk number ``chunk``."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
+        if not 0 <= chunk < self.chunks:
+            raise ValueError(f"chunk must be in 0..{self.chunks - 1}, got {chunk}")
+        offset = self.ranks - 1 - rank if self.is_mirrored(chunk) else rank
+        return chunk * self.ranks + offset
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of ``rank``, in model order."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.chunks))
+
+    def is_local(self, stage: int) -> bool:
+        """Whether ``stage`` hands its output to a stage on its own rank: a turn of the V."""
+        return stage + 1 < self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
+
+    def _require_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.stages:
+            raise ValueError(f"stage must be in 0..{self.stages - 1}, got {stage}")
+
+
+def linear(ranks: int) -> Placement:
+    """One stage a rank, in order."""
+    return Placement(Shape.LINEAR, ranks)
+
+
+def loop(ranks: int, chunks: int) -> Placement:
+    """Stage s on rank s mod ``ranks``."""
+    return Placement(Shape.LOOP, ranks, chunks)
+
+
+def v(ranks: int) -> Placement:
+    """Down the ranks and back up again."""
+    return Placement(Shape.V, ranks, 2)
+
+
+def wave(ranks: int, chunks: int) -> Placement:
+    """Down, up, down, up, for ``chunks`` legs."""
+    return Placement(Shape.WAVE, ranks, chunks)
