@@ -91,3 +91,8 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     if stage == placement.stages - 1:
         return (own_forward,)
     return own_forward, Action(stage + 1, Kind.I, microbatch)
+
+
+def delivers(action: Action) -> Action:
+    """The name under which ``needs`` asks for ``action``: a whole backward answers for its I half."""
+    return Action(action.stage, Kind.I, action.microbatch) if action.kind is Kind.B else action

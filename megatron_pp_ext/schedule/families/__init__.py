@@ -1,1 +1,1 @@
-"""One file a schedule family, each readable beside its paper."""
+"""One file a family of schedules, each to be read beside the figure of its paper."""

@@ -1,0 +1,108 @@
+"""The schedules that have a name: what a user may ask for, and who builds it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.families import gpipe, interleaved, one_f_one_b, zero_bubble
+from megatron_pp_ext.schedule.placement import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the catalogue.
+
+    ``builder`` takes (ranks, microbatches), and the chunks a rank as a third argument where
+    ``chunks`` is only the least number (``any_chunks``).
+    """
+
+    name: str
+    summary: str
+    paper: str
+    shape: Shape
+    chunks: int
+    builder: Callable[..., Schedule]
+    any_chunks: bool = False
+
+
+_ENTRIES = (
+    Entry(
+        "gpipe",
+        "all forwards, then all backwards; keeps every microbatch",
+        "arXiv 1811.06965, figure 2c",
+        Shape.LINEAR,
+        1,
+        gpipe.build,
+    ),
+    Entry(
+        "1f1b",
+        "forwards and backwards in turn; keeps p microbatches",
+        "arXiv 2006.09503, figure 2b",
+        Shape.LINEAR,
+        1,
+        one_f_one_b.build,
+    ),
+    Entry(
+        "interleaved",
+        "1f1b with several chunks a rank; smaller bubble, more memory and messages",
+        "arXiv 2104.04473, figure 4",
+        Shape.LOOP,
+        2,
+        interleaved.build,
+        any_chunks=True,
+    ),
+    Entry(
+        "zb-h1",
+        "1f1b's memory, a third of its bubble",
+        "arXiv 2401.10241, figure 2",
+        Shape.LINEAR,
+        1,
+        zero_bubble.build_h1,
+    ),
+    Entry(
+        "zb-h2",
+        "no bubble within a rank, for nearly twice 1f1b's memory",
+        "arXiv 2401.10241, figure 3",
+        Shape.LINEAR,
+        1,
+        zero_bubble.build_h2,
+    ),
+)
+
+ENTRIES = {entry.name: entry for entry in _ENTRIES}
+"""All schedules by name."""
+
+NAMES = tuple(ENTRIES)
+"""The names, in the order of the catalogue: from the plainest to the most involved."""
+
+
+def entry(name: str) -> Entry:
+    """The line of the catalogue for ``name``; ValueError, with the nearest name, if there is none."""
+    if name in ENTRIES:
+        return ENTRIES[name]
+    nearest = get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
+    guess = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(NAMES)}")
+
+
+@lru_cache(maxsize=64)
+def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule ``name`` for ``ranks`` and ``microbatches``, checked.
+
+    ``chunks`` is the number of stages a rank; None takes the family's own.  Raises ValueError
+    for an unknown name, for chunks the family does not have and for sizes it cannot build.
+    """
+    line = entry(name)
+    if line.any_chunks:
+        schedule = line.builder(ranks, microbatches, line.chunks if chunks is None else chunks)
+    elif chunks in (None, line.chunks):
+        schedule = line.builder(ranks, microbatches)
+    else:
+        raise ValueError(
+            f"{name} got {chunks} chunks a rank, but has {line.chunks}: leave chunks out, or use interleaved"
+        )
+    check(schedule)
+    return schedule

@@ -1,0 +1,140 @@
+"""Is a schedule valid?  If not: which rank, which action, and what it waits for.
+
+A schedule is valid when every stage does every microbatch once, each on the rank that holds it,
+and when the ranks, each working strictly in its order, all reach their end.  The second half
+cannot be seen on any rank alone: it is proved here by letting all ranks run without a clock.
+"""
+
+from collections.abc import Iterator
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+
+_ACTIONS_NAMED = 4
+"""How many actions of a circle of waiting ranks an error spells out."""
+
+
+class InvalidSchedule(ValueError):
+    """A schedule that cannot run, or that would run something else than one training step."""
+
+
+def check(schedule: Schedule) -> None:
+    """Raise InvalidSchedule unless ``schedule`` is complete, well placed and free of deadlock.
+
+    A schedule without any backward is taken as an evaluation: its forwards must be complete.
+    """
+    _check_actions(schedule)
+    _check_complete(schedule)
+    for _ in in_order_of_need(schedule):
+        pass
+
+
+def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """Yield (rank, action, what it needs) for all actions, each after everything it needs.
+
+    Ranks keep their own order.  What an action needs is spelled as in ``needs`` (see
+    ``delivers``).  Raises InvalidSchedule at the point where no rank can go on.
+    """
+    placement, orders = schedule.placement, schedule.orders
+    position = [0] * len(orders)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            action = order[position[rank]]
+            inputs = needs(action, placement)
+            missing = next((need for need in inputs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action, inputs
+            position[rank] += 1
+            delivered = delivers(action)
+            done.add(delivered)
+            runnable.extend(waiting.pop(delivered, ()))
+    if waiting:
+        raise InvalidSchedule(_deadlock(schedule, position, done))
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Every action is a known one, stands where its stage lives, and stands there once."""
+    placement = schedule.placement
+    if schedule.microbatches < 1:
+        raise InvalidSchedule(
+            f"schedule {schedule.name!r} has {schedule.microbatches} microbatches, needs 1 or more"
+        )
+    if len(schedule.orders) != placement.ranks:
+        raise InvalidSchedule(
+            f"schedule {schedule.name!r} orders {len(schedule.orders)} ranks, "
+            f"but its placement has {placement.ranks}: give one order a rank"
+        )
+    seen: set[Action] = set()
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            if not 0 <= action.stage < placement.stages:
+                raise InvalidSchedule(
+                    f"rank {rank}: {action} is unknown, stages are 0..{placement.stages - 1}: remove it"
+                )
+            if not 0 <= action.microbatch < schedule.microbatches:
+                raise InvalidSchedule(
+                    f"rank {rank}: {action} is unknown, microbatches are "
+                    f"0..{schedule.microbatches - 1}: remove it"
+                )
+            home = placement.rank_of(action.stage)
+            if rank != home:
+                raise InvalidSchedule(
+                    f"rank {rank}: {action} puts stage {action.stage} on two ranks, "
+                    f"its {placement.shape} placement is rank {home}: move it there"
+                )
+            if action in seen:
+                raise InvalidSchedule(f"rank {rank}: {action} is doubled: keep one")
+            seen.add(action)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Every stage does a forward and exactly one whole backward of every microbatch."""
+    is_evaluation = all(action.kind is Kind.F for action in schedule)
+    for rank, order in enumerate(schedule.orders):
+        present = set(order)
+        for stage in schedule.placement.stages_of(rank):
+            for microbatch in range(schedule.microbatches):
+                forward, i, w, whole = (Action(stage, kind, microbatch) for kind in Kind)
+                if forward not in present:
+                    raise InvalidSchedule(f"rank {rank}: {forward} is missing: add it")
+                if is_evaluation:
+                    continue
+                halves = [half for half in (i, w) if half in present]
+                if whole in present and halves:
+                    raise InvalidSchedule(
+                        f"rank {rank}: {whole} and {halves[0]} do the same work twice: keep B, or I with W"
+                    )
+                if whole not in present and not halves:
+                    raise InvalidSchedule(f"rank {rank}: {whole} is missing: add it, or {i} with {w}")
+                if len(halves) == 1:
+                    absent = w if i in halves else i
+                    raise InvalidSchedule(f"rank {rank}: {absent} is missing beside {halves[0]}: add it")
+
+
+def _deadlock(schedule: Schedule, position: list[int], done: set[Action]) -> str:
+    """Tell one chain of waiting: a circle of ranks, or one that ends at an action nobody does."""
+
+    def blocked(rank: int) -> tuple[Action, Action]:
+        action = schedule.orders[rank][position[rank]]
+        return action, next(need for need in needs(action, schedule.placement) if need not in done)
+
+    rank = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        action, wanted = blocked(rank)
+        rank = schedule.placement.rank_of(wanted.stage)
+        to_come = schedule.orders[rank][position[rank] :]
+        if all(delivers(other) != wanted for other in to_come):
+            return f"rank {path[-1]}: {action} waits for {wanted}, which no rank does: add it to rank {rank}"
+    circle = path[path.index(rank) :]
+    links = [f"rank {r}: {{}} waits for {{}}".format(*blocked(r)) for r in circle]
+    if len(links) > _ACTIONS_NAMED:
+        links[_ACTIONS_NAMED:] = [f"and {len(links) - _ACTIONS_NAMED} more ranks"]
+    return f"deadlock: {', '.join(links)}: reorder one of them"

@@ -1,0 +1,107 @@
+"""What an action costs: seconds of work, seconds on the wire, and activations kept.
+
+Times and activations may be in any unit as long as it is one unit throughout; a Timeline is in
+the same ones.  The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit``.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Self
+
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One stage, one microbatch: seconds of each action and the activations it keeps.
+
+    A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
+    (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
+    of it and the end of a W or of a B gives back the rest.  Raises ValueError for a time that is
+    not above zero and for an activation that is negative or smaller than what an I gives back.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    activation: float = 1.0
+    released_by_input_gradient: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_time = field.name in ("forward", "input_gradient", "weight_gradient")
+            _require_finite(f"StageCosts.{field.name}", value, positive=is_time)
+        if self.released_by_input_gradient > self.activation:
+            raise ValueError(
+                f"StageCosts.released_by_input_gradient is {self.released_by_input_gradient}, more than the "
+                f"activation of {self.activation} it is part of: lower it or raise activation"
+            )
+
+    def seconds(self, kind: Kind) -> float:
+        """How long an action of this kind keeps the rank busy."""
+        match kind:
+            case Kind.F:
+                return self.forward
+            case Kind.I:
+                return self.input_gradient
+            case Kind.W:
+                return self.weight_gradient
+            case Kind.B:
+                return self.input_gradient + self.weight_gradient
+
+    def released(self, kind: Kind) -> float:
+        """What the end of an action of this kind gives back of ``activation``."""
+        match kind:
+            case Kind.F:
+                return 0.0
+            case Kind.I:
+                return self.released_by_input_gradient
+            case Kind.W:
+                return self.activation - self.released_by_input_gradient
+            case Kind.B:
+                return self.activation
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs of every stage of a pipeline.
+
+    ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
+    an action and the arrival of its output on another rank (0 between stages of one rank).
+    """
+
+    stages: tuple[StageCosts, ...]
+    hop: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
+        _require_finite("Costs.hop", self.hop, positive=False)
+
+    @classmethod
+    def unit(cls, placement: Placement) -> Self:
+        """The papers' unit: every F, I and W takes 1, a hop 0, a chunk's activations count 1."""
+        return cls.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+
+    @classmethod
+    def uniform(
+        cls,
+        placement: Placement,
+        *,
+        forward: float,
+        input_gradient: float,
+        weight_gradient: float,
+        hop: float = 0.0,
+    ) -> Self:
+        """The same times for every stage; a chunk's activations count 1, kept until its W."""
+        stage = StageCosts(forward, input_gradient, weight_gradient)
+        return cls((stage,) * placement.stages, hop)
+
+
+def _require_finite(name: str, value: float, *, positive: bool) -> None:
+    """Refuse NaN, infinity, a negative value and, where ``positive``, zero."""
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        rule = "above 0" if positive else "0 or more"
+        raise ValueError(f"{name} is {value}, but must be a finite number {rule}: correct the measured costs")

@@ -1,0 +1,81 @@
+"""Schedules as files: the compute-only CSV of torch.distributed.pipelining.
+
+A row a rank, a cell an action (``3F0``: stage 3, forward, microbatch 0), an empty cell for an
+idle slot.  The file holds no placement and no count of microbatches; both follow from the cells.
+torch also writes cells for messages and for overlapped pairs: a file with those is refused,
+because this project derives messages from the order itself.
+"""
+
+import csv
+import re
+from pathlib import Path
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import InvalidSchedule, check
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+_CELL = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
+
+
+def write(schedule: Schedule, path: str | Path) -> None:
+    """Write ``schedule`` to ``path``, a row a rank, without idle cells."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(schedule.orders)
+
+
+def read(path: str | Path) -> Schedule:
+    """Read and check the schedule in ``path``; its name is the file's, without the suffix.
+
+    Raises ValueError, naming row and cell (both from 0: a row is a rank), for anything that is
+    not an action, and InvalidSchedule, naming the file, for a schedule that could not run.
+    """
+    path = Path(path)
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file, strict=True))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not UTF-8: save the schedule as plain text"
+        ) from None
+    except csv.Error as error:
+        raise ValueError(f"{path}: not a CSV file ({error}): write cells such as 3F0,3B0") from None
+    orders = tuple(
+        tuple(_action(path, row, cell, text.strip()) for cell, text in enumerate(cells) if text.strip())
+        for row, cells in enumerate(rows)
+    )
+    if not any(orders):
+        raise ValueError(f"{path}: no actions found: write a row a rank with cells such as 3F0,3B0")
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    schedule = Schedule(path.stem, _placement(path, orders), microbatches, orders)
+    try:
+        check(schedule)
+    except InvalidSchedule as error:
+        raise InvalidSchedule(f"{path}: {error}") from None
+    return schedule
+
+
+def _action(path: Path, row: int, cell: int, text: str) -> Action:
+    match = _CELL.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{path}: row {row}, cell {cell}: {text!r} is not an action: "
+            "write stage, one of F I W B and microbatch, such as 3F0"
+        )
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+def _placement(path: Path, orders: tuple[tuple[Action, ...], ...]) -> Placement:
+    """The placement under which every rank holds exactly the stages its row names."""
+    held = [tuple(sorted({action.stage for action in order})) for order in orders]
+    ranks, chunks = len(held), len(held[0])
+    shapes = {1: [Shape.LINEAR], 2: [Shape.LOOP, Shape.V]}.get(chunks, [Shape.LOOP, Shape.WAVE])
+    if chunks:
+        for shape in shapes:
+            placement = Placement(shape, ranks, chunks)
+            if all(stages == placement.stages_of(rank) for rank, stages in enumerate(held)):
+                return placement
+    rows = ", ".join(f"row {rank} holds {list(stages)}" for rank, stages in enumerate(held[:4]))
+    raise ValueError(
+        f"{path}: the stages of the rows fit no placement ({rows}{', ...' if ranks > 4 else ''}): "
+        "place them linear, loop, v or wave"
+    )

@@ -1,0 +1,38 @@
+"""Evaluation: forwards alone, for any placement.
+
+There is one rule: of the forwards whose input is there, a rank runs the deepest stage.  That
+drains a microbatch before it admits the next and never lets the last rank wait while it could
+work.  With a loop it is Megatron-LM's order (groups of p microbatches), without its condition
+that p divides m.
+"""
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.families.requirements import require_pipeline
+from megatron_pp_ext.schedule.placement import Placement
+
+
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
+    """All forwards of ``microbatches`` microbatches, in an order that no rank can block.
+
+    It is found by running the pipeline on paper, a tick a forward: each tick, every rank takes
+    the deepest of its stages that has an input waiting.  A step that could be run is valid.
+    """
+    require_pipeline("forward-only", placement.ranks, microbatches)
+    orders: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    arrived = [0] * placement.stages
+    arrived[0] = microbatches
+    done = [0] * placement.stages
+    deepest_first = [placement.stages_of(rank)[::-1] for rank in range(placement.ranks)]
+    while done[-1] < microbatches:
+        running = [
+            next((stage for stage in stages if done[stage] < arrived[stage]), None)
+            for stages in deepest_first
+        ]
+        for rank, stage in enumerate(running):
+            if stage is None:
+                continue
+            orders[rank].append(Action(stage, Kind.F, done[stage]))
+            done[stage] += 1
+            if stage + 1 < placement.stages:
+                arrived[stage + 1] += 1
+    return Schedule("forward-only", placement, microbatches, tuple(map(tuple, orders)))

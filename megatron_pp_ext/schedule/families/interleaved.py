@@ -1,0 +1,55 @@
+"""Interleaved 1F1B: several chunks a rank (arXiv 2104.04473, section 2.2, figure 4; Megatron-LM).
+
+The pipeline runs through the ranks ``chunks`` times.  A rank takes microbatches in groups of p:
+a group's forwards on its first chunk, then the same group's on its second, and so on; backwards
+likewise from its last chunk to its first.  The bubble of 1F1B is divided by the number of chunks;
+memory and messages grow.
+
+Where p does not divide m the last group is short, which Megatron-LM refuses.  Here the order is
+that of the next multiple of p with the missing microbatches left out: no rank then waits for
+anything it did not wait for before, so the order stays free of deadlock.
+"""
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.families.requirements import require_pipeline
+from megatron_pp_ext.schedule.placement import Placement, loop
+
+
+def build(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B for ranks >= 2, microbatches >= 1 and chunks >= 2.
+
+    At unit cost and m a multiple of p the makespan is 3(m * chunks + p - 1) chunk actions.
+    """
+    require_pipeline("interleaved", ranks, microbatches)
+    if chunks < 2:
+        raise ValueError(
+            f"interleaved got {chunks} chunk(s) a rank, but needs 2 or more: raise chunks, or use 1f1b"
+        )
+    placement = loop(ranks, chunks)
+    orders = tuple(_order(rank, placement, microbatches) for rank in range(ranks))
+    return Schedule("interleaved", placement, microbatches, orders)
+
+
+def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
+    ranks, chunks = placement.ranks, placement.chunks
+    downwards = placement.stages_of(rank)
+    groups = -(-microbatches // ranks)
+    forwards = _in_groups(Kind.F, downwards, ranks, groups)
+    backwards = _in_groups(Kind.B, downwards[::-1], ranks, groups)
+    warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, len(forwards))
+
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    order += backwards[len(forwards) - warm_up :]
+    return tuple(action for action in order if action.microbatch < microbatches)
+
+
+def _in_groups(kind: Kind, stages: tuple[int, ...], ranks: int, groups: int) -> list[Action]:
+    """``groups`` groups of ``ranks`` microbatches, each group through all ``stages`` in turn."""
+    return [
+        Action(stage, kind, microbatch)
+        for group in range(groups)
+        for stage in stages
+        for microbatch in range(group * ranks, (group + 1) * ranks)
+    ]

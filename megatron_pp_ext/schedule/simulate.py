@@ -1,0 +1,118 @@
+"""When does every action of a schedule run?  Schedule and costs in, a Timeline out.
+
+The model is the papers': a rank works strictly in its order, an action starts as soon as the
+rank is free and its inputs have arrived, and messages never queue for a wire.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
+from megatron_pp_ext.schedule.check import in_order_of_need
+from megatron_pp_ext.schedule.costs import Costs
+
+
+class Event(NamedTuple):
+    """One action with the time of its start and of its end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule with a clock: ``events[r]`` are rank r's actions in order.
+
+    Two lengths are told apart everywhere.  ``makespan`` is from the first start to the last end
+    over all ranks: what a step with a synchronous optimizer takes.  ``span`` is the longest time
+    any one rank takes from its own first start to its own last end: the papers' cost, reached
+    only when optimizer steps do not wait for the whole pipeline.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    events: tuple[tuple[Event, ...], ...]
+
+    @property
+    def start(self) -> float:
+        """When the first action of any rank starts."""
+        return min(events[0].start for events in self.events if events)
+
+    @property
+    def end(self) -> float:
+        """When the last action of any rank ends."""
+        return max(events[-1].end for events in self.events if events)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks."""
+        return self.end - self.start
+
+    @property
+    def span(self) -> float:
+        """First start to last end of the rank for which that is longest."""
+        return max(events[-1].end - events[0].start for events in self.events if events)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of ranks x makespan in which a rank is idle."""
+        return 1 - self._busy / (len(self.events) * self.makespan)
+
+    @property
+    def bubble_span(self) -> float:
+        """The fraction of ranks x span in which a rank is idle."""
+        return 1 - self._busy / (len(self.events) * self.span)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """The most activations each rank keeps at one time, in the unit of ``StageCosts.activation``."""
+        return tuple(max(live for _, live in self.memory(rank)) for rank in range(len(self.events)))
+
+    def memory(self, rank: int) -> Iterator[tuple[float, float]]:
+        """Yield (time, live activations from then on): the steps of the rank's memory curve.
+
+        A rank does one thing at a time, so what the action before gave back is gone when a
+        forward starts at that very moment.
+        """
+        live = 0.0
+        yield self.start, live
+        for (stage, kind, _), start, end in self.events[rank]:
+            costs = self.costs.stages[stage]
+            if kind is Kind.F:
+                live += costs.activation
+                yield start, live
+            elif (released := costs.released(kind)) > 0:
+                live -= released
+                yield end, live
+
+    @property
+    def _busy(self) -> float:
+        return sum(end - start for events in self.events for _, start, end in events)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run ``schedule`` on paper.
+
+    Raises ValueError when ``costs`` are for another number of stages and InvalidSchedule (see
+    ``check``) when the ranks wait for each other.
+    """
+    placement = schedule.placement
+    if len(costs.stages) != placement.stages:
+        raise ValueError(
+            f"costs are given for {len(costs.stages)} stages, but schedule {schedule.name!r} has "
+            f"{placement.stages}: give one StageCosts a stage"
+        )
+    home = [placement.rank_of(stage) for stage in range(placement.stages)]
+    ends: dict[Action, float] = {}
+    events: list[list[Event]] = [[] for _ in schedule.orders]
+    for rank, action, inputs in in_order_of_need(schedule):
+        start = events[rank][-1].end if events[rank] else 0.0
+        for need in inputs:
+            arrival = ends[need] if home[need.stage] == rank else ends[need] + costs.hop
+            start = max(start, arrival)
+        end = start + costs.stages[action.stage].seconds(action.kind)
+        events[rank].append(Event(action, start, end))
+        ends[delivers(action)] = end
+    return Timeline(schedule, costs, tuple(map(tuple, events)))
