@@ -1,0 +1,88 @@
+"""Run any Megatron-LM training script with the schedules installed.
+
+    torchrun --nproc-per-node 4 -m megatron_pp_ext [--cpu] SCRIPT.py ARGS...
+
+The script stays as it is. Before it starts, its folder goes first on the module search path, so that a
+Megatron-LM checkout wins over an installed megatron-core; then Megatron is imported and its seams are
+replaced. From there on the script runs as if it had been started by itself.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+USAGE = "usage: python -m megatron_pp_ext [--cpu] SCRIPT.py ARGS..."
+HELP = f"""{USAGE}
+
+Runs a Megatron-LM training script with this package's pipeline schedules installed, for example
+
+    torchrun --nproc-per-node 8 -m megatron_pp_ext pretrain_gpt.py --pipeline-schedule zbv ...
+
+  --cpu     run on CPUs with gloo: put stand-ins for torch.cuda in place and add the flags that a CPU needs
+  --help    show this text; --help after SCRIPT.py shows the flags of the script
+"""
+
+
+def prepare(cpu: bool = False) -> None:
+    """Install the schedules into Megatron, and before that, on a CPU, the stand-ins for torch.cuda.
+
+    Has to run before anything imports Megatron. Takes ``--cpu`` out of sys.argv, and puts the flags that a
+    CPU needs in.
+    """
+    if "--cpu" in sys.argv[1:]:
+        cpu = True
+        sys.argv.remove("--cpu")
+    if cpu:
+        from megatron_pp_ext import cpu as stand_ins
+
+        stand_ins.install()
+
+    from megatron_pp_ext.cpu.helpers import skip_building_dataset_helpers
+    from megatron_pp_ext.integration import install
+
+    install()
+    skip_building_dataset_helpers()
+    if cpu:
+        sys.argv[1:] = stand_ins.with_cpu_flags(sys.argv[1:])
+        stand_ins.fork_checkpoint_queue(sys.argv[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line, prepare Megatron and run the script."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cpu = False
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
+        if option in ("-h", "--help"):
+            print(HELP, end="")
+            return
+        if option != "--cpu":
+            _fail(f"unknown option {option}; options of the training script go behind SCRIPT.py")
+        cpu = True
+    if not words:
+        _fail("no training script given")
+    script, *arguments = words
+    if os.path.isdir(script):
+        _fail(f"{script} is a folder; give the training script in it, such as {script}/pretrain_gpt.py")
+    if not os.path.isfile(script):
+        _fail(f"{script} does not exist; give the path of a Megatron-LM training script")
+
+    # What python does for "python SCRIPT.py". With -m the first entry is the current folder, and a folder
+    # called megatron there would win over the script's own.
+    if not sys.flags.safe_path:
+        sys.path.pop(0)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.argv = [script, *arguments]
+    prepare(cpu)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _fail(problem: str) -> None:
+    """End with one line that says what is wrong, and the status of a usage error."""
+    print(f"{problem} ({USAGE})", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Process groups asked for with nccl are made with gloo.
+
+Megatron passes --distributed-backend to its first group only; some of the groups it makes later name nccl
+themselves, and its barriers name the GPU to wait on, which gloo does not know.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+
+def _as_gloo(backend: Any) -> Any:
+    return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
+
+
+def _redirect_backend(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Wrap a function that takes the backend by name or at ``position``, and may bind a device."""
+
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            args = (*args[:position], _as_gloo(args[position]), *args[position + 1 :])
+        if "backend" in kwargs:
+            kwargs["backend"] = _as_gloo(kwargs["backend"])
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)  # nccl's options; gloo has none that Megatron sets
+        return function(*args, **kwargs)
+
+    return redirected
+
+
+def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(barrier)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_ids", None)
+        return barrier(*args, **kwargs)
+
+    return redirected
+
+
+def install() -> None:
+    """Wrap the makers of groups and the barrier."""
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = _redirect_backend(dist.distributed_c10d.init_process_group, 0)  # type: ignore
+        module.new_group = _redirect_backend(dist.distributed_c10d.new_group, 2)  # type: ignore
+        module.barrier = _without_device_ids(dist.distributed_c10d.barrier)  # type: ignore

@@ -1,0 +1,61 @@
+"""The Megatron flags and the environment that a CPU needs.
+
+Megatron's defaults pick fused CUDA kernels, NCCL and Transformer Engine. Each flag below turns one of them
+off. A flag that the user gives, with any value, is left alone.
+"""
+
+import argparse
+import os
+from collections.abc import Collection, Sequence
+
+CPU_FLAGS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--use-cpu-initialization",),  # the other way initializes under the CUDA random state
+    ("--transformer-impl", "local"),  # the other implementation is Transformer Engine
+    ("--attention-backend", "unfused"),
+    ("--no-gradient-accumulation-fusion",),  # a kernel of Apex
+    ("--no-persist-layer-norm",),  # a kernel of Apex
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-gelu-fusion",),
+    ("--no-bias-dropout-fusion",),
+    ("--no-rope-fusion",),
+    ("--disable-jit-fuser",),  # torch.compile takes longer than a small run
+    ("--num-workers", "0"),  # a worker process a rank takes more memory than it saves time
+)
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # ranks share the cores: more threads only wait for each other
+    "TORCHDYNAMO_DISABLE": "1",  # some of Megatron's functions are compiled whatever the flags
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # asked for by Megatron's argument checks
+}
+
+
+def with_cpu_flags(argv: Sequence[str], known: Collection[str] | None = None) -> list[str]:
+    """Return ``argv`` and, behind it, every flag that a CPU needs and ``argv`` does not set.
+
+    ``known`` holds the flags that Megatron's parser accepts: a needed flag that this release of Megatron
+    does not have yet, or no longer has, is left out. By default the installed Megatron is asked.
+    """
+    known = megatron_flags() if known is None else known
+    given = {word.partition("=")[0] for word in argv}
+    added = [word for flag in CPU_FLAGS if flag[0] in known and flag[0] not in given for word in flag]
+    return [*argv, *added]
+
+
+def megatron_flags() -> set[str]:
+    """Every flag that the installed Megatron accepts. Imports Megatron."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def set_cpu_environment() -> None:
+    """Set what is not set yet. TORCHDYNAMO_DISABLE is read when torch._dynamo is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # OMP_NUM_THREADS has been read by now if torch was imported before.
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
