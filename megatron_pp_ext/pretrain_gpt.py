@@ -1,0 +1,144 @@
+"""Pre-train a GPT with Megatron-LM from the megatron-core wheel, without a checkout.
+
+    torchrun --nproc-per-node 4 -m megatron_pp_ext.pretrain_gpt [--cpu] ARGS...
+
+Takes Megatron-LM's own flags: the model, the data, the optimizer, checkpoints and evaluation are Megatron's.
+It covers pre-training on --data-path or --mock-data; for packed sequences, fill-in-the-middle, multi-token
+prediction and distillation, start the checkout's pretrain_gpt.py with ``python -m megatron_pp_ext``.
+"""
+
+if __name__ == "__main__":
+    from megatron_pp_ext.__main__ import prepare
+
+    prepare()  # has to come before Megatron is imported
+
+import dataclasses
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+Batch = dict[str, Any]
+FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+# Flags whose batches look different from what get_batch below knows.
+UNSUPPORTED = (
+    "sft",
+    "fim_data",
+    "mtp_num_layers",
+    "hybrid_context_parallel",
+    "dataloader_inter_document_masking",
+)
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """Describe the data. The config's fields are named as Megatron's flags are, but for these few."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    values = {
+        **vars(args),
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": build_tokenizer(args),
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+    }
+    fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    return GPTDatasetConfig(**{name: value for name, value in values.items() if name in fields})
+
+
+def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
+    """Build the training, validation and test data, on the ranks whose stage reads them.
+
+    All tensor-parallel ranks of such a stage read: the sampler goes by data-parallel rank, so they see the
+    same rows, and nothing has to be broadcast.
+    """
+    args = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    reads = functools.partial(is_first_or_last_pipeline_stage, vp_stage)
+    return BlendedMegatronDatasetBuilder(kind, samples, reads, dataset_config(args)).build()
+
+
+# Megatron otherwise builds data on tensor-parallel rank 0 only.
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
+    """Return the next microbatch: the fields are None on a stage that neither embeds nor has the loss."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(FIELDS)
+    assert data_iterator is not None, "the first and the last stage have data"
+    rows = next(data_iterator)
+    batch = {
+        name: rows[name].cuda(non_blocking=True) if rows.get(name) is not None else None for name in FIELDS
+    }
+    cut: Batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+    return cut
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Sum the losses of the tokens that count; Megatron divides by the number of tokens, returned second."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=lambda value: ~torch.isfinite(value),
+            message="the loss of a microbatch is not finite (lower --lr, or raise --lr-warmup-iters)",
+            tolerance=0.0,  # the forward pass gives the same result each time
+            fatal=True,
+        )
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run one microbatch through this stage; return its output and the function from output to loss."""
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, functools.partial(loss_func, batch["loss_mask"])
+
+
+def main() -> None:
+    """Train as sys.argv says."""
+    if "cfg_container" not in inspect.signature(pretrain).parameters:
+        raise SystemExit(
+            "megatron_pp_ext.pretrain_gpt needs megatron-core 0.19; with an older one, start the "
+            "pretrain_gpt.py of its checkout with python -m megatron_pp_ext"
+        )
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    for name in UNSUPPORTED:
+        if getattr(args, name, None):
+            raise SystemExit(
+                f"--{name.replace('_', '-')} changes the batch, which megatron_pp_ext.pretrain_gpt does not "
+                "support; start a checkout's pretrain_gpt.py with python -m megatron_pp_ext"
+            )
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()
