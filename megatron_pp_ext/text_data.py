@@ -1,0 +1,140 @@
+"""Turn a folder of text into training data for Megatron-LM, one token a byte.
+
+    python -m megatron_pp_ext.text_data [SOURCE] PREFIX
+
+SOURCE is a folder or a text file; without one, the Python standard library's own sources are used, which
+every machine has. The data go to PREFIX.bin and PREFIX.idx. Bytes are token ids 0 to 255 and 256 ends a
+document, so no tokenizer has to be trained or downloaded: Megatron reads the data with
+
+    --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
+"""
+
+import argparse
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+PIECE = 16 * 1024
+TESTS_AND_INSTALLED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was written."""
+
+    documents: int
+    tokens: int
+    skipped: int  # files that are empty or not text
+
+
+class TextDataError(ValueError):
+    """The source cannot become training data; the message says why in one line."""
+
+
+def prepare(source: Path | None, prefix: Path) -> Prepared:
+    """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
+
+    Each file is a document. Megatron splits training from validation data by document, so a source that is
+    one file is cut into pieces first.
+    """
+    # Imports Megatron, which takes seconds: after the checks that need nothing.
+    files, skipped = _text_files(source)
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from rich.console import Console
+    from rich.progress import track
+
+    dtype = DType.optimal_dtype(VOCAB_SIZE)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    documents = tokens = 0
+    for path in track(files, description=f"writing {prefix}.bin", console=Console(stderr=True)):
+        text = path.read_bytes()
+        for piece in _pieces(text) if len(files) == 1 else [text]:
+            document = np.append(np.frombuffer(piece, dtype=np.uint8).astype(dtype), dtype(END_OF_DOCUMENT))
+            builder.add_document(document, [len(document)])
+            documents += 1
+            tokens += len(document)
+    builder.finalize(f"{prefix}.idx")
+    return Prepared(documents, tokens, skipped)
+
+
+def _text_files(source: Path | None) -> tuple[list[Path], int]:
+    """Return the files with text, in an order that does not depend on the disk, and how many others."""
+    if source is None:
+        candidates = list(_walk(Path(sysconfig.get_paths()["stdlib"]), TESTS_AND_INSTALLED, suffix=".py"))
+    elif source.is_dir():
+        candidates = list(_walk(source, set()))
+    elif source.is_file():
+        candidates = [source]
+    else:
+        raise TextDataError(f"{source} does not exist; give a folder with text files or one text file")
+    files = [path for path in candidates if _is_text(path)]
+    if not files:
+        where = f"{len(candidates)} files, all empty or binary" if candidates else "no files"
+        raise TextDataError(f"no text in {source}: {where}; give a folder with text files or one text file")
+    return files, len(candidates) - len(files)
+
+
+def _walk(folder: Path, leave_out: set[str], suffix: str = "") -> Iterator[Path]:
+    """Yield the files below ``folder``, leaving out hidden ones and the folders named in ``leave_out``."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in leave_out)
+        for name in sorted(files):
+            path = Path(root, name)
+            if not name.startswith(".") and name.endswith(suffix) and path.is_file():
+                yield path
+
+
+def _is_text(path: Path) -> bool:
+    """Whether the file has something in it and no zero byte near its start, which is git's rule."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8192)
+    except OSError as error:
+        raise TextDataError(
+            f"{path} cannot be read: {error.strerror}; make it readable or move it"
+        ) from error
+    return bool(start) and b"\0" not in start
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cut ``text`` behind the first line end after every ``PIECE`` bytes."""
+    start = 0
+    while start < len(text):
+        line_end = text.find(b"\n", start + PIECE - 1)
+        end = len(text) if line_end < 0 else line_end + 1
+        yield text[start:end]
+        start = end
+
+
+def main() -> None:
+    """Run as a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_pp_ext.text_data",
+        description="Turn a folder of text or a text file into Megatron-LM training data, one token a byte.",
+    )
+    parser.add_argument(
+        "source", nargs="?", type=Path, help="folder or text file; default: Python's own sources"
+    )
+    parser.add_argument("prefix", type=Path, help="writes PREFIX.bin and PREFIX.idx")
+    arguments = parser.parse_args()
+    try:
+        done = prepare(arguments.source, arguments.prefix)
+    except (TextDataError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"{done.documents} documents, {done.tokens} tokens; {done.skipped} files empty or not text")
+    print(
+        f"train with: --data-path {arguments.prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
+    )
+
+
+if __name__ == "__main__":
+    main()
