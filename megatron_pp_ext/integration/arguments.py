@@ -1,0 +1,191 @@
+"""The flags, and what they mean in Megatron's own terms.
+
+Everything that can be known to be wrong is refused here, before any process group exists, with
+the value, the rule and the fix in one line.
+"""
+
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_pp_ext.integration import active
+from megatron_pp_ext.integration.refusals import refuse_unsupported
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+
+def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
+    """Add this package's flags to Megatron's.
+
+    Seam: ``add_megatron_arguments`` in ``megatron.training.arguments``.
+    """
+
+    @functools.wraps(stock)
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        parser = stock(parser)
+        group = parser.add_argument_group(title="pipeline schedules (megatron_pp_ext)")
+        group.add_argument(
+            "--pipeline-schedule",
+            metavar="NAME",
+            default=None,
+            help=f"Pipeline schedule, one of: {', '.join(catalog.NAMES)}. Without it, Megatron's own.",
+        )
+        group.add_argument(
+            "--pipeline-trace",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Record what every pipeline rank did in the last training step into FILE, which opens "
+            "in Perfetto; works for Megatron's own schedules too.",
+        )
+        return parser
+
+    return add_megatron_arguments
+
+
+def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Say the schedule in Megatron's terms, then let stock validate.
+
+    Seam: ``validate_args`` in ``megatron.training.arguments``, which runs before any process
+    group is made.  A refused command line ends the process with one line.
+    """
+
+    @functools.wraps(stock)
+    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
+        try:
+            pipeline = read_flags(args)
+        except ValueError as error:
+            raise SystemExit(f"megatron_pp_ext: {error}") from error
+        result = stock(args, defaults)
+        active.activate(pipeline)
+        return result
+
+    return validate_args
+
+
+def read_flags(args: Namespace) -> active.Pipeline | None:
+    """The pipeline that ``args`` ask for, None if nothing of ours; ValueError if it cannot be.
+
+    For a V, and for ``interleaved`` where the user left it open, sets
+    ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest.
+    """
+    ranks = args.pipeline_model_parallel_size
+    chunks = _chunks_asked_for(args)
+    if args.pipeline_schedule is None:
+        if args.pipeline_trace is None:
+            return None
+        _require_pipeline("--pipeline-trace", ranks)
+        shape = Shape.LINEAR if chunks in (None, 1) else Shape.LOOP
+        return active.Pipeline(None, Placement(shape, ranks, chunks or 1), args.pipeline_trace)
+
+    name = args.pipeline_schedule
+    try:
+        entry = catalog.entry(name)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-schedule: {error}") from error
+    _require_pipeline(f"--pipeline-schedule {name}", ranks)
+    chunks = _settle_chunks(args, entry, chunks)
+    placement = Placement(entry.shape, ranks, chunks)
+    refuse_unsupported(args, placement, splits_backward=_splits_backward(name, placement))
+    _require_even_layers(args, name, placement.stages)
+    _require_microbatches(args)
+    return active.Pipeline(name, placement, args.pipeline_trace)
+
+
+def _splits_backward(name: str, placement: Placement) -> bool:
+    return catalog.build(name, placement.ranks, 1, placement.chunks).splits_backward
+
+
+def _require_pipeline(flag: str, ranks: int) -> None:
+    if ranks < 2:
+        raise ValueError(
+            f"{flag} needs a pipeline of 2 ranks or more, got --pipeline-model-parallel-size {ranks}; "
+            "set it to 2 or more, or leave the flag out"
+        )
+
+
+def _chunks_asked_for(args: Namespace) -> int | None:
+    """How many chunks a rank stock's flags ask for; None if they leave it open."""
+    ranks = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        if stages % ranks:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout has {stages} stages, which {ranks} pipeline ranks cannot "
+                f"share evenly; give it {ranks} or {2 * ranks} stages"
+            )
+        return int(stages // ranks)
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return int(args.num_virtual_stages_per_pipeline_rank)
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        return max(1, _spread_layers(args) // (ranks * args.num_layers_per_virtual_pipeline_stage))
+    return None
+
+
+def _settle_chunks(args: Namespace, entry: catalog.Entry, asked: int | None) -> int:
+    """The chunks a rank will have; ValueError where stock's flags and the schedule disagree."""
+    if asked is None:
+        if entry.chunks > 1:
+            args.num_virtual_stages_per_pipeline_rank = entry.chunks
+        return entry.chunks
+    fits = asked >= entry.chunks if entry.any_chunks else asked == entry.chunks
+    if fits:
+        return asked
+    if args.pipeline_model_parallel_layout is not None:
+        flag, fix = (
+            "--pipeline-model-parallel-layout",
+            (f"give the layout {entry.chunks * args.pipeline_model_parallel_size} stages"),
+        )
+    elif args.num_virtual_stages_per_pipeline_rank is not None:
+        flag, fix = "--num-virtual-stages-per-pipeline-rank", f"set it to {entry.chunks}"
+    else:
+        flag, fix = "--num-layers-per-virtual-pipeline-stage", "leave it out"
+    at_least = " or more" if entry.any_chunks else ""
+    raise ValueError(
+        f"--pipeline-schedule {entry.name} has {entry.chunks}{at_least} chunk(s) a rank, but {flag} asks for "
+        f"{asked}; {fix}, or choose another schedule"
+    )
+
+
+def _spread_layers(args: Namespace) -> int:
+    """How many layers are spread over the stages, the ends counted where they take a layer's place."""
+    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    return int((args.num_layers or 0) + ends)
+
+
+def _require_even_layers(args: Namespace, name: str, stages: int) -> None:
+    """Without a layout, every stage has as many layers as every other."""
+    spread = _spread_layers(args)
+    is_uneven = (
+        args.pipeline_model_parallel_layout is not None
+        or args.decoder_first_pipeline_num_layers is not None
+        or args.decoder_last_pipeline_num_layers is not None
+    )
+    if args.num_layers is None or is_uneven or spread % stages == 0:
+        return
+    ends = spread - args.num_layers
+    below, above = spread // stages * stages - ends, (spread // stages + 1) * stages - ends
+    nearest = f"{below} or {above}" if below > 0 else f"{above}"
+    raise ValueError(
+        f"--pipeline-schedule {name} with --pipeline-model-parallel-size {args.pipeline_model_parallel_size} "
+        f"has {stages} stages, which --num-layers {args.num_layers} does not fill evenly; "
+        f"set it to {nearest}, or describe uneven stages with --pipeline-model-parallel-layout"
+    )
+
+
+def _require_microbatches(args: Namespace) -> None:
+    """A step needs a microbatch; stock would only notice inside the step."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.global_batch_size is None or not args.micro_batch_size:
+        return
+    replicas = max(1, args.world_size // model)
+    per_microbatch = args.micro_batch_size * replicas
+    if args.global_batch_size < per_microbatch:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} makes 0 microbatches of --micro-batch-size "
+            f"{args.micro_batch_size} on {replicas} data-parallel rank(s); set it to {per_microbatch} or more"
+        )

@@ -1,0 +1,189 @@
+"""Megatron's forward-backward contract on one side, the executor on the other.
+
+``get_forward_backward_func`` is asked for a function that runs all microbatches of a training or
+evaluation step; this module answers with one that runs the schedule in force.  What stock does
+around the microbatches (timers, gradient finalization, the loss store on the last rank) is done here,
+what it does for one microbatch is stock's own ``forward_step`` and ``backward_step``.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch.utils._pytree import tree_map_only
+
+from megatron_pp_ext.integration import active, trace
+from megatron_pp_ext.integration.stage import StepInputs, model_stages
+from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+
+
+def choose_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer with the schedule in force, or with stock's own where none was asked for.
+
+    Seam: ``get_forward_backward_func`` in ``megatron.core.pipeline_parallel.schedules``.
+    """
+
+    @functools.wraps(stock)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        pipeline = active.pipeline()
+        if pipeline is None:
+            return stock(*args, **kwargs)
+        if pipeline.schedule is None:
+            return trace.traced_step(stock(*args, **kwargs))
+        return _runner(pipeline)
+
+    return get_forward_backward_func
+
+
+@functools.lru_cache(maxsize=1)
+def _runner(pipeline: active.Pipeline) -> "PipelineRunner":
+    return PipelineRunner(pipeline)
+
+
+class PipelineRunner:
+    """Runs training and evaluation steps under one pipeline's schedules.
+
+    Called with what Megatron passes to its own forward-backward functions (keywords only).  What
+    does not change from step to step is kept: process groups, and each schedule once built.
+    """
+
+    def __init__(self, pipeline: active.Pipeline) -> None:
+        self.pipeline = pipeline
+        self._plans: dict[tuple[int, bool], RankPlan] = {}
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run ``num_microbatches`` forwards, and backwards unless ``forward_only``.
+
+        Returns the loss store, one entry a microbatch, on the last pipeline rank, where Megatron
+        looks for it, and an empty list elsewhere.  ``p2p_communicator`` is not used.
+        """
+        if adjust_tensor_shapes_fn is not None:
+            raise ValueError("--pipeline-schedule does not support models that adjust the shapes of messages")
+        model = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(model[0])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        plan = self._plan(num_microbatches, forward_only, groups.pp)
+        inputs = StepInputs(
+            forward_step_func=forward_step_func,
+            model=model,
+            iterators=iterators,
+            microbatches=num_microbatches,
+            config=config,
+            cp_size=groups.cp.size(),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        stages = model_stages(inputs, self.pipeline.placement, plan)
+        (shape,) = stock_schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        with _timed(config), trace.recording(groups.pp, forward_only) as recorder:
+            execute(plan, stages, self._channels(groups.pp, shape, config), recorder)
+            if len(STORE):
+                raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
+            losses, tokens = self._bring_losses_home(inputs.losses, inputs.tokens, groups.pp)
+            if config.finalize_model_grads_func is not None and not forward_only:
+                config.finalize_model_grads_func(
+                    model,
+                    tokens if config.calculate_per_token_loss else None,
+                    pg_collection=groups,
+                    force_all_reduce=force_all_reduce,
+                )
+        return losses
+
+    def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:
+        key = microbatches, forward_only
+        if key not in self._plans:
+            schedule = self._schedule(microbatches, forward_only)
+            _require_same_on_all(schedule, group)
+            self._plans[key] = plan_rank(schedule, group.rank())
+        return self._plans[key]
+
+    def _schedule(self, microbatches: int, forward_only: bool) -> Schedule:
+        placement = self.pipeline.placement
+        if forward_only:
+            return catalog.forward_only(placement, microbatches)
+        assert self.pipeline.schedule is not None
+        return catalog.build(self.pipeline.schedule, placement.ranks, microbatches, placement.chunks)
+
+    def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
+        ranks = dist.get_process_group_ranks(group)
+        if self._groups is None:
+            self._groups = direction_groups(ranks)
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Channels(ranks, *self._groups, shape, config.pipeline_dtype, device)
+
+    def _bring_losses_home(
+        self, losses: list[Any], tokens: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Move the loss store and the token count to the last rank, if a V left them on the first."""
+        holder, reader = self.pipeline.placement.rank_of(self.pipeline.placement.stages - 1), group.size() - 1
+        if holder == reader:
+            return losses, tokens
+        ranks = dist.get_process_group_ranks(group)
+        if group.rank() == holder:
+            parcel: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, (losses, tokens))]
+            dist.send_object_list(parcel, ranks[reader], group=group)
+            return [], tokens
+        if group.rank() == reader:
+            parcel = [None]
+            dist.recv_object_list(parcel, ranks[holder], group=group)
+            losses, tokens = tree_map_only(torch.Tensor, torch.Tensor.cuda, parcel[0])
+        return losses, tokens
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
+
+
+def _require_same_on_all(schedule: Schedule, group: dist.ProcessGroup) -> None:
+    """Two ranks that run different schedules would wait for each other for ever."""
+    digests: list[str | None] = [None] * group.size()
+    dist.all_gather_object(digests, schedule.digest, group=group)
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"the ranks of this pipeline built different schedules for {schedule.name!r} "
+            f"({digests}); they must run the same version of megatron_pp_ext with the same flags"
+        )

@@ -1,0 +1,189 @@
+"""V placement on top of Megatron's interleaved one.
+
+Stock Megatron places chunk c of rank i at stage c * p + i.  A V wants chunk 1 of rank i to be
+stage 2p - 1 - i instead: exactly what the interleaved code builds on a rank that believes
+itself to be rank p - 1 - i.  Two mirrors make it believe so, and only for chunk 1:
+
+* ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the
+  chunk is built with, and that it keeps;
+* ``mirrored_rank`` turns the global pipeline rank round while the chunk is at work, for code
+  that asks ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pp_ext.integration import active
+from megatron_pp_ext.schedule.placement import Shape
+
+
+class MirroredGroup:
+    """A process group whose ranks count from the other end.
+
+    Everything but ``rank`` is the group's own; it is for asking where one stands, not for
+    communication, in which the true ranks must be named.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # torch looks the members of a group up in this table.
+        ranks = dist.distributed_c10d._world.pg_group_ranks[group]
+        dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
+            global_rank: len(ranks) - 1 - rank for global_rank, rank in ranks.items()
+        }
+
+    def rank(self) -> int:
+        """The rank of this process, counted from the end."""
+        return self._group.size() - 1 - self._group.rank()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@contextmanager
+def mirrored_rank() -> Iterator[None]:
+    """Inside, ``parallel_state`` takes this rank for its mirror image in the pipeline."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    parallel_state.set_pipeline_model_parallel_rank(size - 1 - rank)
+    try:
+        yield
+    finally:
+        # None, Megatron's own value, lets it ask the process group again.
+        parallel_state.set_pipeline_model_parallel_rank(None)
+
+
+def as_chunk(vp_stage: int | None) -> Any:
+    """A context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
+    pipeline = active.pipeline()
+    mirrored = pipeline is not None and vp_stage is not None and pipeline.is_mirrored(vp_stage)
+    return mirrored_rank() if mirrored else nullcontext()
+
+
+def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Build chunk 1 as the mirror's.
+
+    Seam: ``build_virtual_pipeline_stages`` in ``megatron.training.models.dist_utils`` (0.19).
+    """
+
+    @functools.wraps(stock)
+    def build(build_model_func: Callable[..., Any], pg_collection: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline = active.pipeline()
+        if pipeline is None or pipeline.shape is not Shape.V:
+            return stock(build_model_func, pg_collection, *args, **kwargs)
+        chunks = stock(functools.partial(_build_chunk, build_model_func), pg_collection, *args, **kwargs)
+        _tie_output_to_embedding(chunks, pg_collection.pp)
+        return chunks
+
+    return build
+
+
+def _build_chunk(
+    build_model_func: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **ends: bool
+) -> Any:
+    pipeline = active.require()
+    if not pipeline.is_mirrored(vp_stage):
+        # The last stage is chunk 1 of rank 0; stock would give the output layer to the last rank.
+        return build_model_func(pg_collection, vp_stage=vp_stage, **ends)
+    mirrored = copy.copy(pg_collection)
+    mirrored.pp = MirroredGroup(pg_collection.pp)
+    is_last_stage = mirrored.pp.rank() == mirrored.pp.size() - 1
+    with mirrored_rank():
+        chunk = build_model_func(mirrored, pre_process=False, post_process=is_last_stage, vp_stage=vp_stage)
+    stock_state_dict = chunk.sharded_state_dict
+
+    @functools.wraps(stock_state_dict)
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with mirrored_rank():
+            return stock_state_dict(*args, **kwargs)
+
+    chunk.sharded_state_dict = sharded_state_dict
+    return chunk
+
+
+def _tie_output_to_embedding(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Start the tied output weight, which stock leaves at zero, as a copy of the embedding.
+
+    Stock fills it by an all-reduce between first and last rank; under a V both are rank 0.
+    """
+    tied = tied_weights(chunks, group)
+    if tied is not None:
+        first, last = tied
+        last.data.copy_(first.data)
+
+
+def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+    """The embedding's and the output layer's weight, on the rank where a V has both and ties them."""
+    if group.rank() != 0:
+        return None
+    first, last = (get_attr_wrapped_model(c, "pre_process", return_model_obj=True) for c in chunks)
+    if not getattr(first, "share_embeddings_and_output_weights", False):
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def first_rank_only(stock: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Let a pipeline's embedding group be its first rank, which under a V has both ends.
+
+    Seam: ``default_embedding_ranks`` in ``megatron.core.parallel_state``.
+    """
+
+    @functools.wraps(stock)
+    def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+        pipeline = active.pipeline()
+        if pipeline is None or pipeline.shape is not Shape.V:
+            return stock(pp_ranks)
+        return [pp_ranks[0]]
+
+    return embedding_ranks
+
+
+def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
+    """Add up the two gradients of a tied weight that live on one rank.
+
+    Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``,
+    the moment at which stock sums them across ranks: after data-parallel reduction and before the
+    division by tokens, so that the arithmetic is stock's own.
+    """
+
+    @functools.wraps(stock)
+    def allreduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        pipeline = active.pipeline()
+        if pipeline is None or pipeline.shape is not Shape.V:
+            return stock(model, *args, **kwargs)
+        tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
+        if tied is not None:
+            first, last = tied
+            first.main_grad.add_(last.main_grad)
+            last.main_grad.copy_(first.main_grad)
+
+    return allreduce
+
+
+def provide_data_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the dataset provider of chunk 1 as the mirror.
+
+    Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
+    calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.
+    """
+
+    @functools.wraps(stock)
+    def build(provider: Callable[..., Any]) -> Any:
+        keywords = getattr(provider, "keywords", {})
+
+        @functools.wraps(provider, assigned=())
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            with as_chunk(keywords.get("vp_stage")):
+                return provider(*args, **kwargs)
+
+        return stock(placed)
+
+    return build

@@ -1,0 +1,100 @@
+"""Recording what the ranks of a pipeline really did, under our schedules and under stock's.
+
+Stock's schedules have no executor to listen to: their actions are heard where they call
+``forward_step`` and ``backward_step``.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_pp_ext.integration import active
+from megatron_pp_ext.runtime.recorder import StepRecorder, gather
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.view import trace_file
+
+_recorder: StepRecorder | None = None
+"""The recorder of the step that is running, if it is recorded."""
+
+_backward_of: dict[int, Action] = {}
+"""Stock's backward gets the output of a forward and nothing else: whose that is, by its id."""
+
+
+@contextmanager
+def recording(group: dist.ProcessGroup, forward_only: bool) -> Iterator[StepRecorder | None]:
+    """Record a training step if --pipeline-trace asks for it, and write the file at its end.
+
+    Every step replaces the file, so that it holds the last one.  Only the pipeline of global
+    rank 0 is recorded.
+    """
+    global _recorder
+    pipeline = active.require()
+    ranks = dist.get_process_group_ranks(group)
+    if pipeline.trace is None or forward_only or ranks[0] != 0:
+        yield None
+        return
+    _recorder = StepRecorder()
+    try:
+        with _recorder.step():
+            yield _recorder
+        records = gather(_recorder.record, group)
+    finally:
+        _recorder = None
+        _backward_of.clear()
+    if records is not None:
+        name = pipeline.schedule or f"stock {pipeline.placement.shape}"
+        trace_file.write(pipeline.trace, name, pipeline.placement, records)
+
+
+def traced_step(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Record the steps of a stock forward-backward function."""
+
+    @functools.wraps(stock)
+    def step(*, forward_only: bool = False, **kwargs: Any) -> Any:
+        with recording(parallel_state.get_pipeline_model_parallel_group(), forward_only):
+            return stock(forward_only=forward_only, **kwargs)
+
+    return step
+
+
+def record_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Hear stock's forwards.  Seam: ``forward_step`` in ``megatron.core.pipeline_parallel.schedules``."""
+
+    @functools.wraps(stock)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        if not _hears_stock():
+            return stock(*args, **kwargs)
+        assert _recorder is not None
+        placement = active.require().placement
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
+        microbatch = kwargs["current_microbatch"]
+        with _recorder.during(Action(stage, Kind.F, microbatch)):
+            output, tokens = stock(*args, **kwargs)
+        _backward_of[id(output)] = Action(stage, Kind.B, microbatch)
+        return output, tokens
+
+    return forward_step
+
+
+def record_backward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Hear stock's backwards.  Seam: ``backward_step``, beside ``forward_step``."""
+
+    @functools.wraps(stock)
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _hears_stock():
+            return stock(input_tensor, output_tensor, *args, **kwargs)
+        assert _recorder is not None
+        output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
+        with _recorder.during(_backward_of.pop(id(output))):
+            return stock(input_tensor, output_tensor, *args, **kwargs)
+
+    return backward_step
+
+
+def _hears_stock() -> bool:
+    return _recorder is not None and active.require().schedule is None

@@ -1,0 +1,1 @@
+"""How one rank runs its actions.  Knows torch, but not Megatron."""

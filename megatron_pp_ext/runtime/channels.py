@@ -1,0 +1,131 @@
+"""Ordered point-to-point messages between pipeline ranks.
+
+Two ranks that exchange anything have one channel in each direction, and a channel is first in,
+first out: the receiver knows from the schedule what the sender will send next, so no message
+carries a tag.  Receives are posted ahead of their use and sends never block, so whatever
+order the actions run in, no rank can wait for a message whose sender waits for it in turn
+(a schedule in which the *actions* wait in a circle is refused by ``schedule.check``).
+
+Each direction has a process group, hence, under NCCL, a communicator of its own: a
+send can then never queue behind a receive that its peer has not matched yet.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.runtime.plan import Message, RankPlan
+
+RECEIVES_AHEAD = 2
+"""Receives posted on a channel before their turn.
+
+Two hide a message's flight behind the action before it.  More would only move waiting tensors
+from the sender's memory to the receiver's.
+"""
+
+
+class Channels:
+    """The messages of one rank during a training step.
+
+    ``ranks[r]`` is the global rank of pipeline rank r; ``down`` and ``up`` are process groups
+    over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
+    tensor of ``shape`` and ``dtype`` on ``device``.
+    """
+
+    def __init__(
+        self,
+        ranks: list[int],
+        down: dist.ProcessGroup,
+        up: dist.ProcessGroup,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._ranks = ranks
+        self._down, self._up = down, up
+        self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._rank = ranks.index(dist.get_rank())
+        self._expected: dict[int, deque[Message]] = {}
+        self._posted: dict[int, deque[tuple[Message, torch.Tensor, dist.Work]]] = {}
+        self._arrived: dict[Message, torch.Tensor] = {}
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def open(self, plan: RankPlan) -> None:
+        """Learn what will arrive in this step and post the first receives."""
+        self._expected = {peer: deque(messages) for peer, messages in plan.incoming.items()}
+        self._posted = {peer: deque() for peer in plan.incoming}
+        for peer in plan.incoming:
+            self._post_receives(peer)
+
+    def send(self, peer: int, tensor: torch.Tensor) -> None:
+        """Start sending ``tensor`` to pipeline rank ``peer`` and return at once.
+
+        The tensor's storage is kept until it has left; the caller may drop its own reference
+        but must not write to it.
+        """
+        payload = tensor.detach().contiguous()
+        if tuple(payload.shape) != self._shape:
+            raise ValueError(
+                f"a stage produced a message of shape {tuple(payload.shape)} where {self._shape} was agreed; "
+                "variable shapes need --variable-seq-lengths, which is not supported yet"
+            )
+        group = self._group(self._rank, peer)
+        work = dist.isend(payload, self._ranks[peer], group=group)
+        assert work is not None
+        self._sending.append((work, payload))
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def receive(self, peer: int, message: Message) -> torch.Tensor:
+        """The tensor of ``message`` from pipeline rank ``peer``; waits until it is here.
+
+        Messages that were sent before it and are not needed yet are kept for their turn.
+        """
+        while message not in self._arrived:
+            if not self._posted[peer]:
+                raise ValueError(f"rank {peer} does not send {message} in this step")
+            first, tensor, work = self._posted[peer].popleft()
+            self._post_receives(peer)
+            work.wait()
+            self._arrived[first] = tensor
+        return self._arrived.pop(message)
+
+    def close(self) -> None:
+        """Wait until every message of this step has left."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+        left_over = [*self._arrived, *(entry[0] for queue in self._posted.values() for entry in queue)]
+        if left_over:
+            raise RuntimeError(f"messages that nobody asked for at the end of the step: {left_over}")
+
+    def _post_receives(self, peer: int) -> None:
+        expected, posted = self._expected[peer], self._posted[peer]
+        while expected and len(posted) < RECEIVES_AHEAD:
+            tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            work = dist.irecv(tensor, self._ranks[peer], group=self._group(peer, self._rank))
+            assert work is not None
+            posted.append((expected.popleft(), tensor, work))
+
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        return self._down if sender < receiver else self._up
+
+
+def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
+
+    Collective over the whole world, since making any group is: every rank calls it with its
+    own pipeline's ranks.
+    """
+    gathered: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ranks)
+    mine = None
+    for pipeline in sorted({tuple(other) for other in gathered if other is not None}):
+        down = dist.new_group(pipeline, group_desc="PIPELINE_DOWN")
+        up = dist.new_group(pipeline, group_desc="PIPELINE_UP")
+        if pipeline == tuple(ranks):
+            assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
+            mine = (down, up)
+    assert mine is not None, "a rank is missing from its own pipeline"
+    return mine

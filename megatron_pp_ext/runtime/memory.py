@@ -1,0 +1,101 @@
+"""How many bytes of activations are alive, measured.
+
+Autograd lets a hook see every tensor that a forward keeps for its backward, and the object that
+the hook returns lives exactly as long as the tensor is needed.  Watching these objects come and
+go, storage by storage, gives the live bytes without a GPU's allocator to ask.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class Owner(NamedTuple):
+    """Whose tensors, or whose deferred work: a stage's, for one microbatch."""
+
+    stage: int
+    microbatch: int
+
+
+class _Kept:
+    """Stands for a saved tensor in the autograd graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class ActivationMeter:
+    """Counts the bytes, and the microbatches, that wait for their backward on this rank.
+
+    Parameters are not activations, and a storage that several saved tensors share counts once.
+    What a deferred weight gradient holds on to counts until its W has run (see ``split``).
+    """
+
+    def __init__(self) -> None:
+        self._owner: Owner | None = None
+        self._uses: Counter[int] = Counter()
+        self._bytes_of: dict[int, int] = {}
+        self._owned: Counter[Owner] = Counter()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_microbatches = 0
+
+    @property
+    def live_microbatches(self) -> int:
+        """How many (stage, microbatch) pairs hold on to anything."""
+        return len(self._owned)
+
+    def reset_peak(self) -> None:
+        """Begin a new peak, from what is alive now."""
+        self.peak_bytes, self.peak_microbatches = self.live_bytes, self.live_microbatches
+
+    @contextmanager
+    def forward(self, owner: Owner) -> Iterator[None]:
+        """Watch what the forward of ``owner`` keeps."""
+        self._owner = owner
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        # A parameter, or a view of one such as weight.t(), stays alive anyway.
+        base = tensor._base if tensor._base is not None else tensor
+        if self._owner is None or isinstance(base, torch.nn.Parameter) or tensor.numel() == 0:
+            return tensor
+        kept = _Kept(tensor)
+        self.hold(self._owner, tensor, kept)
+        return kept
+
+    @staticmethod
+    def _unpack(kept: object) -> torch.Tensor:
+        return kept.tensor if isinstance(kept, _Kept) else kept  # type: ignore[return-value]
+
+    def hold(self, owner: Owner, tensor: torch.Tensor, holder: object) -> None:
+        """Count ``tensor`` for as long as ``holder`` lives."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if not self._uses[key]:
+            self._bytes_of[key] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+        self._uses[key] += 1
+        self._owned[owner] += 1
+        weakref.finalize(holder, self._release, owner, key)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_microbatches = max(self.peak_microbatches, self.live_microbatches)
+
+    def _release(self, owner: Owner, key: int) -> None:
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self.live_bytes -= self._bytes_of.pop(key)
+        self._owned[owner] -= 1
+        if not self._owned[owner]:
+            del self._owned[owner]

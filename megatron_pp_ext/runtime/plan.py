@@ -1,0 +1,109 @@
+"""One rank's part of a schedule, with the messages spelled out.
+
+A schedule says who computes what in which order; the messages follow from it.  The output of a
+stage's forward goes to the next stage, the gradient of its input to the stage before, over the
+wire when that stage lives on another rank and hand to hand at the turn of a V.  Every rank
+derives the same messages from the same schedule, so sender and receiver agree on the order in
+which messages travel without ever saying so: it is the order of the sender's actions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.placement import Placement
+
+
+class Message(NamedTuple):
+    """A tensor that one stage hands to another for one microbatch.
+
+    A forward message goes to stage ``sender + 1``, a gradient to ``sender - 1``.
+    """
+
+    sender: int
+    receiver: int
+    microbatch: int
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it travels against the model's order."""
+        return self.receiver < self.sender
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of this rank, what it needs first and what it gives away.
+
+    ``source`` and ``target`` are None at the ends of the model and for W, which exchanges
+    nothing.  ``source_rank`` and ``target_rank`` may be this rank itself: the turn of a V.
+    """
+
+    action: Action
+    source: Message | None = None
+    source_rank: int = -1
+    target: Message | None = None
+    target_rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Everything one rank does in a training step, worked out once.
+
+    ``incoming[r]`` lists the messages that rank r will send here, in the order it sends them.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    incoming: dict[int, tuple[Message, ...]]
+
+
+def incoming_message(action: Action, placement: Placement) -> Message | None:
+    """What ``action`` must be given before it can start."""
+    stage, kind, microbatch = action
+    if kind is Kind.F:
+        return Message(stage - 1, stage, microbatch) if stage > 0 else None
+    if kind is Kind.W or stage + 1 == placement.stages:
+        return None
+    return Message(stage + 1, stage, microbatch)
+
+
+def outgoing_message(action: Action, placement: Placement) -> Message | None:
+    """What ``action`` leaves for another stage."""
+    stage, kind, microbatch = action
+    if kind is Kind.F:
+        return Message(stage, stage + 1, microbatch) if stage + 1 < placement.stages else None
+    if kind is Kind.W or stage == 0:
+        return None
+    return Message(stage, stage - 1, microbatch)
+
+
+def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
+    """Spell out ``rank``'s part of ``schedule``."""
+    placement = schedule.placement
+    return RankPlan(
+        rank=rank,
+        steps=tuple(_step(action, placement) for action in schedule.orders[rank]),
+        incoming={
+            peer: messages
+            for peer, order in enumerate(schedule.orders)
+            if peer != rank and (messages := _sent_to(rank, order, placement))
+        },
+    )
+
+
+def _step(action: Action, placement: Placement) -> Step:
+    source = incoming_message(action, placement)
+    target = outgoing_message(action, placement)
+    return Step(
+        action,
+        source=source,
+        source_rank=placement.rank_of(source.sender) if source else -1,
+        target=target,
+        target_rank=placement.rank_of(target.receiver) if target else -1,
+    )
+
+
+def _sent_to(rank: int, order: Sequence[Action], placement: Placement) -> tuple[Message, ...]:
+    messages = (outgoing_message(action, placement) for action in order)
+    return tuple(m for m in messages if m is not None and placement.rank_of(m.receiver) == rank)

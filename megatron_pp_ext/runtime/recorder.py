@@ -1,0 +1,60 @@
+"""What really happened in a step: the seconds and the live bytes of every action."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.measured import Measured, RankRecord
+
+
+class StepRecorder:
+    """Keeps the last step of this rank.
+
+    The clock is the machine's monotonic one, so ranks of one machine can be laid side by side.
+    """
+
+    def __init__(self) -> None:
+        self.meter = ActivationMeter()
+        self._events: list[Measured] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Forget the step before and record a new one."""
+        self._events = []
+        self.meter.reset_peak()
+        STORE.meter = self.meter
+        try:
+            yield
+        finally:
+            STORE.meter = None
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """See ``executor.Recorder``."""
+        start = time.perf_counter()
+        if action.kind is Kind.F:
+            with self.meter.forward(Owner(action.stage, action.microbatch)):
+                yield
+        else:
+            yield
+        self._events.append(Measured(action, start, time.perf_counter(), self.meter.live_bytes))
+
+    @property
+    def record(self) -> RankRecord:
+        """The step so far."""
+        return RankRecord(tuple(self._events), self.meter.peak_bytes, self.meter.peak_microbatches)
+
+
+def gather(record: RankRecord, group: dist.ProcessGroup) -> list[RankRecord] | None:
+    """Bring the records of all ranks of ``group`` to its first rank; None on the others."""
+    first = dist.get_process_group_ranks(group)[0]
+    records: list[RankRecord] | None = None
+    if dist.get_rank() == first:
+        records = [record] * dist.get_world_size(group)
+    dist.gather_object(record, records, dst=first, group=group)
+    return records

@@ -1,0 +1,126 @@
+"""The backward in two halves.
+
+A linear layer's backward computes two products that do not need each other: the gradient of
+its input, which the stage before is waiting for, and the gradient of its weight, which nobody
+needs before the optimizer step.  Schedules that run the second one later (arXiv 2401.10241,
+section 2) cut the backward at the linear layers: when the autograd engine reaches one, the
+layer returns its input's gradient at once and leaves the weight's as work in the store, to be
+run by the W action of the same stage and microbatch.
+
+Everything else (norms, embeddings, biases, routers) stays in the first half: it is cheap, and
+cutting it would keep activations alive for nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+
+WeightWork = Callable[[], None]
+"""Computes one weight's gradient and adds it where it belongs."""
+
+
+class WeightGradientStore:
+    """What the W actions of a rank still have to do.
+
+    Layers call ``defer`` in their backward.  Inside ``collecting`` the work is kept for that
+    slot; outside, ``defer`` runs it on the spot, so a layer needs no second code path for
+    schedules that do not split.
+
+    The autograd engine may call from a thread of its own (it has one for each GPU), while the
+    thread that entered ``collecting`` waits for it: the open slot is therefore an ordinary
+    attribute, neither thread-local nor locked.
+
+    ``meter``, when set, counts the tensors that waiting work holds on to.
+    """
+
+    def __init__(self) -> None:
+        self.meter: ActivationMeter | None = None
+        self._slot: Owner | None = None
+        self._work: dict[Owner, list[WeightWork]] = {}
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether the backward that runs now is the first half of a split one."""
+        return self._slot is not None
+
+    @contextmanager
+    def collecting(self, slot: Owner) -> Iterator[None]:
+        """Keep for ``slot`` the weight gradients that come up inside."""
+        if self._slot is not None:
+            raise RuntimeError(f"{slot} cannot collect weight gradients while {self._slot} does")
+        if slot in self._work:
+            raise RuntimeError(f"{slot} has weight gradients from an earlier backward that never ran")
+        self._slot = slot
+        self._work[slot] = []
+        try:
+            yield
+        finally:
+            self._slot = None
+
+    def defer(self, work: WeightWork, *tensors: torch.Tensor) -> None:
+        """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
+
+        Runs it now if none is.
+        """
+        if self._slot is None:
+            work()
+            return
+        self._work[self._slot].append(work)
+        if self.meter is not None:
+            for tensor in tensors:
+                self.meter.hold(self._slot, tensor, holder=work)
+
+    def run(self, slot: Owner) -> None:
+        """Do what ``slot`` left, in the order it came up, and let go of its tensors one by one.
+
+        Raises KeyError if the slot's backward has not run.
+        """
+        todo = self._work.pop(slot)
+        todo.reverse()
+        while todo:
+            todo.pop()()
+
+    def __len__(self) -> int:
+        """How many slots still have work; 0 at the end of a step."""
+        return len(self._work)
+
+
+STORE = WeightGradientStore()
+"""The store of this process: a process is one rank, and layers have no way to be handed one."""
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.has_bias = bias is not None
+        return torch.nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        input, weight = ctx.saved_tensors
+
+        def add_weight_gradient() -> None:
+            product = gradient.flatten(0, -2).t().matmul(input.flatten(0, -2))
+            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+
+        if ctx.needs_input_grad[1]:
+            STORE.defer(add_weight_gradient, input, gradient)
+        input_gradient = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return input_gradient, None, bias_gradient
+
+
+class SplitLinear(torch.nn.Linear):
+    """``torch.nn.Linear`` whose weight gradient can wait; the gradients are the same numbers."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` (..., in_features) to (..., out_features)."""
+        return _SplitLinear.apply(input, self.weight, self.bias)

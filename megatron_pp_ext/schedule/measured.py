@@ -1,0 +1,71 @@
+"""A step as it really ran: what a recorder heard, and how it becomes a Timeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import Event, Timeline
+
+
+class Measured(NamedTuple):
+    """One action: seconds on the machine's clock, bytes of activations alive at its end."""
+
+    action: Action
+    start: float
+    end: float
+    live_bytes: int
+
+
+class RankRecord(NamedTuple):
+    """What one rank did in a step.
+
+    ``peak_microbatches`` counts (stage, microbatch) pairs that held on to anything, which is what
+    a schedule's peak counts too; ``peak_bytes`` is what they held.
+    """
+
+    events: tuple[Measured, ...]
+    peak_bytes: int
+    peak_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """What all ranks of a pipeline did in a step; ``records[r]`` is rank r's."""
+
+    name: str
+    placement: Placement
+    records: tuple[RankRecord, ...]
+
+    def timeline(self) -> Timeline:
+        """The step on a clock that starts at 0, with the median seconds of each stage as costs."""
+        start = min(record.events[0].start for record in self.records)
+        orders = tuple(tuple(event.action for event in record.events) for record in self.records)
+        microbatches = 1 + max(action.microbatch for order in orders for action in order)
+        return Timeline(
+            Schedule(self.name, self.placement, microbatches, orders),
+            Costs(tuple(self._stage_costs(stage) for stage in range(self.placement.stages))),
+            tuple(
+                tuple(Event(e.action, e.start - start, e.end - start) for e in record.events)
+                for record in self.records
+            ),
+        )
+
+    def _stage_costs(self, stage: int) -> StageCosts:
+        events = self.records[self.placement.rank_of(stage)].events
+        seconds = {
+            kind: [e.end - e.start for e in events if e.action.stage == stage and e.action.kind is kind]
+            for kind in Kind
+        }
+        if seconds[Kind.B]:
+            # A whole backward cannot be told apart afterwards; half and half is as good as any.
+            half = _median(seconds[Kind.B]) / 2
+            return StageCosts(_median(seconds[Kind.F]), half, half)
+        return StageCosts(*(_median(seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)))
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
