@@ -7,8 +7,16 @@ from functools import lru_cache
 
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.families import gpipe, interleaved, one_f_one_b, zero_bubble
-from megatron_pp_ext.schedule.placement import Shape
+from megatron_pp_ext.schedule.families import (
+    evaluation,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    v_shape,
+    v_zero_bubble,
+    zero_bubble,
+)
+from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,30 @@ _ENTRIES = (
         1,
         zero_bubble.build_h2,
     ),
+    Entry(
+        "v-min",
+        "a third of 1f1b's memory, about 1f1b's bubble",
+        "arXiv 2405.15362, section 3",
+        Shape.V,
+        2,
+        v_shape.build_min,
+    ),
+    Entry(
+        "v-half",
+        "half of 1f1b's memory, about half its bubble",
+        "arXiv 2405.15362, section 3",
+        Shape.V,
+        2,
+        v_shape.build_half,
+    ),
+    Entry(
+        "v-zb",
+        "1f1b's memory, no bubble within a rank",
+        "arXiv 2405.15362, section 3",
+        Shape.V,
+        2,
+        v_zero_bubble.build,
+    ),
 )
 
 ENTRIES = {entry.name: entry for entry in _ENTRIES}
@@ -104,5 +136,13 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
         raise ValueError(
             f"{name} got {chunks} chunks a rank, but has {line.chunks}: leave chunks out, or use interleaved"
         )
+    check(schedule)
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
+    """The forwards of an evaluation with this placement, whichever schedule trains it; checked."""
+    schedule = evaluation.build(placement, microbatches)
     check(schedule)
     return schedule

@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement
 
 
-def forward_only(placement: Placement, microbatches: int) -> Schedule:
+def build(placement: Placement, microbatches: int) -> Schedule:
     """All forwards of ``microbatches`` microbatches, in an order that no rank can block.
 
     It is found by running the pipeline on paper, a tick a forward: each tick, every rank takes
