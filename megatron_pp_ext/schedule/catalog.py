@@ -65,7 +65,7 @@ _ENTRIES = (
     Entry(
         "zb-h1",
         "1f1b's memory, a third of its bubble",
-        "arXiv 2401.10241, figure 2",
+        "arXiv 2401.10241, figure 3, top",
         Shape.LINEAR,
         1,
         zero_bubble.build_h1,
@@ -73,7 +73,7 @@ _ENTRIES = (
     Entry(
         "zb-h2",
         "no bubble within a rank, for nearly twice 1f1b's memory",
-        "arXiv 2401.10241, figure 3",
+        "arXiv 2401.10241, figure 3, bottom",
         Shape.LINEAR,
         1,
         zero_bubble.build_h2,
@@ -81,7 +81,7 @@ _ENTRIES = (
     Entry(
         "v-min",
         "a third of 1f1b's memory, about 1f1b's bubble",
-        "arXiv 2405.15362, section 3",
+        "arXiv 2405.15362, figure 4",
         Shape.V,
         2,
         v_shape.build_min,
@@ -89,7 +89,7 @@ _ENTRIES = (
     Entry(
         "v-half",
         "half of 1f1b's memory, about half its bubble",
-        "arXiv 2405.15362, section 3",
+        "arXiv 2405.15362, figure 4",
         Shape.V,
         2,
         v_shape.build_half,
@@ -97,7 +97,7 @@ _ENTRIES = (
     Entry(
         "v-zb",
         "1f1b's memory, no bubble within a rank",
-        "arXiv 2405.15362, section 3",
+        "arXiv 2405.15362, figure 4",
         Shape.V,
         2,
         v_zero_bubble.build,

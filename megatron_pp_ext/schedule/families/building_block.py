@@ -1,4 +1,4 @@
-"""Schedules from a building block (arXiv 2405.15362, sections 3.1 and 3.3, figure 3).
+"""Schedules from a building block (arXiv 2405.15362, sections 2 and 3, figure 3).
 
 A building block says when one microbatch would meet every rank; a schedule repeats it, one
 microbatch each period.  In the V placement a microbatch goes down and up the ranks twice, in

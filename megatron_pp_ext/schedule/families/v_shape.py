@@ -1,4 +1,4 @@
-"""V-Min and V-Half: a third and a half of 1F1B's memory (arXiv 2405.15362, section 3, figure 3).
+"""V-Min and V-Half: a third and a half of 1F1B's memory (arXiv 2405.15362, section 3, figures 3 and 4).
 
 A rank's memory is the sum of its two chunks' lifespans, and the V placement makes that sum the
 same on every rank: one chunk lives long where the other lives short.  How large it is depends on

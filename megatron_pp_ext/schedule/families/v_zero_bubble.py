@@ -1,4 +1,4 @@
-"""V-ZB: no bubble within a rank, at 1F1B's memory (arXiv 2405.15362, section 3, figure 3; as ZBV
+"""V-ZB: no bubble within a rank, at 1F1B's memory (arXiv 2405.15362, section 3, figure 4; as ZB-V
 already arXiv 2401.10241, section 6).
 
 Rank r, which holds chunk 0 and chunk 1, goes through eight phases.  Those named 0 belong to the

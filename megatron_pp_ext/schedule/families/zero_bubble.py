@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: the backward in two halves (arXiv 2401.10241, section 2, figures 2 and 3).
+"""ZB-H1 and ZB-H2: the backward in two halves (arXiv 2401.10241, section 2, figure 3).
 
 Only the input gradient (I) is awaited by the rank before; the weight gradient (W) can be done at
 any later time, so it is kept back to fill the bubbles at the end.  Both schedules are one shape,
