@@ -1,0 +1,153 @@
+"""Run a function on several ranks, each forked from this process.
+
+Importing torch and Megatron takes about ten seconds. A forked rank has both from the start, and shares their
+memory, so a test on four ranks takes seconds. Everything a rank does to module state, such as Megatron's
+global arguments and process groups, is gone with the rank.
+
+    losses = run_ranks(function, 4, argument)     # [function(0, argument), ..., function(3, argument)]
+"""
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_pp_ext import cpu
+
+cpu.install()  # before anything imports Megatron
+
+import torch.distributed as dist  # noqa: E402
+
+OUTPUT_LINES = 30
+GRACE_SECONDS = 2.0
+
+
+class RankError(AssertionError):
+    """A rank failed, or did not finish in time."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """Call ``fn(rank, *args)`` in ``world_size`` forked processes and return what each of them returned.
+
+    The environment of torch.distributed is set; ``fn`` makes the process group. Results are pickled, so
+    they may hold tensors but not modules with hooks. When a rank raises, or when ``timeout`` seconds are
+    over, every rank is killed and RankError tells the tracebacks and the last lines of output.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        port = _free_port()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        running = {}
+        try:
+            for rank in range(world_size):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(fn, rank, world_size, args, files[rank], port)
+                running[rank] = pid
+            failed, problem = _wait(running, timeout)
+        finally:
+            for pid in running.values():
+                _kill(pid)
+        if problem:
+            raise RankError("\n\n".join([problem, *(_story(rank, files[rank]) for rank in failed)]))
+        return [pickle.loads(file.with_suffix(".result").read_bytes()) for file in files]
+
+
+def _be_rank(
+    fn: Callable[..., Any], rank: int, world_size: int, args: tuple, files: Path, port: int
+) -> NoReturn:
+    """Run ``fn`` as a rank and end the process: nothing of pytest may run on in it."""
+    status = 1
+    try:
+        os.setpgid(0, 0)  # the rank and what it starts end together
+        _send_output_to(files.with_suffix(".output"))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        if "lo" in (name for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of this machine's name
+        result = fn(rank, *args)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves takes its connections with it
+        files.with_suffix(".result").write_bytes(pickle.dumps(result))
+        status = 0
+    except BaseException:
+        files.with_suffix(".traceback").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def _send_output_to(file: Path) -> None:
+    """Send what this process and its libraries print to ``file``."""
+    output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+
+
+def _wait(running: dict[int, int], timeout: float) -> tuple[list[int], str]:
+    """Wait for all ranks; return those to tell about, and in one line what went wrong.
+
+    The rank that fails first is the one to read. Others follow when its connections close: they get a
+    moment, as two ranks may fail by themselves.
+    """
+    end = time.monotonic() + timeout
+    alive, failed = dict(running), []
+    while alive and time.monotonic() < end:
+        for rank, pid in list(alive.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del alive[rank]
+                running[rank] = -pid  # reaped; what it started may be left
+                if status != 0:
+                    if not failed:
+                        end = min(end, time.monotonic() + GRACE_SECONDS)
+                    failed.append(rank)
+        time.sleep(0.005)
+    if failed:
+        return failed, f"rank {failed[0]} failed"
+    if alive:
+        return sorted(alive), f"ranks {sorted(alive)} did not finish in {timeout:g} seconds"
+    return [], ""
+
+
+def _kill(pid: int) -> None:
+    """Kill a rank and what it started, and reap it unless ``pid`` is negative: then that is done."""
+    try:
+        os.killpg(abs(pid), signal.SIGKILL)
+    except ProcessLookupError:
+        if pid > 0:
+            os.kill(pid, signal.SIGKILL)  # not yet the leader of a group of its own
+    if pid > 0:
+        os.waitpid(pid, 0)
+
+
+def _story(rank: int, files: Path) -> str:
+    """What a rank said last, and where it raised."""
+    parts = [f"--- rank {rank} ---"]
+    for suffix, lines in ((".output", OUTPUT_LINES), (".traceback", None)):
+        file = files.with_suffix(suffix)
+        text = file.read_text(errors="replace").splitlines() if file.exists() else []
+        parts += text[-lines:] if lines else text
+    return "\n".join(parts)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

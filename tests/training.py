@@ -1,0 +1,184 @@
+"""Run Megatron's own training loop on forked ranks and look inside.
+
+    runs = train(4, ["--pipeline-model-parallel-size", "4"])
+    runs[-1].losses                               # one float a step, on the last pipeline rank
+
+Initial weights go by global layer number and parameter name, not by rank, so that every layout of the same
+model starts from the same numbers and losses can be compared across layouts.
+"""
+
+import functools
+import hashlib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ranks  # has to come before Megatron: installs the stand-ins for torch.cuda
+
+# isort: split
+# Not used here: each rank would import these by itself, with seconds of other packages behind them.
+import megatron.core.datasets.helpers
+import megatron.core.models.mimo
+import megatron.core.tokenizers.text  # noqa: F401
+import torch
+from megatron.core import mpu
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
+from megatron.training import training
+
+from megatron_pp_ext import cpu, pretrain_gpt
+
+cpu.skip_building_dataset_helpers()
+
+TINY = shlex.split(
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
+    "--lr 0.01 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 64 "
+    "--make-vocab-size-divisible-by 1 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    "--distributed-timeout-minutes 2"
+)
+
+
+@dataclass
+class Run:
+    """What one rank saw of a training run."""
+
+    losses: list[float] = field(default_factory=list)  # a step; on ranks without the loss: empty
+    grad_norms: list[float] = field(default_factory=list)  # a step
+    validation: list[float] = field(default_factory=list)  # an evaluation
+    grabbed: Any = None  # what ``grab`` returned
+
+
+Grab = Callable[[list[torch.nn.Module]], Any]
+
+
+def train(
+    world_size: int,
+    flags: Sequence[str] = (),
+    *,
+    initialize: Callable[[list[torch.nn.Module]], None] | None = None,
+    grab: Grab | None = None,
+    timeout: float = 120,
+) -> list[Run]:
+    """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
+
+    ``initialize(chunks)`` sets the weights before the optimizer is made and a checkpoint is loaded; by
+    default they go by layer. ``grab(chunks)`` is called once, on every rank, after the gradients of the first
+    step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
+    """
+    argv = cpu.with_cpu_flags([*TINY, *flags])
+    return ranks.run_ranks(_train, world_size, argv, initialize or initialize_by_layer, grab, timeout=timeout)
+
+
+def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) -> Run:
+    run = Run()
+    sys.argv = ["pretrain_gpt.py", *argv]
+    cpu.fork_checkpoint_queue(argv)
+    for name, watch in (
+        ("get_megatron_optimizer", functools.partial(_watch_optimizer, run, initialize, grab)),
+        ("train_step", functools.partial(_watch_train_step, run)),
+        ("evaluate", functools.partial(_watch_evaluate, run)),
+    ):
+        setattr(training, name, watch(getattr(training, name)))
+    try:
+        pretrain_gpt.main()
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise
+    return run
+
+
+def _watch_optimizer(run: Run, initialize: Callable, grab: Grab | None, make: Callable) -> Callable:
+    """Set the weights before the optimizer is made, and look at the gradients before its first step."""
+
+    def watched(config: Any, chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+        initialize(chunks)
+        optimizer = make(config, chunks, *args, **kwargs)
+        step = optimizer.step
+
+        def first_step() -> Any:
+            optimizer.step = step
+            if grab:
+                run.grabbed = grab(chunks)
+            return step()
+
+        optimizer.step = first_step
+        return optimizer
+
+    return watched
+
+
+def _watch_train_step(run: Run, step: Callable) -> Callable:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if "lm loss" in result[0]:
+            run.losses.append(result[0]["lm loss"].item())
+        run.grad_norms.append(float(result[5]))
+        return result
+
+    return watched
+
+
+def _watch_evaluate(run: Run, evaluate: Callable) -> Callable:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if "lm loss" in (result[0] or {}):
+            run.validation.append(result[0]["lm loss"].item())
+        return result
+
+    return watched
+
+
+def initialize_by_layer(chunks: list[torch.nn.Module]) -> None:
+    """Set every parameter of these model chunks to numbers that depend on its global name alone."""
+    with torch.no_grad():
+        for name, parameter in global_parameters(chunks):
+            parameter.copy_(_shard(_full(name, parameter), parameter))
+
+
+def global_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name the parameters of this rank as a model on one rank would, layers counted from 1.
+
+    A tied output weight goes by the name of the embedding that it copies, so a name can come twice.
+    """
+    named = []
+    for chunk in unwrap_model(chunks):
+        layers = {
+            name: f"decoder.layers.{module.layer_number}"
+            for name, module in chunk.named_modules()
+            if isinstance(module, BaseTransformerLayer)
+        }
+        for name, parameter in chunk.named_parameters():
+            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+            if layer is not None:
+                name = layers[layer] + name[len(layer) :]
+            elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            named.append((name, parameter))
+    return named
+
+
+def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Numbers for the whole tensor, of which ``parameter`` may be one tensor-parallel part."""
+    shape = list(parameter.shape)
+    if _is_cut(parameter):
+        shape[parameter.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    numbers = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    is_norm_scale = len(shape) == 1 and name.endswith("weight")
+    return numbers + 1 if is_norm_scale else numbers
+
+
+def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Cut out the part of this rank. With a stride s, a part is s pieces, as Megatron deals them out."""
+    if not _is_cut(parameter):
+        return full
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    pieces = full.chunk(size * parameter.partition_stride, dim=parameter.partition_dim)
+    return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
