@@ -113,7 +113,7 @@ class PipelineRunner:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        with _timed(config), trace.recording(groups.pp, forward_only) as recorder:
+        with _timed(config), trace.recording(groups.pp, model, forward_only) as recorder:
             execute(plan, stages, self._channels(groups.pp, shape, config), recorder)
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")

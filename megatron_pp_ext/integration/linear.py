@@ -24,14 +24,20 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
         @staticmethod
+        def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *others: Any) -> Any:
+            # Saved tensors may come back as aliases, without what Megatron hung on the parameter.
+            ctx.parameter = weight
+            return stock.forward(ctx, input, weight, *others)
+
+        @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if not STORE.is_collecting or not ctx.needs_input_grad[1]:
                 return stock.backward(ctx, *gradients)
             (gradient,) = gradients
-            input, weight = ctx.saved_tensors
-            STORE.defer(_weight_work(ctx, input, weight, gradient), input, gradient)
-            input_gradient = _input_gradient(ctx, input, weight, gradient)
+            input, _ = ctx.saved_tensors
+            STORE.defer(_weight_work(ctx, input, gradient), input, gradient)
+            input_gradient = _input_gradient(ctx, input, gradient)
             bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
             others = [None] * (len(ctx.needs_input_grad) - 3)
             return input_gradient, None, bias_gradient, *others
@@ -39,10 +45,8 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
     return SplitLinearWithGradAccumulation
 
 
-def _input_gradient(
-    ctx: Any, input: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-) -> torch.Tensor:
-    product = gradient.matmul(weight)
+def _input_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    product = gradient.matmul(ctx.parameter)
     if ctx.sequence_parallel:
         shard = torch.empty_like(input, requires_grad=False)
         torch.distributed.reduce_scatter_tensor(shard, product, group=ctx.tp_group)
@@ -52,12 +56,9 @@ def _input_gradient(
     return product
 
 
-def _weight_work(ctx: Any, input: torch.Tensor, weight: Any, gradient: torch.Tensor) -> Callable[[], None]:
-    sequence_parallel, tp_group = ctx.sequence_parallel, ctx.tp_group
+def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
+    weight, sequence_parallel, tp_group = ctx.parameter, ctx.sequence_parallel, ctx.tp_group
     fused = ctx.gradient_accumulation_fusion
-    if fused:
-        # Autograd unpacks a weight without the attributes that Megatron hung on the parameter.
-        weight.main_grad = ctx.main_grad
 
     def add_weight_gradient() -> None:
         # The gathered input is not stashed: under sequence parallelism only the shard outlives I.

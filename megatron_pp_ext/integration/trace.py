@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -25,7 +26,9 @@ _backward_of: dict[int, Action] = {}
 
 
 @contextmanager
-def recording(group: dist.ProcessGroup, forward_only: bool) -> Iterator[StepRecorder | None]:
+def recording(
+    group: dist.ProcessGroup, model: list[torch.nn.Module], forward_only: bool
+) -> Iterator[StepRecorder | None]:
     """Record a training step if --pipeline-trace asks for it, and write the file at its end.
 
     Every step replaces the file, so that it holds the last one.  Only the pipeline of global
@@ -37,7 +40,7 @@ def recording(group: dist.ProcessGroup, forward_only: bool) -> Iterator[StepReco
     if pipeline.trace is None or forward_only or ranks[0] != 0:
         yield None
         return
-    _recorder = StepRecorder()
+    _recorder = StepRecorder(parameter for chunk in model for parameter in chunk.parameters())
     try:
         with _recorder.step():
             yield _recorder
@@ -54,9 +57,10 @@ def traced_step(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Record the steps of a stock forward-backward function."""
 
     @functools.wraps(stock)
-    def step(*, forward_only: bool = False, **kwargs: Any) -> Any:
-        with recording(parallel_state.get_pipeline_model_parallel_group(), forward_only):
-            return stock(forward_only=forward_only, **kwargs)
+    def step(*, model: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+        chunks = model if isinstance(model, list) else [model]
+        with recording(parallel_state.get_pipeline_model_parallel_group(), chunks, forward_only):
+            return stock(model=model, forward_only=forward_only, **kwargs)
 
     return step
 

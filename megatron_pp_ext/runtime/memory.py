@@ -7,7 +7,7 @@ go, storage by storage, gives the live bytes without a GPU's allocator to ask.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -33,11 +33,14 @@ class _Kept:
 class ActivationMeter:
     """Counts the bytes, and the microbatches, that wait for their backward on this rank.
 
-    Parameters are not activations, and a storage that several saved tensors share counts once.
+    ``parameters`` are not activations, though layers save them, nor is anything that shares their
+    storage.  A storage that several saved tensors share counts once.
     What a deferred weight gradient holds on to counts until its W has run (see ``split``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        # By storage: autograd shows a hook not the parameter itself but an alias of it.
+        self._ignored = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._owner: Owner | None = None
         self._uses: Counter[int] = Counter()
         self._bytes_of: dict[int, int] = {}
@@ -65,23 +68,22 @@ class ActivationMeter:
             finally:
                 self._owner = None
 
-    def _pack(self, tensor: torch.Tensor) -> object:
-        # A parameter, or a view of one such as weight.t(), stays alive anyway.
-        base = tensor._base if tensor._base is not None else tensor
-        if self._owner is None or isinstance(base, torch.nn.Parameter) or tensor.numel() == 0:
-            return tensor
+    def _pack(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(tensor)
-        self.hold(self._owner, tensor, kept)
+        if self._owner is not None:
+            self.hold(self._owner, tensor, kept)
         return kept
 
     @staticmethod
-    def _unpack(kept: object) -> torch.Tensor:
-        return kept.tensor if isinstance(kept, _Kept) else kept  # type: ignore[return-value]
+    def _unpack(kept: _Kept) -> torch.Tensor:
+        return kept.tensor
 
     def hold(self, owner: Owner, tensor: torch.Tensor, holder: object) -> None:
         """Count ``tensor`` for as long as ``holder`` lives."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
+        if key in self._ignored or not storage.nbytes():
+            return
         if not self._uses[key]:
             self._bytes_of[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()

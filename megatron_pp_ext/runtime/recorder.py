@@ -1,9 +1,10 @@
 """What really happened in a step: the seconds and the live bytes of every action."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
@@ -13,13 +14,13 @@ from megatron_pp_ext.schedule.measured import Measured, RankRecord
 
 
 class StepRecorder:
-    """Keeps the last step of this rank.
+    """Keeps the last step of this rank, whose ``parameters`` do not count as activations.
 
     The clock is the machine's monotonic one, so ranks of one machine can be laid side by side.
     """
 
-    def __init__(self) -> None:
-        self.meter = ActivationMeter()
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self.meter = ActivationMeter(parameters)
         self._events: list[Measured] = []
 
     @contextmanager

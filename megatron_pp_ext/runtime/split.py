@@ -74,6 +74,7 @@ class WeightGradientStore:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
 
+    @torch.no_grad()
     def run(self, slot: Owner) -> None:
         """Do what ``slot`` left, in the order it came up, and let go of its tensors one by one.
 
@@ -98,14 +99,15 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input)
+        # Not saved as a tensor: what comes back from that may be an alias, whose .grad nobody reads.
+        ctx.weight, ctx.has_bias = weight, bias is not None
         return torch.nn.functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        input, weight = ctx.saved_tensors
+        (input,), weight = ctx.saved_tensors, ctx.weight
 
         def add_weight_gradient() -> None:
             product = gradient.flatten(0, -2).t().matmul(input.flatten(0, -2))
