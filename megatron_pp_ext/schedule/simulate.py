@@ -70,6 +70,18 @@ class Timeline:
         """The most activations each rank keeps at one time, in the unit of ``StageCosts.activation``."""
         return tuple(max(live for _, live in self.memory(rank)) for rank in range(len(self.events)))
 
+    @property
+    def peak_microbatches(self) -> tuple[float, ...]:
+        """The same in units of all that the rank keeps of one microbatch: 1F1B's rank 0 has p.
+
+        This unit compares schedules with different numbers of chunks.
+        """
+        stages = self.schedule.placement.stages_of
+        wholes = (sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events)))
+        return tuple(
+            peak / whole if whole else 0.0 for peak, whole in zip(self.peak_activations, wholes, strict=True)
+        )
+
     def memory(self, rank: int) -> Iterator[tuple[float, float]]:
         """Yield (time, live activations from then on): the steps of the rank's memory curve.
 
