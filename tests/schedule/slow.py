@@ -1,0 +1,115 @@
+"""The same questions answered slowly, by other means, for the tests to compare with.
+
+Starts are the least solution of "not before the action in front, not before the inputs": every
+bound is raised until none is broken, and where that never ends the ranks wait for each other.
+"""
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from megatron_pp_ext.schedule import placement as places
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+
+
+def starts(schedule, costs):
+    """Start of every action, or None for a deadlock."""
+    rank_of = {a: rank for rank, order in enumerate(schedule.orders) for a in order}
+    last = schedule.placement.stages - 1
+
+    def seconds(a):
+        stage = costs.stages[a.stage]
+        return {
+            "F": stage.forward,
+            "I": stage.input_gradient,
+            "W": stage.weight_gradient,
+            "B": stage.input_gradient + stage.weight_gradient,
+        }[a.kind]
+
+    def backward(stage, microbatch):
+        whole = Action(stage, Kind.B, microbatch)
+        return whole if whole in rank_of else Action(stage, Kind.I, microbatch)
+
+    bounds = []
+    for order in schedule.orders:
+        bounds += [(a, b, 0) for a, b in pairwise(order)]
+    for a in rank_of:
+        stage, kind, microbatch = a
+        before = []
+        if kind == "F" and stage > 0:
+            before = [Action(stage - 1, Kind.F, microbatch)]
+        elif kind == "W":
+            before = [Action(stage, Kind.I, microbatch)]
+        elif kind in "IB":
+            before = [Action(stage, Kind.F, microbatch)]
+            if stage < last:
+                before.append(backward(stage + 1, microbatch))
+        bounds += [(b, a, costs.hop if rank_of[a] != rank_of[b] else 0) for b in before]
+
+    found = dict.fromkeys(rank_of, 0)
+    for _ in range(len(rank_of) + 1):
+        changed = False
+        for before, after, delay in bounds:
+            least = found[before] + seconds(before) + delay
+            if found[after] < least:
+                found[after] = least
+                changed = True
+        if not changed:
+            return found
+    return None
+
+
+def live(schedule, costs, start, rank, moment):
+    """Activations that ``rank`` keeps at ``moment``, after all that starts and ends then."""
+    kept = 0
+    for a in schedule.orders[rank]:
+        stage = costs.stages[a.stage]
+        seconds = stage.seconds(a.kind)
+        if a.kind == "F" and start[a] <= moment:
+            kept += stage.activation
+        elif start[a] + seconds <= moment:
+            kept -= stage.released(a.kind)
+    return kept
+
+
+@st.composite
+def placements(draw):
+    ranks = draw(st.integers(2, 4))
+    return draw(
+        st.sampled_from([places.linear(ranks), places.loop(ranks, 2), places.v(ranks), places.wave(ranks, 3)])
+    )
+
+
+@st.composite
+def schedules(draw):
+    """Any valid schedule: ranks take ready actions at random, whole and halved backwards mixed."""
+    placement = draw(placements())
+    microbatches = draw(st.integers(1, 4))
+    random = draw(st.randoms(use_true_random=False))
+    orders = [[] for _ in range(placement.ranks)]
+    ready = [Action(0, Kind.F, i) for i in range(microbatches)]
+    while ready:
+        a = ready.pop(random.randrange(len(ready)))
+        orders[placement.rank_of(a.stage)].append(a)
+        stage, kind, i = a
+        backward = Kind.B if random.random() < 0.4 else Kind.I
+        if kind is Kind.F:
+            at_end = stage == placement.stages - 1
+            ready.append(Action(stage, backward, i) if at_end else Action(stage + 1, Kind.F, i))
+        else:
+            if kind is Kind.I:
+                ready.append(Action(stage, Kind.W, i))
+            if kind is not Kind.W and stage > 0:
+                ready.append(Action(stage - 1, backward, i))
+    return Schedule("random", placement, microbatches, tuple(map(tuple, orders)))
+
+
+@st.composite
+def costs_of(draw, schedule):
+    """Whole numbers, so that times compare exactly."""
+    stages = []
+    for _ in range(schedule.placement.stages):
+        f, i, w, activation = draw(st.tuples(*[st.integers(1, 9)] * 4))
+        stages.append(StageCosts(f, i, w, activation, draw(st.integers(0, activation))))
+    return Costs(tuple(stages), draw(st.integers(0, 5)))

@@ -1,0 +1,165 @@
+"""Every class of broken schedule, made by breaking a sound one."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import InvalidSchedule, check
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import linear, loop
+from megatron_pp_ext.schedule.simulate import simulate
+
+
+def parse(text):
+    stage, kind, microbatch = re.fullmatch(r"(\d+)([FIWB])(\d+)", text).groups()
+    return Action(int(stage), Kind(kind), int(microbatch))
+
+
+def written(*rows, microbatches):
+    """A linear schedule from one string a rank."""
+    orders = tuple(tuple(map(parse, row.split())) for row in rows)
+    return Schedule("written", linear(len(rows)), microbatches, orders)
+
+
+def edit(schedule, rank, change):
+    orders = list(schedule.orders)
+    orders[rank] = tuple(change(list(orders[rank])))
+    return replace(schedule, orders=tuple(orders))
+
+
+def refusal(schedule):
+    with pytest.raises(InvalidSchedule) as error:
+        check(schedule)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+WHOLE = catalog.build("1f1b", 4, 6)
+HALVED = catalog.build("v-half", 4, 6)
+
+
+def test_sound_schedules_pass():
+    check(WHOLE)
+    check(HALVED)
+    check(written("0F0 0I0 0W0", "1F0 1B0", microbatches=1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "text", "message"),
+    [
+        (WHOLE, 2, "2F3", "rank 2: 2F3 is missing"),
+        (WHOLE, 0, "0B5", "rank 0: 0B5 is missing"),
+        (HALVED, 1, "6I2", "rank 1: 6I2 is missing beside 6W2"),
+        (HALVED, 1, "6W2", "rank 1: 6W2 is missing beside 6I2"),
+    ],
+)
+def test_missing(schedule, rank, text, message):
+    gone = parse(text)
+    assert gone in schedule.orders[rank]
+    assert message in refusal(edit(schedule, rank, lambda order: [a for a in order if a != gone]))
+
+
+@pytest.mark.parametrize("text", ["2F3", "2B3"])
+def test_doubled(text):
+    assert f"rank 2: {text} is doubled" in refusal(edit(WHOLE, 2, lambda order: [*order, parse(text)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("4F0", "stages are 0..3"), ("2F6", "microbatches are 0..5"), ("2B99", "microbatches are 0..5")],
+)
+def test_unknown(text, rule):
+    message = refusal(edit(WHOLE, 2, lambda order: [*order, parse(text)]))
+    assert f"rank 2: {text} is unknown" in message
+    assert rule in message
+
+
+@pytest.mark.parametrize("half", ["2I1", "2W1"])
+def test_whole_and_half(half):
+    message = refusal(edit(WHOLE, 2, lambda order: [*order, parse(half)]))
+    assert f"rank 2: 2B1 and {half} do the same work twice" in message
+
+
+def test_a_stage_on_two_ranks():
+    moved = edit(WHOLE, 2, lambda order: [a for a in order if a != parse("2B5")])
+    moved = edit(moved, 1, lambda order: [*order, parse("2B5")])
+    assert "rank 1: 2B5 puts stage 2 on two ranks" in refusal(moved)
+
+
+def test_ranks_and_microbatches_must_be_there():
+    assert "orders 3 ranks, but its placement has 4" in refusal(replace(WHOLE, orders=WHOLE.orders[:3]))
+    assert "has 0 microbatches" in refusal(Schedule("none", linear(2), 0, ((), ())))
+
+
+def test_a_rank_that_waits_for_itself():
+    swapped = written("0F0 0W0 0I0", "1F0 1I0 1W0", microbatches=1)
+    assert "deadlock: rank 0: 0W0 waits for 0I0" in refusal(swapped)
+
+
+def test_ranks_that_wait_for_each_other():
+    """Every rank alone is in order; together they are not."""
+    crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)
+    message = refusal(crossed)
+    assert "rank 0: 0B0 waits for 1I0" in message
+    assert "rank 1: 1F1 waits for 0F1" in message
+
+
+def test_a_long_circle_is_cut_short():
+    """Every rank starts with its second chunk, and so waits for the rank before it."""
+    orders = tuple(tuple(Action(stage, Kind.F, 0) for stage in (rank + 8, rank)) for rank in range(8))
+    message = refusal(Schedule("circle", loop(8, 2), 1, orders))
+    assert message.startswith("deadlock: rank 0: 8F0 waits for 7F0, rank 7: 15F0 waits for 14F0")
+    assert message.count("waits for") == 4
+    assert "and 4 more ranks" in message
+
+
+def test_an_evaluation_needs_all_forwards_and_only_those():
+    check(written("0F0 0F1", "1F0 1F1", microbatches=2))
+    assert "1F1 is missing" in refusal(written("0F0 0F1", "1F0", microbatches=2))
+    assert "0B0 is missing" in refusal(written("0F0", "1F0 1B0", microbatches=1))
+
+
+def test_simulate_raises_the_same_error_for_a_deadlock():
+    crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)
+    with pytest.raises(InvalidSchedule) as error:
+        simulate(crossed, Costs.unit(crossed.placement))
+    assert str(error.value) == refusal(crossed)
+
+
+def test_simulate_names_an_action_that_nobody_does():
+    lacking = edit(WHOLE, 1, lambda order: [a for a in order if a != parse("1F4")])
+    with pytest.raises(InvalidSchedule, match=r"rank \d: \dF4 waits for 1F4, which no rank does"):
+        simulate(lacking, Costs.unit(lacking.placement))
+
+
+@settings(max_examples=120, deadline=None)
+@given(slow.schedules(), st.data())
+def test_any_reordering_is_judged_as_the_slow_simulator_judges_it(schedule, data):
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    order = list(schedule.orders[rank])
+    for _ in range(data.draw(st.integers(0, 3))):
+        here, there = (data.draw(st.integers(0, len(order) - 1)) for _ in range(2))
+        order[here], order[there] = order[there], order[here]
+    shuffled = edit(schedule, rank, lambda _: order)
+    if slow.starts(shuffled, Costs.unit(schedule.placement)) is None:
+        assert "waits for" in refusal(shuffled)
+    else:
+        check(shuffled)
+
+
+@settings(max_examples=60, deadline=None)
+@given(slow.schedules(), st.data())
+def test_no_action_can_be_dropped_or_doubled(schedule, data):
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    index = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
+    victim = schedule.orders[rank][index]
+    others = [a for a in schedule if a.kind is not Kind.F and a != victim]
+    if victim.kind is Kind.F or others:
+        refusal(edit(schedule, rank, lambda order: order[:index] + order[index + 1 :]))
+    assert "is doubled" in refusal(edit(schedule, rank, lambda order: [*order, victim]))

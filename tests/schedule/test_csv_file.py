@@ -1,0 +1,117 @@
+import pytest
+import slow
+from hypothesis import HealthCheck, given, settings
+
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.placement import Shape
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_there_and_back(name, tmp_path):
+    for p, m in ((2, 1), (3, 5), (4, 8)):
+        schedule = catalog.build(name, p, m)
+        csv_file.write(schedule, tmp_path / f"{name}.csv")
+        assert csv_file.read(tmp_path / f"{name}.csv") == schedule
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=slow.schedules())
+def test_any_placement_is_recognised(schedule, tmp_path):
+    csv_file.write(schedule, tmp_path / "random.csv")
+    assert csv_file.read(tmp_path / "random.csv") == schedule
+
+
+def test_idle_cells_and_spaces_are_accepted(tmp_path):
+    path = tmp_path / "idle.csv"
+    path.write_text("0F0,, ,0B0\n,1F0, 1B0,\n")
+    schedule = csv_file.read(path)
+    assert [" ".join(map(str, order)) for order in schedule.orders] == ["0F0 0B0", "1F0 1B0"]
+    assert schedule.placement.shape is Shape.LINEAR
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "F0",
+        "0F",
+        "0X0",
+        "0f0",
+        "-1F0",
+        "0F-1",
+        "0F0x",
+        "0SEND_F0",
+        "(0F0;1B0)OVERLAP_F_B",
+        "0F0.5",
+        "\u0660F\u0660",
+        "'",
+    ],
+)
+def test_garbage_is_named_with_its_place(cell, tmp_path):
+    path = tmp_path / "garbage.csv"
+    path.write_text(f"0F0,0B0\n1F0,{cell},1B0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="row 1, cell 1") as error:
+        csv_file.read(path)
+    assert repr(cell) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no actions found"),
+        (b"\n\n", "no actions found"),
+        (b",,\n,\n", "no actions found"),
+        (b"0F0,0B0\n\xff\xfe,1B0\n", "is not UTF-8"),
+        (b'0F0,"0B0\n1F0,1B0\n', "not a CSV file"),
+        (b"0F0,0B0\n2F0,2B0\n", "fit no placement"),
+        (b"1F0,1B0\n0F0,0B0\n", "fit no placement"),
+        (b"0F0,0B0\n0F1,0B1\n", "fit no placement"),
+        (b"0F0,0B0\n\n", "fit no placement"),
+        (b"0F0,1F0,1B0,0B0\n2F0,2B0\n", "fit no placement"),
+    ],
+)
+def test_broken_files(content, message, tmp_path):
+    path = tmp_path / "broken.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        csv_file.read(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_could_not_run_is_refused_by_name(tmp_path):
+    path = tmp_path / "stuck.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(InvalidSchedule, match=r"stuck\.csv: deadlock"):
+        csv_file.read(path)
+
+
+@pytest.fixture(scope="module")
+def torch_schedules():
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def torch_loader(torch_schedules, schedule):
+    """torch's own loader, with no more around it than its checks look at."""
+    loader = object.__new__(torch_schedules.PipelineScheduleMulti)
+    loader.pipeline_order = {}
+    loader.pp_group_size = schedule.ranks
+    loader._num_stages = schedule.placement.stages
+    loader._n_microbatches = schedule.microbatches
+    loader._stages = []
+    return loader
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_torch_loads_our_files_and_we_load_torchs(name, tmp_path, torch_schedules):
+    schedule = catalog.build(name, 4, 8)
+    csv_file.write(schedule, tmp_path / f"{name}.csv")
+    loader = torch_loader(torch_schedules, schedule)
+    loader._load_csv(str(tmp_path / f"{name}.csv"))
+    loaded = [[str(action) for action in loader.pipeline_order[rank]] for rank in range(4)]
+    assert loaded == [[str(action) for action in order] for order in schedule.orders]
+
+    (tmp_path / "torch").mkdir()
+    loader._dump_csv(str(tmp_path / "torch" / f"{name}.csv"))
+    assert csv_file.read(tmp_path / "torch" / f"{name}.csv") == schedule

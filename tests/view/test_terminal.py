@@ -1,0 +1,46 @@
+from rich.console import Console
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view.terminal import show, summary_table
+
+
+def timed(name, p, m, **costs):
+    schedule = catalog.build(name, p, m)
+    placement = schedule.placement
+    return simulate(schedule, Costs.uniform(placement, **costs) if costs else Costs.unit(placement))
+
+
+def printed(what, width=100):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(what)
+    return console.export_text()
+
+
+def test_a_sketch_shows_each_action_in_its_place():
+    assert printed(show(timed("zb-h1", 2, 2))).splitlines() == [
+        "0 FF·IWIW",
+        "1 ·FIFIWW",
+        "  1 column = 1, makespan 7",
+    ]
+
+
+def test_a_whole_backward_is_as_long_as_it_takes():
+    timeline = timed("1f1b", 2, 1, forward=1, input_gradient=1, weight_gradient=1)
+    assert printed(show(timeline)).splitlines()[:2] == ["0 F···BB", "1 ·FBB··"]
+
+
+def test_a_long_schedule_fits_the_width():
+    lines = printed(show(timed("v-min", 4, 64)), width=60).splitlines()
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= 60
+    assert "makespan 395" in lines[-1]
+
+
+def test_the_table_tells_makespan_from_span():
+    lines = printed(summary_table({"ours": timed("v-zb", 4, 8), "plain": timed("1f1b", 4, 8)})).splitlines()
+    ours = next(line for line in lines if "ours" in line)
+    assert [cell.strip() for cell in ours.split("│")[1:-1]] == ["ours", "51", "5.9%", "48", "0.0%", "4"]
+    plain = next(line for line in lines if "plain" in line)
+    assert [cell.strip() for cell in plain.split("│")[1:-1]] == ["plain", "33", "27.3%", "33", "27.3%", "4"]
