@@ -7,8 +7,10 @@ global arguments and process groups, is gone with the rank.
     losses = run_ranks(function, 4, argument)     # [function(0, argument), ..., function(3, argument)]
 """
 
+import contextlib
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -147,7 +149,9 @@ def _story(rank: int, files: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a free port below those that the kernel deals out: one of these could be taken before its use."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

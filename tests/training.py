@@ -35,7 +35,7 @@ cpu.skip_building_dataset_helpers()
 TINY = shlex.split(
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
-    "--lr 0.01 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 64 "
+    "--lr 0.01 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 64 "
     "--make-vocab-size-divisible-by 1 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
     "--distributed-timeout-minutes 2"
 )
@@ -64,11 +64,14 @@ def train(
 ) -> list[Run]:
     """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
 
+    It trains on mock data unless ``flags`` has a --data-path.
+
     ``initialize(chunks)`` sets the weights before the optimizer is made and a checkpoint is loaded; by
     default they go by layer. ``grab(chunks)`` is called once, on every rank, after the gradients of the first
     step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
     """
-    argv = cpu.with_cpu_flags([*TINY, *flags])
+    data = [] if "--data-path" in flags else ["--mock-data"]
+    argv = cpu.with_cpu_flags([*TINY, *data, *flags])
     return ranks.run_ranks(_train, world_size, argv, initialize or initialize_by_layer, grab, timeout=timeout)
 
 

@@ -1,0 +1,28 @@
+"""The flags that a CPU needs."""
+
+from megatron_pp_ext.cpu.flags import CPU_FLAGS, megatron_flags, with_cpu_flags
+
+KNOWN = [flag[0] for flag in CPU_FLAGS]
+
+
+def test_all_are_added_behind_what_was_given() -> None:
+    flags = with_cpu_flags(["--lr", "1"], KNOWN)
+    assert flags[:2] == ["--lr", "1"]
+    assert flags[2:] == [word for flag in CPU_FLAGS for word in flag]
+
+
+def test_what_the_user_sets_stays() -> None:
+    given = ["--transformer-impl", "inference_optimized", "--num-workers=2", "--no-rope-fusion"]
+    flags = with_cpu_flags(given, KNOWN)
+    assert flags[: len(given)] == given
+    added = flags[len(given) :]
+    assert not {"--transformer-impl", "--num-workers", "--no-rope-fusion"} & set(added)
+    assert "gloo" in added
+
+
+def test_a_flag_that_megatron_does_not_know_is_left_out() -> None:
+    assert with_cpu_flags([], ["--distributed-backend"]) == ["--distributed-backend", "gloo"]
+
+
+def test_the_installed_megatron_knows_them_all() -> None:
+    assert set(KNOWN) <= megatron_flags()

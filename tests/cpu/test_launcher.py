@@ -1,0 +1,82 @@
+"""python -m megatron_pp_ext SCRIPT.py ARGS..."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import TINY, train
+
+from megatron_pp_ext import __main__ as launcher
+
+CHECKOUT = os.environ.get("MEGATRON_LM", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "no training script given"),
+        (["--cpu"], "no training script given"),
+        (["--gpu", "script.py"], "unknown option --gpu"),
+        (["missing.py"], "missing.py does not exist"),
+        ([os.path.dirname(__file__)], "is a folder"),
+    ],
+)
+def test_mistakes_get_one_line(words: list[str], problem: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        launcher.main(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    assert launcher.USAGE in said
+    assert said.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture) -> None:
+    launcher.main(["--help"])
+    assert launcher.USAGE in capsys.readouterr().out
+
+
+def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder comes first on the path, in place of the current one, and it sees its own arguments."""
+    asked = []
+    monkeypatch.setattr(launcher, "prepare", asked.append)
+    monkeypatch.setattr(sys, "path", ["current folder", "installed packages"])
+    monkeypatch.setattr(sys, "argv", ["launcher"])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, pathlib, sys\n"
+        "pathlib.Path(__file__).with_suffix('.json').write_text(json.dumps([__name__, sys.argv, sys.path]))\n"
+    )
+    launcher.main(["--cpu", str(script), "--lr", "--help"])
+    name, argv, path = json.loads(script.with_suffix(".json").read_text())
+    assert asked == [True]
+    assert name == "__main__"
+    assert argv == [str(script), "--lr", "--help"]
+    assert path == [str(tmp_path), "installed packages"]
+
+
+@pytest.mark.checkout
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not name a Megatron-LM checkout")
+def test_a_checkouts_own_script_trains_as_ours_does() -> None:
+    """The checkout needs its dataset helpers built, or pybind11 for building them."""
+    layout = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "-m",
+        "megatron_pp_ext",
+        "--cpu",
+        f"{CHECKOUT}/pretrain_gpt.py",
+        *TINY,
+        "--mock-data",
+        *layout,
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    printed = [float(loss) for loss in re.findall(r"iteration +\d+/.* lm loss: (\S+)", run.stdout)]
+    ours = train(2, layout, initialize=lambda chunks: None)[-1]
+    # Megatron prints the mean of the first two steps as the loss of the second.
+    assert printed == pytest.approx([ours.losses[0], sum(ours.losses[:2]) / 2, ours.losses[2]], rel=1e-6)

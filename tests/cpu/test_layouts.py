@@ -1,0 +1,77 @@
+"""Stock Megatron on the CPU: every layout of one model gives the same losses."""
+
+import functools
+
+import pytest
+import torch
+from training import Run, global_parameters, train
+
+EVALUATE = ["--eval-interval", "2", "--eval-iters", "1"]
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+INTERLEAVED = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+# Adding the same numbers in another order moves the last bits.
+ROUNDING = 1e-6
+
+
+def gradients(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in global_parameters(chunks)}
+
+
+@functools.cache
+def runs(ranks: int, flags: str = "") -> list[Run]:
+    """Train once for all tests that look at the same layout."""
+    return train(ranks, [*flags.split(), *EVALUATE], grab=gradients)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, PP2),
+        (4, PP4),
+        (2, INTERLEAVED),
+        (2, "--tensor-model-parallel-size 2"),
+        (2, ""),
+        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        (4, f"{PP2} --use-distributed-optimizer --overlap-grad-reduce"),
+    ],
+)
+def test_losses_are_those_of_one_rank(ranks: int, flags: str) -> None:
+    (alone,) = runs(1)
+    last = runs(ranks, flags)[-1]
+    assert len(last.losses) == len(alone.losses) == 3
+    assert last.losses == pytest.approx(alone.losses, rel=ROUNDING, abs=0)
+    assert last.validation == pytest.approx(alone.validation, rel=ROUNDING, abs=0)
+
+
+def test_pipelines_agree_to_the_last_bit() -> None:
+    """Where the model is cut changes no sum. One rank alone adds up the tied embedding in another order."""
+    assert runs(2, PP2)[-1].losses == runs(4, PP4)[-1].losses == runs(2, INTERLEAVED)[-1].losses
+
+
+def test_losses_fall() -> None:
+    """Equal losses of models that do not learn would say little."""
+    (alone,) = runs(1)
+    assert alone.losses[-1] < alone.losses[0]
+    assert len(alone.validation) >= 2
+
+
+def test_gradients_carry_global_names() -> None:
+    """On four stages each rank has two of the layers, and for them the gradients of one rank."""
+    (alone,) = runs(1)
+    for rank, run in enumerate(runs(4, PP4)):
+        layers = {name.split(".")[2] for name in run.grabbed if name.startswith("decoder.layers.")}
+        assert layers == {str(2 * rank + 1), str(2 * rank + 2)}
+        for name, gradient in run.grabbed.items():
+            torch.testing.assert_close(gradient, alone.grabbed[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_gated_model_with_grouped_queries_and_two_embeddings() -> None:
+    """Its tensor-parallel parts are dealt out in other ways than those of the plain model."""
+    flags = (
+        "--swiglu --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope --num-layers 2"
+    )
+    (alone,) = runs(1, flags)
+    cut = runs(4, f"{flags} {PP2} --tensor-model-parallel-size 2")[-1]
+    assert cut.losses == pytest.approx(alone.losses, rel=ROUNDING, abs=0)

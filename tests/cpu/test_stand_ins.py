@@ -1,0 +1,66 @@
+"""torch.cuda's stand-ins."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_pp_ext import cpu
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0), "cpu", None])
+def test_tensors_are_made_on_the_cpu(device: object) -> None:
+    assert torch.zeros(2, device=device, pin_memory=True).device.type == "cpu"
+    assert torch.tensor([1.0], device=device).device.type == "cpu"
+    assert torch.ones(2).new_empty(3, device=device).device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda", 0, torch.device("cuda:0")])
+def test_moving_to_a_gpu_stays(device: object) -> None:
+    assert torch.ones(2).to(device).device.type == "cpu"
+    assert torch.ones(2).to(device, torch.float64).dtype == torch.float64
+    assert torch.ones(2).to(device=device, dtype=torch.int64).dtype == torch.int64
+    assert torch.ones(2).cuda(0, non_blocking=True).device.type == "cpu"
+    assert torch.nn.Linear(2, 2).to(device).cuda(0).weight.device.type == "cpu"
+
+
+def test_the_meta_device_is_left_alone() -> None:
+    assert torch.empty(2, device="meta").device.type == "meta"
+
+
+def test_types_are_named_as_on_a_gpu() -> None:
+    assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(2).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(2).type("torch.cuda.HalfTensor").dtype == torch.half
+    assert torch.ones(2).type(torch.int64).dtype == torch.int64
+
+
+def test_streams_and_events_do_not_wait() -> None:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        start.record()
+        end.record(torch.cuda.current_stream())
+    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) >= 0
+
+
+def test_the_gpu_generator_is_the_cpu_generator() -> None:
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_installing_again_changes_nothing() -> None:
+    before = torch.zeros
+    cpu.install()
+    assert torch.zeros is before
+
+
+def test_installing_behind_megatron_is_refused() -> None:
+    code = "import sys; sys.modules['megatron.core'] = sys; from megatron_pp_ext import cpu; cpu.install()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "call megatron_pp_ext.cpu.install() before importing Megatron" in run.stderr
