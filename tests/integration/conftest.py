@@ -1,0 +1,10 @@
+"""Tests here patch Megatron: in this process once, so that every forked rank finds it patched.
+
+Without --pipeline-schedule the patches must change nothing; ``test_seams`` holds them to it.
+"""
+
+import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
+
+from megatron_pp_ext.integration import install
+
+install()

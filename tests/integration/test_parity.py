@@ -1,0 +1,68 @@
+"""Every family trains as stock 1F1B does: equal losses and equal gradients, bit for bit in fp32."""
+
+import pytest
+from runs import assert_same_bits, run, stock
+
+from megatron_pp_ext.schedule import catalog
+
+PIPELINE = "--pipeline-model-parallel-size"
+TP2 = ("--tensor-model-parallel-size", "2")
+UNTIED = "--untie-embeddings-and-output-weights"
+PER_TOKEN = "--calculate-per-token-loss"
+V_FAMILIES = [name for name in catalog.NAMES if catalog.entry(name).shape == "v"]
+
+LAYOUTS = {
+    "pp2-tied": (2, (PIPELINE, "2")),
+    "pp4-untied": (4, (PIPELINE, "4", UNTIED)),
+    "pp3-odd-microbatches": (3, (PIPELINE, "3", "--num-layers", "6", "--global-batch-size", "7")),
+    "tp2-pp2-per-token": (4, (PIPELINE, "2", *TP2, PER_TOKEN)),
+    "pp2-dp2-untied": (4, (PIPELINE, "2", UNTIED)),
+}
+
+V_LAYOUTS = {
+    "pp4-tied": (4, (PIPELINE, "4")),
+    "pp4-fewer-microbatches-than-ranks": (4, (PIPELINE, "4", "--global-batch-size", "3")),
+    "pp2-dp2-tied-per-token": (4, (PIPELINE, "2", PER_TOKEN)),
+    "tp2-pp2-untied": (4, (PIPELINE, "2", *TP2, UNTIED)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_same_bits_as_stock(name: str, layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    ours = run(world_size, [*flags, "--pipeline-schedule", name])
+    assert_same_bits(ours, stock(world_size, *flags))
+
+
+@pytest.mark.parametrize("layout", V_LAYOUTS)
+@pytest.mark.parametrize("name", V_FAMILIES)
+def test_tied_weights_on_one_rank(name: str, layout: str) -> None:
+    """Only a V has both copies of a tied weight on one rank, and so only it sums them by itself."""
+    world_size, flags = V_LAYOUTS[layout]
+    ours = run(world_size, [*flags, "--pipeline-schedule", name])
+    assert_same_bits(ours, stock(world_size, *flags))
+
+
+def test_uneven_layers_by_layout() -> None:
+    """Six layers in eight V stages: fewer where the embedding and the loss are."""
+    layout = ("--pipeline-model-parallel-layout", "E|t|t|t*2|t|t||L")
+    ours = run(4, [PIPELINE, "4", "--num-layers", "6", *layout, "--pipeline-schedule", "v-half"])
+    theirs = stock(4, PIPELINE, "4", "--num-layers", "6", "--pipeline-model-parallel-layout", "Et|tt|tt|tL")
+    assert_same_bits(ours, theirs)
+
+
+def test_uneven_layers_on_a_line() -> None:
+    flags = (PIPELINE, "2", "--num-layers", "5", "--pipeline-model-parallel-layout", "Ettt|ttL")
+    assert_same_bits(run(2, [*flags, "--pipeline-schedule", "zb-h1"]), stock(2, *flags))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved", "v-half"])
+def test_evaluation(name: str) -> None:
+    """Evaluation in the middle of training, with another number of microbatches than training has."""
+    flags = (PIPELINE, "4", "--eval-interval", "1", "--eval-iters", "2", "--eval-global-batch-size", "3")
+    ours = run(4, [*flags, "--pipeline-schedule", name])
+    theirs = stock(4, *flags)
+    assert ours.validation == theirs.validation
+    assert len(ours.validation) >= 3
+    assert_same_bits(ours, theirs)
