@@ -62,3 +62,13 @@ def test_forward_only(p):
                 assert makespan == max(2 * m + 2 * (p - 1), 2 * p + m - 1)
             if placement == loop(p, 2) and m % p == 0:
                 assert makespan == 2 * m + p - 1
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_forward_only_admits_no_more_than_the_v_holds(p):
+    """Activations wait between the chunks of a rank; many microbatches must not mean many of them."""
+    schedule = catalog.forward_only(v(p), 6 * p)
+    between = [0]
+    for action in schedule.orders[0]:
+        between.append(between[-1] + (1 if action.stage == 0 else -1))
+    assert max(between) == 2 * p - 1

@@ -1,9 +1,9 @@
 """Evaluation: forwards alone, for any placement.
 
-There is one rule: of the forwards whose input is there, a rank runs the deepest stage.  That
-drains a microbatch before it admits the next and never lets the last rank wait while it could
-work.  With a loop it is Megatron-LM's order (groups of p microbatches), without its condition
-that p divides m.
+There is one rule: of the forwards whose input is there, a rank runs the deepest stage.  Any choice
+would do for time; this one drains microbatches before it admits more, so that few activations lie
+between the chunks, whatever m is.  With a loop it is Megatron-LM's order (groups of p
+microbatches), without its condition that p divides m.
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
