@@ -22,7 +22,7 @@ _recorder: StepRecorder | None = None
 """The recorder of the step that is running, if it is recorded."""
 
 _backward_of: dict[int, Action] = {}
-"""Stock's backward gets the output of a forward and nothing else: whose that is, by its id."""
+"""Stock's backward gets the output of a forward, which is all that tells whose it is."""
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def record_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         microbatch = kwargs["current_microbatch"]
         with _recorder.during(Action(stage, Kind.F, microbatch)):
             output, tokens = stock(*args, **kwargs)
-        _backward_of[id(output)] = Action(stage, Kind.B, microbatch)
+        _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)
         return output, tokens
 
     return forward_step
@@ -93,11 +93,15 @@ def record_backward(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not _hears_stock():
             return stock(input_tensor, output_tensor, *args, **kwargs)
         assert _recorder is not None
-        output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
-        with _recorder.during(_backward_of.pop(id(output))):
+        with _recorder.during(_backward_of.pop(_key(output_tensor))):
             return stock(input_tensor, output_tensor, *args, **kwargs)
 
     return backward_step
+
+
+def _key(output: Any) -> int:
+    # Stock's 1F1B passes lists of one tensor, its interleaved schedule the tensor.
+    return id(output[0] if isinstance(output, list) else output)
 
 
 def _hears_stock() -> bool:
