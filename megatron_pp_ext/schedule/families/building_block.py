@@ -44,21 +44,25 @@ class Block:
 
 
 def unroll(
-    block: Block, ranks: int, microbatches: int, cap: int, *, in_turn: bool = False
+    block: Block, ranks: int, microbatches: int, cap: int, *, ahead: int = 0, in_turn: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Run ``microbatches`` through the V placement, one action a rank and tick; return the orders.
 
     A rank takes, of the legs whose input is there, the one that the block would start first, and
     else its oldest pending W.  Two rules hold forwards back.  A rank keeps at most ``cap`` chunks.
-    And it has no more microbatches between its two forwards than the block has, or the cap could
-    fill with microbatches that all wait to turn round.  With ``in_turn`` a rank keeps strictly to
-    the block's order of legs: it rather does W than let one leg overtake another.
+    And it has at most ``ahead`` microbatches more between its two forwards than the block has, or
+    the cap could fill with microbatches that all wait to turn round.
+
+    With ``in_turn`` only warm-up and cool-down are free to let one leg overtake another.  From a
+    rank's first I of its first chunk to its last forward it keeps strictly to the block's order
+    and rather does W: the order that repeats is then the block's own, and as sound as the block
+    when F, I and W do not take the same time.
 
     Raises ValueError when ``cap`` is too low for a microbatch to get through.
     """
     starts = block.starts(ranks)
     legs = [(rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank) for rank in range(ranks)]
-    between = [-(-(starts[turned] - starts[first]) // PERIOD) for first, turned, _, _ in legs]
+    between = [-(-(starts[turned] - starts[first]) // PERIOD) + ahead for first, turned, _, _ in legs]
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     pending: list[list[Action]] = [[] for _ in range(ranks)]
     live = [0] * ranks
@@ -83,7 +87,8 @@ def unroll(
                 for station in legs[rank]
                 if done[station] < microbatches
             )
-            if in_turn:
+            _, turned, _, returned = legs[rank]
+            if in_turn and done[returned] > 0 and done[turned] < microbatches:
                 del by_urgency[1:]
             for _, station in by_urgency:
                 if can_run(rank, station, arrived[station]):

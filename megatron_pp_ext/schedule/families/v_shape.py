@@ -5,11 +5,15 @@ same on every rank: one chunk lives long where the other lives short.  How large
 the steps of the building block, the ticks from rank to rank on the way down and on the way up:
 1 and 1 for V-Min, 2 and 1 for V-Half; 6 ticks in all would be 1F1B's memory.
 
-In the paper the turns settle that no two of a rank's actions fall on the same tick of the period,
-and where (1, 1, 1) does not, the one at rank 0 waits.  ``unroll`` resolves such collisions by
-itself and never waits for a tick, so that here a longer turn costs nothing: it lets a rank take
-more microbatches between its two forwards and makes what comes after the turn less urgent.  The
-turns below were found by trying all up to (6, 6, 6) for 2 to 12 ranks, and are the shortest.
+The turns settle that no two of a rank's actions fall on the same tick of the period; where
+(1, 1, 1) does not, the paper waits at rank 0.  V-Half follows it, and keeps its order in the steady
+state: it has no repeating bubble as long as W + 2I >= 2F and W + 2F >= 2I.
+
+V-Min has one at unequal times even in the block's order, so nothing is lost by letting its legs
+overtake each other all the time.  ``unroll`` never waits for a tick of the block, so a longer turn
+then costs nothing: it lets a rank take more microbatches between its two forwards and makes what
+comes after the turn less urgent.  The turns of V-Min were found by trying all up to (6, 6, 6) for 2
+to 12 ranks at unit cost, and are the shortest.
 """
 
 from megatron_pp_ext.schedule.actions import Schedule
@@ -22,8 +26,8 @@ def build_min(ranks: int, microbatches: int) -> Schedule:
     """V-Min for any ranks >= 2 and microbatches >= 1.
 
     At unit cost the peak is 2 * floor((p + 4) / 3) chunks and, for m >= 2p, the makespan 6m + 4p
-    less 5, 7 or 9 for a p of 3k + 1, 3k or 3k + 2 (at p = 2 it is 6m + 1).  The paper's block
-    gives 5 in the last case, where the peak has room for one microbatch more than it uses.
+    less 5, 7 or 9 for a p of 3k + 1, 3k or 3k + 2 (at p = 2 it is 6m + 1).  In the
+    last case the paper's block gives 5.
     """
     require_pipeline("v-min", ranks, microbatches)
     turns = ((3, 1, 1), (1, 1, 1), (5, 4, 1))[ranks % 3]
@@ -36,10 +40,12 @@ def build_half(ranks: int, microbatches: int) -> Schedule:
     """V-Half for any ranks >= 2 and microbatches >= 1.
 
     At unit cost the peak is 2 * floor((p + 2) / 2) chunks and, for m >= 2p, the makespan 6m + 3p
-    less 4 for an odd p and less 7 for an even one (at p = 2, where no schedule could, 6m + 1).
+    less 4 for an odd p and less 7 for an even one (at p = 2 it is 6m + 1, as for V-ZB).
     """
     require_pipeline("v-half", ranks, microbatches)
-    turns = (1, 1, 1) if ranks % 2 else (4, 3, 1)
+    is_even = ranks % 2 == 0
+    wait = 3 if is_even and ranks > 2 else 0
     cap = 2 * ((ranks + 2) // 2)
-    orders = unroll(Block((2, 1), turns), ranks, microbatches, cap)
+    block = Block((2, 1), (1, 1 + wait, 1))
+    orders = unroll(block, ranks, microbatches, cap, ahead=int(is_even), in_turn=True)
     return Schedule("v-half", v(ranks), microbatches, orders)
