@@ -44,6 +44,7 @@ def prepare(cpu: bool = False) -> None:
     install()
     skip_building_dataset_helpers()
     if cpu:
+        stand_ins.adapt_megatron()
         sys.argv[1:] = stand_ins.with_cpu_flags(sys.argv[1:])
         stand_ins.fork_checkpoint_queue(sys.argv[1:])
 

@@ -30,7 +30,7 @@ from megatron.training import training
 
 from megatron_pp_ext import cpu, pretrain_gpt
 
-cpu.skip_building_dataset_helpers()
+cpu.adapt_megatron()
 
 TINY = shlex.split(
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -46,7 +46,7 @@ class Run:
     """What one rank saw of a training run."""
 
     losses: list[float] = field(default_factory=list)  # a step; on ranks without the loss: empty
-    grad_norms: list[float] = field(default_factory=list)  # a step
+    grad_norms: list[float | None] = field(default_factory=list)  # a step; None: skipped, fp16 overflowed
     validation: list[float] = field(default_factory=list)  # an evaluation
     grabbed: Any = None  # what ``grab`` returned
 
@@ -118,7 +118,7 @@ def _watch_train_step(run: Run, step: Callable) -> Callable:
         result = step(*args, **kwargs)
         if "lm loss" in result[0]:
             run.losses.append(result[0]["lm loss"].item())
-        run.grad_norms.append(float(result[5]))
+        run.grad_norms.append(result[5])
         return result
 
     return watched

@@ -7,7 +7,7 @@ process groups and real checkpoints. Nothing here is meant to be fast.
 
 One file an idea: ``devices`` puts tensors on the CPU, ``streams`` makes queues and clocks out of nothing,
 ``generators`` keeps random states, ``collectives`` turns nccl into gloo, ``flags`` picks the Megatron flags
-that a CPU needs. Megatron itself is touched in ``helpers`` alone.
+that a CPU needs. Megatron itself is touched by ``adapt_megatron`` alone, in ``optimizer`` and ``helpers``.
 """
 
 import sys
@@ -16,8 +16,9 @@ import warnings
 from megatron_pp_ext.cpu import collectives, devices, generators, streams
 from megatron_pp_ext.cpu.flags import set_cpu_environment, with_cpu_flags
 from megatron_pp_ext.cpu.helpers import fork_checkpoint_queue, skip_building_dataset_helpers
+from megatron_pp_ext.cpu.optimizer import let_torch_adam_resume
 
-__all__ = ["fork_checkpoint_queue", "install", "skip_building_dataset_helpers", "with_cpu_flags"]
+__all__ = ["adapt_megatron", "fork_checkpoint_queue", "install", "with_cpu_flags"]
 
 _installed = False
 
@@ -48,3 +49,9 @@ def install() -> None:
     generators.install()
     collectives.install()
     _installed = True
+
+
+def adapt_megatron() -> None:
+    """Import Megatron and change the two places in it that no stand-in reaches."""
+    skip_building_dataset_helpers()
+    let_torch_adam_resume()

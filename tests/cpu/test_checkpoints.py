@@ -1,5 +1,7 @@
 """A checkpoint saved by one layout goes on in another."""
 
+from pathlib import Path
+
 import pytest
 from training import Run, train
 
@@ -29,3 +31,15 @@ def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list
     assert first == run.losses[2]
     # On one rank the gradients of the tied embedding are summed in another order: see test_layouts.
     assert second == pytest.approx(run.losses[3], rel=0 if ranks > 1 else 1e-6, abs=0)
+
+
+@pytest.mark.parametrize("reshardable", [True, False])
+def test_a_distributed_optimizer_goes_on(tmp_path: Path, reshardable: bool) -> None:
+    """In another layout where the checkpoint allows that, else in its own; torch's Adam keeps its step."""
+    flags = ["--use-distributed-optimizer", "--train-iters", "4", "--ckpt-format", "torch_dist"]
+    resharding = ["--dist-ckpt-optim-fully-reshardable"] if reshardable else []
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    run = train(2, [*flags, *resharding, *save])[-1]
+    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    went_on = train(2, [*flags, *resharding, *load, *(PIPELINE if reshardable else [])])[-1]
+    assert went_on.losses == pytest.approx(run.losses[2:], rel=1e-6, abs=0)
