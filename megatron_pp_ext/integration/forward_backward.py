@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch.utils._pytree import tree_map_only
 
 from megatron_pp_ext.integration import active, trace
+from megatron_pp_ext.integration.refusals import refuse_unsupported_config
 from megatron_pp_ext.integration.stage import StepInputs, model_stages
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
@@ -91,6 +92,7 @@ class PipelineRunner:
         model = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(model[0])
+        refuse_unsupported_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         plan = self._plan(num_microbatches, forward_only, groups.pp)
         inputs = StepInputs(

@@ -6,17 +6,18 @@ schedule's effect.
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
 class Refusal(NamedTuple):
-    """A flag's spelling, when it is set, and why it cannot be."""
+    """A flag's spelling, when it is set, why it cannot be, and what to do instead."""
 
     flag: str
     is_set: Callable[[Namespace], object]
     reason: str
+    fix: str = "leave one of the two out"
 
 
 def _set(name: str) -> Callable[[Namespace], object]:
@@ -52,12 +53,6 @@ _ALWAYS = (
         _set("defer_embedding_wgrad_compute"),
         "schedules defer weight gradients themselves",
     ),
-    Refusal(
-        "--num-microbatches-with-partial-activation-checkpoints",
-        _set("num_microbatches_with_partial_activation_checkpoints"),
-        "it counts microbatches in stock's order",
-    ),
-    Refusal("--variable-seq-lengths", _set("variable_seq_lengths"), "messages have one shape"),
     Refusal("--mtp-num-layers", _set("mtp_num_layers"), "multi-token prediction is not tried yet"),
     Refusal(
         "--overlap-grad-reduce",
@@ -70,12 +65,12 @@ _SPLIT = (
     Refusal(
         "--transformer-impl transformer_engine",
         lambda args: getattr(args, "transformer_impl", None) == "transformer_engine",
-        "only Megatron's local linear layers can leave their weight gradient for later yet; "
+        "only Megatron's local linear layers can leave their weight gradient for later yet",
         "add --transformer-impl local",
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",
-        lambda args: getattr(args, "gtp_weight_remat_size", 1) > 1,
+        lambda args: (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size,
         "a weight that is gathered for each use has no gradient to leave for later",
     ),
 )
@@ -84,12 +79,14 @@ _V = (
     Refusal(
         "--decoder-first-pipeline-num-layers",
         _set("decoder_first_pipeline_num_layers"),
-        "a V has both ends on one rank; describe uneven stages with --pipeline-model-parallel-layout",
+        "a V has both ends on one rank",
+        "describe uneven stages with --pipeline-model-parallel-layout",
     ),
     Refusal(
         "--decoder-last-pipeline-num-layers",
         _set("decoder_last_pipeline_num_layers"),
-        "a V has both ends on one rank; describe uneven stages with --pipeline-model-parallel-layout",
+        "a V has both ends on one rank",
+        "describe uneven stages with --pipeline-model-parallel-layout",
     ),
     Refusal(
         "--hybrid-layer-pattern",
@@ -99,6 +96,20 @@ _V = (
 )
 
 
+_CONFIG = {
+    "variable_seq_lengths": "messages have one shape",
+    "num_microbatches_with_partial_activation_checkpoints": "it counts microbatches in stock's order",
+}
+"""Settings without a flag, which a script can only make in the model's config."""
+
+
+def refuse_unsupported_config(config: Any) -> None:
+    """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
+    for name, reason in _CONFIG.items():
+        if getattr(config, name, None):
+            raise ValueError(f"--pipeline-schedule does not support {name} in the model's config: {reason}")
+
+
 def refuse_unsupported(args: Namespace, placement: Placement, splits_backward: bool) -> None:
     """Raise ValueError for the first flag in ``args`` that the schedule cannot run with."""
     refusals = _ALWAYS + (_SPLIT if splits_backward else ()) + (_V if placement.shape is Shape.V else ())
@@ -106,5 +117,5 @@ def refuse_unsupported(args: Namespace, placement: Placement, splits_backward: b
         if refusal.is_set(args):
             raise ValueError(
                 f"--pipeline-schedule {args.pipeline_schedule} does not support {refusal.flag}: "
-                f"{refusal.reason}; leave one of the two out"
+                f"{refusal.reason}; {refusal.fix}"
             )

@@ -1,0 +1,124 @@
+"""Bad input is refused in one line, before any process group exists."""
+
+import pytest
+from megatron.training import arguments as megatron_arguments
+from ranks import RankError
+from training import TINY, train
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.arguments import read_flags
+from megatron_pp_ext.integration.refusals import _ALWAYS, _SPLIT, _V
+from megatron_pp_ext.schedule.placement import Shape
+
+PP4 = "--pipeline-model-parallel-size 4"
+
+
+def read(monkeypatch: pytest.MonkeyPatch, flags: str):
+    monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    return read_flags(megatron_arguments.parse_args())
+
+
+REFUSED = {
+    "unknown name": (f"{PP4} --pipeline-schedule v-haf", r"'v-haf' \(did you mean 'v-half'\?\).*1f1b.*zb-h1"),
+    "no pipeline": (
+        "--pipeline-schedule v-half",
+        "needs a pipeline of 2 ranks or more, got .* 1; set it to 2",
+    ),
+    "trace of no pipeline": (
+        "--pipeline-trace x.json",
+        "--pipeline-trace needs a pipeline of 2 ranks or more",
+    ),
+    "odd layers for a V": (
+        f"{PP4} --pipeline-schedule v-half --num-layers 12",
+        "has 8 stages, which --num-layers 12 does not fill evenly; set it to 8 or 16",
+    ),
+    "too few layers": (f"{PP4} --pipeline-schedule v-zb --num-layers 4", "--num-layers 4 .* set it to 8, or"),
+    "layers and ends": (
+        f"{PP4} --pipeline-schedule v-half --account-for-loss-in-pipeline-split",
+        "--num-layers 8 .* set it to 7 or 15",
+    ),
+    "no microbatch": (
+        f"{PP4} --pipeline-schedule 1f1b --global-batch-size 0",
+        "--global-batch-size 0 makes 0 microbatches .* set it to 1 or more",
+    ),
+    "less than a microbatch": (
+        f"{PP4} --pipeline-schedule 1f1b --micro-batch-size 8 --global-batch-size 4",
+        "--global-batch-size 4 makes 0 microbatches .* set it to 8",
+    ),
+    "virtual stages": (
+        f"{PP4} --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule v-half",
+        "has 2 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank asks for 3; set it to 2",
+    ),
+    "virtual stages on a line": (
+        f"{PP4} --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1",
+        "has 1 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank asks for 2",
+    ),
+    "layers a virtual stage": (
+        f"{PP4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule v-half",
+        "--num-layers-per-virtual-pipeline-stage asks for 4; leave it out",
+    ),
+    "layout": (
+        f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|ttL --pipeline-schedule v-half",
+        "--pipeline-model-parallel-layout asks for 1; give the layout 8 stages",
+    ),
+    "uneven layout": (
+        f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|tt|L --pipeline-schedule v-half",
+        "has 5 stages, which 4 pipeline ranks cannot share evenly; give it 4 or 8 stages",
+    ),
+    "interleaved with one chunk": (
+        f"{PP4} --num-virtual-stages-per-pipeline-rank 1 --pipeline-schedule interleaved",
+        "has 2 or more chunk.s. a rank, .* asks for 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case, monkeypatch):
+    flags, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        read(monkeypatch, flags)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refusal"),
+    [*(("v-half", r) for r in (*_ALWAYS, *_SPLIT, *_V)), *(("1f1b", r) for r in _ALWAYS)],
+    ids=lambda value: getattr(value, "flag", value),
+)
+def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
+    """Each line of the table refuses the flags that it names, and Megatron knows those flags."""
+    values = {
+        "--cuda-graph-impl": " local",
+        "--mtp-num-layers": " 1",
+        "--decoder-first-pipeline-num-layers": " 2",
+        "--decoder-last-pipeline-num-layers": " 2",
+        "--hybrid-layer-pattern": " M*M*",
+        "--tensor-parallel-num-weight-shards": " 2",
+    }
+    flags = refusal.flag + values.get(refusal.flag, "")
+    with pytest.raises(ValueError, match=rf"{schedule} does not support {refusal.flag}: "):
+        read(monkeypatch, f"{PP4} --pipeline-schedule {schedule} {flags}")
+
+
+def test_without_our_flags_nothing_is_ours(monkeypatch):
+    assert read(monkeypatch, PP4) is None
+
+
+def test_interleaved_takes_the_chunks_that_stock_flags_give(monkeypatch):
+    flags = f"{PP4} --pipeline-schedule interleaved --num-layers 16"
+    assert read(monkeypatch, flags).placement.chunks == 2
+    assert read(monkeypatch, f"{flags} --num-layers-per-virtual-pipeline-stage 1").placement.chunks == 4
+    assert read(monkeypatch, f"{flags} --num-virtual-stages-per-pipeline-rank 4").placement.chunks == 4
+
+
+def test_stock_trace_knows_the_placement(monkeypatch):
+    pipeline = read(monkeypatch, f"{PP4} --pipeline-trace x.json --num-virtual-stages-per-pipeline-rank 2")
+    assert (pipeline.schedule, pipeline.shape, pipeline.placement.chunks) == (None, Shape.LOOP, 2)
+
+
+def test_a_job_ends_with_that_line_and_no_process_group():
+    with pytest.raises(
+        RankError, match="SystemExit: megatron_pp_ext: --pipeline-schedule: no schedule is called"
+    ):
+        train(2, ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "nope"])
