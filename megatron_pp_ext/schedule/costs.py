@@ -99,6 +99,29 @@ class Costs:
         stage = StageCosts(forward, input_gradient, weight_gradient)
         return cls((stage,) * placement.stages, hop)
 
+    def merged(self, stages: int) -> Self:
+        """The same model cut into fewer stages: each ``len(self.stages) / stages`` neighbours become one.
+
+        Times and activations add up; the hops between merged stages disappear.  Raises ValueError
+        where the stages do not merge evenly.
+        """
+        neighbours, left = divmod(len(self.stages), stages)
+        if left or not neighbours:
+            raise ValueError(
+                f"costs of {len(self.stages)} stages cannot be merged into {stages}: "
+                f"give costs for a multiple of {stages} stages"
+            )
+        if neighbours == 1:
+            return self
+        values = [
+            [
+                math.fsum(getattr(stage, field.name) for stage in self.stages[at : at + neighbours])
+                for field in fields(StageCosts)
+            ]
+            for at in range(0, len(self.stages), neighbours)
+        ]
+        return type(self)(tuple(StageCosts(*stage) for stage in values), self.hop)
+
 
 def _require_finite(name: str, value: float, *, positive: bool) -> None:
     """Refuse NaN, infinity, a negative value and, where ``positive``, zero."""

@@ -1,0 +1,138 @@
+"""No schedule is shorter than this: lower bounds on makespan under a memory limit.
+
+Four arguments, each about one rank at a time; the bound of a placement is the largest.
+
+path    one microbatch goes through all stages and back, and its last W follows.
+work    a rank does all its F, I and W one after the other, and the first microbatch has to reach it.
+window  until the first gradient reaches a rank it can only do F, and no more than memory holds.
+        After its last F it can only do I and W of what it still keeps, while the last microbatch
+        goes on to the end and comes back.  What these do not fill is idle time.
+memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
+        the end of I, and W after it.  All microbatches together cannot keep more than the limit times
+        the makespan, less what the limit cannot hold while a rank fills up and runs empty.
+
+They hold for any order, with split or whole backwards; a whole backward keeps activations longer.
+"""
+
+import math
+from collections.abc import Sequence
+
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import Placement
+
+
+def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> float:
+    """The makespan below which no schedule with this placement can be, in the units of ``costs``.
+
+    ``costs`` are for the stages of ``placement``, ``limits`` in activations, one a rank.
+    """
+    route = _Route(placement, costs)
+    bounds = [route.path]
+    for rank, limit in enumerate(limits):
+        stages = placement.stages_of(rank)
+        own = [costs.stages[stage] for stage in stages]
+        head = route.starts[stages[0]]
+        bounds.append(head + microbatches * sum(_seconds(cost) for cost in own))
+        bounds.append(_window(route, stages, own, microbatches, limit))
+        bounds.append(head + _memory(route, stages, own, microbatches, limit))
+    return max(bounds)
+
+
+class _Route:
+    """One microbatch alone: F through all stages, then I back.
+
+    ``starts[k]`` and ``ends[k]`` are those of its k-th station: stage k's F for k < stages, then the
+    I from the last stage to the first.  ``tails[k]`` is the time from the end of station k until
+    everything that follows it, W included, is done.
+    """
+
+    def __init__(self, placement: Placement, costs: Costs) -> None:
+        stages = range(placement.stages)
+        homes = [placement.rank_of(stage) for stage in (*stages, *reversed(stages))]
+        seconds = [costs.stages[stage].forward for stage in stages]
+        seconds += [costs.stages[stage].input_gradient for stage in reversed(stages)]
+        self.stages = placement.stages
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        now = 0.0
+        for station, time in enumerate(seconds):
+            if station and homes[station] != homes[station - 1]:
+                now += costs.hop
+            self.starts.append(now)
+            now += time
+            self.ends.append(now)
+        finish = 0.0
+        self.tails = [0.0] * len(seconds)
+        for station in reversed(range(len(seconds))):
+            if station >= placement.stages:
+                weight = costs.stages[2 * placement.stages - 1 - station].weight_gradient
+                finish = max(finish, self.ends[station] + weight)
+            self.tails[station] = finish - self.ends[station]
+        self.path = finish
+
+    def gradient(self, stage: int) -> int:
+        """The station of the I of ``stage``."""
+        return 2 * self.stages - 1 - stage
+
+
+def _window(
+    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+) -> float:
+    """Idle time before the first gradient and after the last forward; see the module's docstring."""
+    forward = microbatches * sum(cost.forward for cost in own)
+    backward = microbatches * sum(cost.input_gradient + cost.weight_gradient for cost in own)
+    first_gradient = route.starts[route.gradient(stages[-1])]
+    early = min(
+        forward,
+        first_gradient - route.starts[stages[0]],
+        _most(limit, min(cost.activation for cost in own), max(cost.forward for cost in own)),
+    )
+    if early >= forward:
+        return first_gradient + backward
+    late = min(
+        backward,
+        _most(
+            limit,
+            min(cost.activation - cost.released_by_input_gradient for cost in own),
+            max(cost.input_gradient + cost.weight_gradient for cost in own),
+        ),
+    )
+    return first_gradient + forward + backward - early + max(0.0, route.tails[stages[-1]] - late)
+
+
+def _memory(
+    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+) -> float:
+    """Little's law from the rank's first F to its last W."""
+    kept = sum(
+        cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
+        + (cost.activation - cost.released_by_input_gradient) * cost.weight_gradient
+        for stage, cost in zip(stages, own, strict=True)
+    )
+    largest = max(cost.activation for cost in own)
+    if kept == 0:
+        return 0.0
+    if all(cost.activation == largest and not cost.released_by_input_gradient for cost in own):
+        limit = largest * _whole(limit / largest)
+    plain = microbatches * kept / limit
+    releases = [cost.weight_gradient for cost in own]
+    releases += [cost.input_gradient for cost in own if cost.released_by_input_gradient]
+    steps = math.ceil(limit / largest)
+    missing = sum(max(0.0, limit - step * largest) for step in range(1, steps))
+    ramps = min(cost.forward for cost in own) + min(releases)
+    longer = plain + missing * ramps / limit
+    return longer if longer >= steps * ramps else plain
+
+
+def _most(limit: float, each: float, seconds: float) -> float:
+    """The seconds of work on what fits into ``limit``, at ``seconds`` for at least ``each``."""
+    return math.inf if each == 0 else _whole(limit / each) * seconds
+
+
+def _whole(value: float) -> int:
+    """``value`` rounded down, unless rounding errors alone keep it below the next whole number."""
+    return math.floor(value * (1 + 1e-9))
+
+
+def _seconds(cost: StageCosts) -> float:
+    return cost.forward + cost.input_gradient + cost.weight_gradient

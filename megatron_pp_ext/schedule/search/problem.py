@@ -1,0 +1,175 @@
+"""A pipeline with its costs in whole numbers: what every search works on.
+
+A microbatch visits ``2 * stages`` stations, one after the other: station s < stages is F of
+stage s and station 2 * stages - 1 - s is its I.  W of stage s has the code ``2 * stages + s`` and
+a whole backward ``3 * stages + s``.  An order is a list of such codes.  It names no microbatches:
+each time a code comes up it means that stage's next microbatch, so every search keeps F, I and W
+of a stage in microbatch order, on which message streams and bit-equal gradient sums rely.
+
+Times are integers so that sums do not depend on the order of adding and ties are ties on every
+machine.  Costs with a short decimal form are kept exactly; others are rounded to a ten-millionth
+of the longest.  Activations likewise, against a billionth of the limit.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
+
+TOLERANCE = 1e-9
+"""How far, as a fraction, sums of fractional activations may pass a limit by rounding alone."""
+
+_EXACT_SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100, 1000, 10_000)
+_TIME_STEPS = 10_000_000
+_MEMORY_BITS = 40
+
+Orders = list[list[int]]
+"""One list of codes a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One placement with integer costs.
+
+    ``duration`` and ``home`` are indexed by code (stations, W, whole backwards), ``delay`` by
+    station: the hop to the next one, 0 on the same rank.  ``taken`` and ``freed`` are what the
+    start and the end of a code's action do to memory.  ``limits`` are per rank.  ``scale`` is
+    integer time units per unit of the costs.
+    """
+
+    placement: Placement
+    microbatches: int
+    duration: tuple[int, ...]
+    delay: tuple[int, ...]
+    home: tuple[int, ...]
+    taken: tuple[int, ...]
+    freed: tuple[int, ...]
+    limits: tuple[int, ...]
+    scale: float
+
+    @property
+    def stations(self) -> int:
+        """How many forwards and input gradients a microbatch goes through."""
+        return 2 * self.placement.stages
+
+    @property
+    def size(self) -> int:
+        """The number of actions of a schedule with split backwards."""
+        return 3 * self.placement.stages * self.microbatches
+
+    def stations_of(self, rank: int) -> tuple[int, ...]:
+        """The rank's stations in the order a microbatch visits them."""
+        forwards = self.placement.stages_of(rank)
+        return (*forwards, *(self.stations - 1 - stage for stage in reversed(forwards)))
+
+    def weight_of(self, station: int) -> int:
+        """The code of the W that the I at ``station`` leaves to do."""
+        return 2 * self.stations - 1 - station
+
+    def shortened(self, microbatches: int) -> "Problem":
+        """The same pipeline with another number of microbatches."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return Problem(**values | {"microbatches": microbatches})
+
+    def fits(self, orders: Orders) -> bool:
+        """Whether no rank ever keeps more than its limit."""
+        taken, freed = self.taken, self.freed
+        for order, limit in zip(orders, self.limits, strict=True):
+            live = 0
+            for code in order:
+                live += taken[code]
+                if live > limit:
+                    return False
+                live -= freed[code]
+        return True
+
+    def schedule(self, orders: Orders, name: str) -> Schedule:
+        """``orders`` spelled out as a Schedule."""
+        stages = self.placement.stages
+        meaning = [(s, Kind.F) for s in range(stages)] + [(s, Kind.I) for s in reversed(range(stages))]
+        meaning += [(s, Kind.W) for s in range(stages)] + [(s, Kind.B) for s in range(stages)]
+        spelled = []
+        for order in orders:
+            following = [0] * len(meaning)
+            row = []
+            for code in order:
+                row.append(Action(*meaning[code], following[code]))
+                following[code] += 1
+            spelled.append(tuple(row))
+        return Schedule(name, self.placement, self.microbatches, tuple(spelled))
+
+    def orders(self, schedule: Schedule) -> Orders | None:
+        """``schedule`` in codes; None if a stage takes its microbatches out of order."""
+        stages = self.placement.stages
+        found: Orders = []
+        for row in schedule.orders:
+            following = [0] * (2 * self.stations)
+            order = []
+            for stage, kind, microbatch in row:
+                code = {
+                    Kind.F: stage,
+                    Kind.I: 2 * stages - 1 - stage,
+                    Kind.W: 2 * stages + stage,
+                    Kind.B: 3 * stages + stage,
+                }[kind]
+                if following[code] != microbatch:
+                    return None
+                following[code] += 1
+                order.append(code)
+            found.append(order)
+        return found
+
+
+def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> Problem:
+    """Costs (one StageCosts for each stage of ``placement``) and per-rank limits, as integers."""
+    stages = range(placement.stages)
+    forwards = [placement.rank_of(stage) for stage in stages]
+    route = forwards + forwards[::-1]
+    times = [(cost.forward, cost.input_gradient, cost.weight_gradient) for cost in costs.stages]
+    scale = _exact_scale([costs.hop, *(time for stage in times for time in stage)])
+    if scale is None:
+        scale = _TIME_STEPS / max(time for stage in times for time in stage)
+    f, i, w = ([max(1, round(stage[kind] * scale)) for stage in times] for kind in range(3))
+    hop = round(costs.hop * scale)
+
+    kept = [cost.activation for cost in costs.stages]
+    early = [cost.released_by_input_gradient for cost in costs.stages]
+    grain, slack = _grain([*kept, *early], limits)
+    kept_units = [round(value * grain) for value in kept]
+    early_units = [round(value * grain) for value in early]
+    late_units = [all_ - first for all_, first in zip(kept_units, early_units, strict=True)]
+    zeros = [0] * placement.stages
+    return Problem(
+        placement=placement,
+        microbatches=microbatches,
+        duration=(*f, *i[::-1], *w, *(a + b for a, b in zip(i, w, strict=True))),
+        delay=(*(hop if here != there else 0 for here, there in pairwise(route)), 0),
+        home=(*route, *forwards, *forwards),
+        taken=(*kept_units, *zeros, *zeros, *zeros),
+        freed=(*zeros, *early_units[::-1], *late_units, *kept_units),
+        limits=tuple(math.floor(limit * (1 + TOLERANCE) * grain) + slack for limit in limits),
+        scale=scale,
+    )
+
+
+def _exact_scale(values: Iterable[float]) -> float | None:
+    """The smallest factor that makes all values whole, if a small one does."""
+    values = list(values)
+    for scale in _EXACT_SCALES:
+        if all(abs(value * scale - round(value * scale)) <= TOLERANCE for value in values):
+            return scale
+    return None
+
+
+def _grain(activations: Sequence[float], limits: Sequence[float]) -> tuple[float, int]:
+    """Memory units per unit of activation, and the units that rounding may add up to.
+
+    Whole numbers (bytes, counts) are taken as they are.
+    """
+    if all(float(value).is_integer() for value in activations):
+        return 1, 0
+    return 2.0**_MEMORY_BITS / max(limits), 2 ** (_MEMORY_BITS - 31)
