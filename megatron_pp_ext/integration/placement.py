@@ -12,6 +12,7 @@ itself to be rank p - 1 - i.  Two mirrors make it believe so, and only for chunk
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -130,20 +131,23 @@ def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tup
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
-def first_rank_only(stock: Callable[..., list[int]]) -> Callable[..., list[int]]:
+def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
     """Let a pipeline's embedding group be its first rank, which under a V has both ends.
 
-    Seam: ``default_embedding_ranks`` in ``megatron.core.parallel_state``.
+    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass
+    their own idea of that group; with the last rank in it, the first would wait for it for ever.
     """
+    parameters = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         pipeline = active.pipeline()
-        if pipeline is None or pipeline.shape is not Shape.V:
-            return stock(pp_ranks)
-        return [pp_ranks[0]]
+        call = parameters.bind(*args, **kwargs)
+        if pipeline is not None and pipeline.shape is Shape.V:
+            call.arguments["get_embedding_ranks"] = lambda pp_ranks: [pp_ranks[0]]
+        return stock(*call.args, **call.kwargs)
 
-    return embedding_ranks
+    return initialize_model_parallel
 
 
 def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:

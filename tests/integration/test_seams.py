@@ -1,6 +1,5 @@
 """Patching Megatron: all seams or none, and nothing changes until a schedule is asked for."""
 
-import megatron.core.parallel_state as parallel_state
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
 import pytest
@@ -33,21 +32,19 @@ def test_apply_and_undo(unpatched):
 
 
 def test_a_moved_seam_is_refused_whole(unpatched, monkeypatch):
-    def default_embedding_ranks(pp_ranks, split_rank): ...
+    def backward_step(input_tensor, output_tensor): ...
 
-    monkeypatch.setattr(parallel_state, "default_embedding_ranks", default_embedding_ranks)
+    monkeypatch.setattr(schedules, "backward_step", backward_step)
     before = schedules.get_forward_backward_func
-    with pytest.raises(
-        seams.SeamError, match=r"default_embedding_ranks takes \(pp_ranks, split_rank\) where"
-    ):
+    with pytest.raises(seams.SeamError, match=r"backward_step takes \(input_tensor, output_tensor\) where"):
         seams.apply()
     assert not seams.is_applied()
     assert schedules.get_forward_backward_func is before
 
 
 def test_a_missing_seam_is_refused_whole(unpatched, monkeypatch):
-    monkeypatch.delattr(parallel_state, "default_embedding_ranks")
-    with pytest.raises(seams.SeamError, match="default_embedding_ranks is not there"):
+    monkeypatch.delattr(schedules, "backward_step")
+    with pytest.raises(seams.SeamError, match="backward_step is not there"):
         seams.apply()
     assert not seams.is_applied()
 
