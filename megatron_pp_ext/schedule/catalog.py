@@ -8,10 +8,12 @@ from functools import lru_cache
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.families import (
+    dualpipe_v,
     evaluation,
     gpipe,
     interleaved,
     one_f_one_b,
+    one_f_one_b_v,
     v_shape,
     v_zero_bubble,
     zero_bubble,
@@ -63,6 +65,23 @@ _ENTRIES = (
         any_chunks=True,
     ),
     Entry(
+        "breadth-first",
+        "gpipe with several chunks a rank; smaller bubble, more messages",
+        "arXiv 2211.05953, figure 4d",
+        Shape.LOOP,
+        2,
+        gpipe.build_breadth_first,
+        any_chunks=True,
+    ),
+    Entry(
+        "1f1b-v",
+        "two thirds of 1f1b's memory without splitting the backward",
+        "arXiv 2405.15362, appendix",
+        Shape.V,
+        2,
+        one_f_one_b_v.build,
+    ),
+    Entry(
         "zb-h1",
         "1f1b's memory, a third of its bubble",
         "arXiv 2401.10241, figure 3, top",
@@ -77,6 +96,15 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         zero_bubble.build_h2,
+    ),
+    Entry(
+        "interleaved-zb",
+        "interleaved with a split backward; 1f1b's memory",
+        "arXiv 2401.10241, with the loop of 2104.04473",
+        Shape.LOOP,
+        2,
+        interleaved.build_zero_bubble,
+        any_chunks=True,
     ),
     Entry(
         "v-min",
@@ -102,6 +130,14 @@ _ENTRIES = (
         2,
         v_zero_bubble.build,
     ),
+    Entry(
+        "dualpipe-v",
+        "forwards and backwards of two microbatches in pairs; slightly more than 1f1b's memory",
+        "arXiv 2412.19437, section 3.2.1",
+        Shape.V,
+        2,
+        dualpipe_v.build,
+    ),
 )
 
 ENTRIES = {entry.name: entry for entry in _ENTRIES}
@@ -111,10 +147,45 @@ NAMES = tuple(ENTRIES)
 """The names, in the order of the catalogue: from the plainest to the most involved."""
 
 
+ALIASES = {
+    # arXiv 2401.10241 and its fork of Megatron-LM
+    "zb1p": "zb-h1",
+    "zb2p": "zb-h2",
+    "zbv": "v-zb",
+    # torch.distributed.pipelining
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "interleaved-zb",
+    "loopedbfs": "breadth-first",
+    "zbvzerobubble": "v-zb",
+    "dualpipev": "dualpipe-v",
+    # AMD Primus
+    "1f1b-interleaved": "interleaved",
+    "zero-bubble": "zb-h1",
+    "zbv-formatted": "v-zb",
+    "zbv-greedy-half": "v-half",
+    "zbv-greedy-min": "v-min",
+}
+"""What others call the schedules here."""
+
+_ELSEWHERE = {
+    "seq1f1b": "it cuts the sequence into parts that depend on each other, which no order of "
+    "microbatches can say; to save memory use v-half or v-min",
+    "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "
+    "to save memory use v-half or v-min",
+}
+"""What others offer and this project does not, and why."""
+
+
 def entry(name: str) -> Entry:
-    """The line of the catalogue for ``name``; ValueError, with the nearest name, if there is none."""
+    """The line of the catalogue for ``name`` or an alias of it.
+
+    Raises ValueError, with the nearest name or with the reason, if there is none.
+    """
+    name = ALIASES.get(name, name)
     if name in ENTRIES:
         return ENTRIES[name]
+    if name in _ELSEWHERE:
+        raise ValueError(f"schedule {name!r} is not offered: {_ELSEWHERE[name]}")
     nearest = get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
     guess = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(NAMES)}")
@@ -134,7 +205,8 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
         schedule = line.builder(ranks, microbatches)
     else:
         raise ValueError(
-            f"{name} got {chunks} chunks a rank, but has {line.chunks}: leave chunks out, or use interleaved"
+            f"{line.name} got {chunks} chunks a rank, but has {line.chunks}: "
+            "leave chunks out, or use interleaved"
         )
     check(schedule)
     return schedule

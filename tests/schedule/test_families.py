@@ -11,6 +11,9 @@ from megatron_pp_ext.schedule.simulate import simulate
 SIZES = sorted({(p, m) for p in (2, 3, 4, 5, 8) for m in (1, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1)})
 LONG = [(p, m) for p in (2, 3, 4, 5, 6, 7, 8, 11, 16) for m in (2 * p, 2 * p + 1, 4 * p)]
 
+WHOLE = ("gpipe", "breadth-first", "1f1b", "interleaved", "1f1b-v")
+KEEP_ALL = ("gpipe", "breadth-first")
+
 
 def timed(name, ranks, microbatches, chunks=None):
     schedule = catalog.build(name, ranks, microbatches, chunks)
@@ -21,12 +24,15 @@ def peak_of(name, p):
     """The most chunks a rank may keep, whatever m is."""
     return {
         "1f1b": p,
+        "1f1b-v": 2 * ((2 * p + 3) // 3),
         "interleaved": 3 * p - 1,
+        "interleaved-zb": 2 * p,
         "zb-h1": p,
         "zb-h2": 2 * p - 1,
         "v-min": 2 * ((p + 4) // 3),
         "v-half": 2 * ((p + 2) // 2),
         "v-zb": 2 * p,
+        "dualpipe-v": 2 * p + 1,
     }[name]
 
 
@@ -35,12 +41,16 @@ def makespan_of(name, p, m):
     return {
         "gpipe": 3 * (m + p - 1),
         "1f1b": 3 * (m + p - 1),
+        "1f1b-v": 6 * m + {2: 4, 3: 8, 6: 22}.get(p, 5 * p - (9, 5, 7)[p % 3]),
+        "breadth-first": 6 * m + 3 * (p - 1),
         "interleaved": 6 * m + 3 * (p - 1),
+        "interleaved-zb": 6 * m + p - 1,
         "zb-h1": 3 * m + p - 1,
         "zb-h2": 3 * m + p - 1,
         "v-min": 6 * m + 1 if p == 2 else 6 * m + 4 * p - (7, 5, 9)[p % 3],
         "v-half": 6 * m + 1 if p == 2 else 6 * m + 3 * p - (7, 4)[p % 2],
         "v-zb": 6 * m + p - 1,
+        "dualpipe-v": 6 * m + p - 1,
     }[name]
 
 
@@ -49,15 +59,22 @@ def makespan_of(name, p, m):
 def test_every_stage_keeps_microbatch_order(name, p, m):
     """Messages have no tags and gradients are summed as they come: order is part of the result."""
     schedule = catalog.build(name, p, m)
-    halved = name not in ("gpipe", "1f1b", "interleaved")
-    assert schedule.splits_backward == halved
     for rank, order in enumerate(schedule.orders):
         for stage in schedule.placement.stages_of(rank):
-            for kind in "FIW" if halved else "FB":
-                assert [a.microbatch for a in order if a.stage == stage and a.kind == kind] == list(range(m))
+            for kinds in ("F", "IB", "WB"):
+                assert [a.microbatch for a in order if a.stage == stage and a.kind in kinds] == list(range(m))
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.NAMES if name != "gpipe"])
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_only_whole_backwards_where_no_weight_gradient_can_be_deferred(name):
+    kinds = {action.kind for action in catalog.build(name, 4, 8)}
+    if name in WHOLE:
+        assert kinds == set("FB")
+    else:
+        assert kinds == set("FIWB" if name == "dualpipe-v" else "FIW")
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.NAMES if name not in KEEP_ALL])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_peak_holds_for_any_number_of_microbatches(name, p, m):
     timeline = timed(name, p, m)
@@ -67,16 +84,16 @@ def test_peak_holds_for_any_number_of_microbatches(name, p, m):
 
 @pytest.mark.parametrize(
     ("name", "p", "m"),
-    # Interleaved has no closed form where p does not divide m.
-    [(name, p, m) for name in catalog.NAMES for p, m in LONG if name != "interleaved" or m % p == 0],
+    # Interleaved ones have no closed form where p does not divide m.
+    [(name, p, m) for name in catalog.NAMES for p, m in LONG if "interleaved" not in name or m % p == 0],
 )
 def test_closed_forms(name, p, m):
     timeline = timed(name, p, m)
     assert timeline.makespan == makespan_of(name, p, m)
     if name in ("zb-h2", "v-zb"):
         assert timeline.span == 3 * m * timeline.schedule.placement.chunks
-    if name == "gpipe":
-        assert max(timeline.peak_activations) == m
+    if name in KEEP_ALL:
+        assert max(timeline.peak_microbatches) == m
     else:
         assert max(timeline.peak_activations) == peak_of(name, p)
 
@@ -88,7 +105,7 @@ def test_closed_forms_already_hold_from_p_microbatches_on(name, p):
         assert timed(name, p, m).makespan == makespan_of(name, p, m)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "v-half", "v-zb"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "v-half", "v-zb", "dualpipe-v"])
 @pytest.mark.parametrize("p", [3, 4, 6, 8])
 @pytest.mark.parametrize("times", [(10, 10, 5, 0), (10, 11, 7, 1), (11.3, 11.2, 8.1, 0)])
 def test_no_bubble_repeats_when_actions_take_different_times(name, p, times):
@@ -110,7 +127,7 @@ def test_no_bubble_repeats_when_actions_take_different_times(name, p, times):
 def test_few_microbatches_leave_no_gross_bubble(name, p):
     """Each microbatch after the first costs at most a rank's own work on it."""
     chunks = catalog.ENTRIES[name].chunks
-    whole = name in ("gpipe", "1f1b", "interleaved")
+    whole = name in (*WHOLE, "dualpipe-v")
     alone = chunks * p * (3 if whole else 2) + (0 if whole else 1)
     for m in range(1, p + 1):
         allowed = alone + (m - 1) * 3 * chunks

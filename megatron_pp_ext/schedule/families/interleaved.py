@@ -8,10 +8,14 @@ memory and messages grow.
 Where p does not divide m the last group is short, which Megatron-LM refuses.  Here the order is
 that of the next multiple of p with the missing microbatches left out: no rank then waits for
 anything it did not wait for before, so the order stays free of deadlock.
+
+With the backward in two halves (arXiv 2401.10241; torch's ScheduleInterleavedZeroBubble) a gradient
+comes back one action a rank instead of two: ranks need half as many forwards to bridge the wait,
+and W, r chunks behind I, fills the bubbles at the end.  With one chunk this would be ZB-H1.
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
+from megatron_pp_ext.schedule.families.requirements import require_chunks, require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, loop
 
 
@@ -21,13 +25,23 @@ def build(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     At unit cost and m a multiple of p the makespan is 3(m * chunks + p - 1) chunk actions.
     """
     require_pipeline("interleaved", ranks, microbatches)
-    if chunks < 2:
-        raise ValueError(
-            f"interleaved got {chunks} chunk(s) a rank, but needs 2 or more: raise chunks, or use 1f1b"
-        )
+    require_chunks("interleaved", chunks, otherwise="1f1b")
     placement = loop(ranks, chunks)
     orders = tuple(_order(rank, placement, microbatches) for rank in range(ranks))
     return Schedule("interleaved", placement, microbatches, orders)
+
+
+def build_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved with a split backward for ranks >= 2, microbatches >= 1 and chunks >= 2.
+
+    At unit cost and m a multiple of p the makespan is 3m * chunks + p - 1 chunk actions and the
+    peak p * chunks chunks: 1F1B's memory.
+    """
+    require_pipeline("interleaved-zb", ranks, microbatches)
+    require_chunks("interleaved-zb", chunks, otherwise="zb-h1")
+    placement = loop(ranks, chunks)
+    orders = tuple(_split_order(rank, placement, microbatches) for rank in range(ranks))
+    return Schedule("interleaved-zb", placement, microbatches, orders)
 
 
 def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
@@ -42,6 +56,22 @@ def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, 
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += [forward, backward]
     order += backwards[len(forwards) - warm_up :]
+    return tuple(action for action in order if action.microbatch < microbatches)
+
+
+def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
+    ranks, downwards = placement.ranks, placement.stages_of(rank)
+    groups = -(-microbatches // ranks)
+    forwards = _in_groups(Kind.F, downwards, ranks, groups)
+    backwards = _in_groups(Kind.I, downwards[::-1], ranks, groups)
+    warm_up = (ranks - rank - 1) + (placement.chunks - 1) * ranks
+
+    order = forwards[:warm_up]
+    for step, backward in enumerate(backwards):
+        order += [*forwards[warm_up + step : warm_up + step + 1], backward]
+        if step >= rank:
+            order.append(backwards[step - rank]._replace(kind=Kind.W))
+    order += [backward._replace(kind=Kind.W) for backward in backwards[len(backwards) - rank :]]
     return tuple(action for action in order if action.microbatch < microbatches)
 
 

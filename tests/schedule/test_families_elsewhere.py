@@ -1,0 +1,126 @@
+"""Families against what others offer under the same name: never longer, never more memory."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import linear, loop, v
+from megatron_pp_ext.schedule.simulate import simulate
+
+TIMES = [(1, 1, 1, 0), (1, 1.1, 0.7, 0.05), (1, 1, 0.5, 0), (1, 2, 1, 0.1)]
+
+TORCH = {
+    "ScheduleGPipe": ("gpipe", linear),
+    "Schedule1F1B": ("1f1b", linear),
+    "ScheduleLoopedBFS": ("breadth-first", lambda p: loop(p, 2)),
+    "ScheduleInterleaved1F1B": ("interleaved", lambda p: loop(p, 2)),
+    "ScheduleInterleavedZeroBubble": ("interleaved-zb", lambda p: loop(p, 2)),
+    "ScheduleZBVZeroBubble": ("v-zb", v),
+    "ScheduleDualPipeV": ("dualpipe-v", v),
+}
+
+
+def timed(schedule, times=TIMES[0]):
+    forward, i, w, hop = times
+    costs = Costs.uniform(schedule.placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+    return simulate(schedule, costs)
+
+
+def torch_schedule(name, placement, microbatches):
+    """What torch's class makes of the same sizes; its pairs (OVERLAP_F_B) run one after the other."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    # No more of an instance than its order looks at: a whole one needs a process group and a model.
+    instance = object.__new__(getattr(schedules, name))
+    ranks, chunks = placement.ranks, placement.chunks
+    instance.pp_group_size = ranks
+    instance._n_microbatches = microbatches
+    instance._num_stages = instance.num_stages = ranks * chunks
+    instance._stages, instance.n_local_stages = [None] * chunks, chunks
+    instance.number_of_rounds = max(1, microbatches // ranks)
+    instance.microbatches_per_round = microbatches // instance.number_of_rounds
+    if hasattr(instance, "_calculate_single_rank_operations"):
+        rows = [instance._calculate_single_rank_operations(rank) for rank in range(ranks)]
+    else:
+        rows = [instance._get_pipeline_order()[rank] for rank in range(ranks)]
+    orders = [
+        [
+            Action(int(match[1]), Kind(match[2]), int(match[3]))
+            for action in filter(None, row)
+            for part in action.sub_actions or (action,)
+            if (match := re.fullmatch(r"(\d+)([FIWB])(\d+)", str(part)))
+        ]
+        for row in rows
+    ]
+    if name == "Schedule1F1B":
+        # torch 2.15 numbers the forwards of the last rank from 1.
+        orders[-1] = [a._replace(microbatch=i // 2) for i, a in enumerate(orders[-1])]
+    schedule = Schedule(name, placement, microbatches, tuple(map(tuple, orders)))
+    check(schedule)
+    return schedule
+
+
+@pytest.mark.parametrize("theirs", TORCH)
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_torch_is_met(theirs, p):
+    name, placement = TORCH[theirs]
+    for m in (2 * p, 4 * p):
+        reference = torch_schedule(theirs, placement(p), m)
+        for times in TIMES:
+            ours, other = timed(catalog.build(name, p, m), times), timed(reference, times)
+            assert ours.makespan <= other.makespan * (1 + 1e-9), (m, times)
+            assert max(ours.peak_activations) <= max(other.peak_activations), (m, times)
+
+
+def test_torchs_zero_bubble_with_one_chunk_is_zb_h1():
+    for p, m in ((2, 4), (4, 8), (8, 32)):
+        reference = torch_schedule("ScheduleInterleavedZeroBubble", loop(p, 1), m)
+        for times in TIMES:
+            assert (
+                timed(catalog.build("zb-h1", p, m), times).makespan <= timed(reference, times).makespan + 1e-9
+            )
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "makespan", "peak"), [(4, 8, 63, 6), (4, 16, 111, 6), (8, 8, 81, 12), (8, 16, 129, 12)]
+)
+def test_1f1b_v_of_the_papers_implementation_is_met(p, m, makespan, peak):
+    """Read off sail-sg/zero-bubble-pipeline-parallelism at unit cost, as in ``published``."""
+    timeline = timed(catalog.build("1f1b-v", p, m))
+    assert timeline.makespan <= makespan
+    assert max(timeline.peak_activations) <= peak
+
+
+def test_dualpipe_v_as_drawn():
+    """DeepSeek's order, the two of a pair one after the other."""
+    assert [" ".join(map(str, order)) for order in catalog.build("dualpipe-v", 2, 5).orders] == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4",
+    ]
+
+
+def test_dualpipe_v_pairs_forwards_with_backwards_of_other_microbatches():
+    for order in catalog.build("dualpipe-v", 4, 16).orders:
+        pairs = list(pairwise(order))
+        steady = [(f, b) for f, b in pairs if f.kind is Kind.F and b.kind is Kind.B]
+        assert len(steady) >= 2 * 9
+        assert sum(f.microbatch > b.microbatch for f, b in steady) >= len(steady) - 1
+
+
+@pytest.mark.parametrize("alias", catalog.ALIASES)
+def test_the_names_of_others_are_understood(alias):
+    name = catalog.ALIASES[alias]
+    assert alias not in catalog.NAMES
+    assert catalog.entry(alias).name == name
+    assert catalog.build(alias, 4, 8) == catalog.build(name, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "group-interleaved"])
+def test_what_is_not_offered_says_why(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is not offered: .*use v-half") as error:
+        catalog.entry(name)
+    assert "\n" not in str(error.value)
