@@ -1,7 +1,7 @@
 """Every family trains as stock 1F1B does: equal losses and equal gradients, bit for bit in fp32."""
 
 import pytest
-from runs import assert_same_bits, run, stock
+from runs import assert_same_bits, assert_same_gradients, run, stock
 
 from megatron_pp_ext.schedule import catalog
 
@@ -66,3 +66,20 @@ def test_evaluation(name: str) -> None:
     assert ours.validation == theirs.validation
     assert len(ours.validation) >= 3
     assert_same_bits(ours, theirs)
+
+
+MODELS = {
+    "llama-like": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+    "experts": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear",
+    "full recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": "--recompute-granularity selective",
+    "bf16": "--bf16",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models(model: str) -> None:
+    flags = (PIPELINE, "2", *MODELS[model].split())
+    ours = run(2, [*flags, "--pipeline-schedule", "v-half"])
+    assert_same_gradients(ours, stock(2, *flags))
