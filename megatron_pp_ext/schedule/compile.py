@@ -9,15 +9,15 @@ limit, and shortest when simulated.  A lower bound comes with the answer; the tw
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
-from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.bounds import lower_bound
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, linear, loop, v, wave
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.search import cache
-from megatron_pp_ext.schedule.search.evaluate import makespan
+from megatron_pp_ext.schedule.search.evaluate import run
+from megatron_pp_ext.schedule.search.portfolio import search
 from megatron_pp_ext.schedule.search.problem import TOLERANCE, Orders, Problem, problem_of
 from megatron_pp_ext.schedule.search.published import published
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -95,15 +95,17 @@ def compile_schedule(
                 if _fits(timeline, limits):
                     return Compiled(timeline, min(bound, timeline.makespan), str(notes.get("origin")))
 
-    timeline, origin = _shortest(feasible, microbatches, limits)
-    schedule = replace(timeline.schedule, name="flex")
-    check(schedule)
-    cache.store(name, schedule, {"origin": origin})
-    return Compiled(replace(timeline, schedule=schedule), min(bound, timeline.makespan), origin)
+    timeline, origin = _shortest(feasible, microbatches, limits, trials)
+    check(timeline.schedule)
+    cache.store(name, timeline.schedule, {"origin": origin})
+    return Compiled(timeline, min(bound, timeline.makespan), origin)
 
 
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
-    """All placements that costs of this many stages can be cut for, the plainest first.
+    """All placements that costs of this many stages can be cut for.
+
+    Of schedules of equal length the first is taken: few chunks before many, as they mean fewer
+    messages, and turns before loops.
 
     ValueError where ``ranks`` does not divide the number of stages.
     """
@@ -116,8 +118,8 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
     found: list[Placement] = []
     for count in range(1, chunks + 1):
         if chunks % count == 0:
-            more = [loop(ranks, count), v(ranks) if count == 2 else wave(ranks, count)]
-            found += [linear(ranks)] if count == 1 else more
+            turns = v(ranks) if count == 2 else wave(ranks, count)
+            found += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
     return tuple(found)
 
 
@@ -189,51 +191,71 @@ def _spelled(placement: Placement, costs: Costs) -> list[object]:
 
 
 def _shortest(
-    cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float]
+    cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float], trials: int
 ) -> tuple[Timeline, str]:
     """The best of the portfolio; of equals the first.
 
     Methods compare orders by integer makespan, which may be off by rounding; the proposals that are
     within ``_CLOSE`` of the best are simulated, and that decides.
     """
-    proposals = [
-        (length / problem.scale, schedule, costs, f"{origin}, {placement.shape} placement")
-        for placement, costs in cuts
-        for problem in (problem_of(placement, microbatches, costs, limits),)
-        for length, schedule, origin in _proposals(problem)
-    ]
-    shortest = min(length for length, *_ in proposals)
+    problems = [problem_of(placement, microbatches, costs, limits) for placement, costs in cuts]
+    proposals: list[_Proposal] = []
+    for problem, (_, costs) in zip(problems, cuts, strict=True):
+        proposals += _published(problem, costs)
+    for problem, (placement, costs) in zip(problems, cuts, strict=True):
+        shortest = min(proposal.makespan for proposal in proposals)
+        bound = lower_bound(placement, microbatches, costs, limits)
+        if trials and bound < shortest * (1 - TOLERANCE) and not _is_dominated(placement, cuts):
+            floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
+            for length, orders, origin in search(problem, trials, floor):
+                proposals.append(_Proposal(length / problem.scale, problem, orders, costs, origin))
+
+    shortest = min(proposal.makespan for proposal in proposals)
     best: tuple[Timeline, str] | None = None
-    for length, schedule, costs, origin in proposals:
-        if length <= shortest * (1 + _CLOSE):
-            timeline = simulate(schedule, costs)
+    for proposal in proposals:
+        if proposal.makespan <= shortest * (1 + _CLOSE):
+            schedule = proposal.problem.schedule(proposal.orders, "flex")
+            timeline = simulate(schedule, proposal.costs)
             if not _fits(timeline, limits):
-                raise AssertionError(f"{origin} breaks the limit it was made for")
+                raise AssertionError(f"{proposal.origin} breaks the limit it was made for")
             if best is None or timeline.makespan < best[0].makespan * (1 - TOLERANCE):
-                best = timeline, origin
+                best = timeline, f"{proposal.origin}, {schedule.placement.shape} placement"
     assert best is not None
     return best
 
 
-def _proposals(problem: Problem) -> Iterator[tuple[int, Schedule, str]]:
-    """Integer makespan, schedule and origin of what the portfolio has for one placement.
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """Orders within the limits, and their makespan in the units of the costs, up to rounding."""
 
-    All fit the limits, and there is at least one.
+    makespan: float
+    problem: Problem
+    orders: Orders
+    costs: Costs
+    origin: str
+
+
+def _published(problem: Problem, costs: Costs) -> Iterator[_Proposal]:
+    """The published families that keep the limits, or where there is none, the order that always does."""
+    candidates = [
+        (orders, f"published {schedule.name}")
+        for schedule in published(problem.placement, problem.microbatches)
+        if (orders := problem.orders(schedule)) is not None and problem.fits(orders)
+    ]
+    for orders, origin in candidates or [(one_at_a_time(problem), "one microbatch at a time")]:
+        timed = run(problem, orders)
+        if timed is not None:
+            yield _Proposal(timed.makespan / problem.scale, problem, orders, costs, origin)
+
+
+def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
+    """Whether a search had better use another placement.
+
+    With as many chunks a rank, a placement that turns round at the last rank has fewer hops than one
+    that jumps back to the first, and its ranks need the same memory where a loop's do not.
     """
-    any_fits = False
-    for schedule in published(problem.placement, problem.microbatches):
-        orders = problem.orders(schedule)
-        if orders is None or not problem.fits(orders):
-            continue
-        length = makespan(problem, orders)
-        if length is not None:
-            any_fits = True
-            yield length, schedule, f"published {schedule.name}"
-    if not any_fits:
-        orders = one_at_a_time(problem)
-        length = makespan(problem, orders)
-        assert length is not None
-        yield length, problem.schedule(orders, "one-at-a-time"), "one microbatch at a time"
+    turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
+    return placement.shape is Shape.LOOP and placement.chunks in turns
 
 
 def one_at_a_time(problem: Problem) -> Orders:

@@ -1,0 +1,144 @@
+"""Event-driven list scheduling: run the pipeline on paper, and let each rank take what is most urgent.
+
+Urgency is a building block's timetable (arXiv 2405.15362, section 2): station x of microbatch j is
+due at ``due[x] + period * j``.  The timetable orders, it does not bind: an action starts when its
+input is there, the rank is free and memory has room.
+
+Two rules keep memory.  A rank never keeps more than its limit.  And the microbatches that have not
+done their last forward on a rank leave room for the oldest of them to do all of its own, so that
+the oldest microbatch of the pipeline can always go on and the run never gets stuck; for two equal
+chunks and a limit of M that is "at most M - 1 forwards ahead of their second leg".
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from megatron_pp_ext.schedule.search.problem import Orders, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What a list schedule can be tuned by; times in the problem's integer units.
+
+    ``due[x]`` is when the first microbatch is due at station x and ``period`` the time between two
+    microbatches.  W of a stage is due ``weight_delay`` after its I.  A rank takes nothing that is
+    more than ``slack`` later than its most urgent action, there or not.  It waits up to ``patience``
+    for a more urgent action instead of starting a forward or an input gradient, and up to
+    ``weight_patience`` instead of a W.
+    """
+
+    due: tuple[int, ...]
+    period: int
+    weight_delay: int
+    slack: int
+    patience: int
+    weight_patience: int
+
+
+def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
+    """Makespan and orders of the list schedule that ``knobs`` describe."""
+    ranks = problem.placement.ranks
+    stages = problem.placement.stages
+    stations, microbatches = problem.stations, problem.microbatches
+    duration, delay, home = problem.duration, problem.delay, problem.home
+    taken, freed, limits = problem.taken, problem.freed, problem.limits
+    period, slack = knobs.period, knobs.slack
+    patience, weight_patience, weight_delay = knobs.patience, knobs.weight_patience, knobs.weight_delay
+    own = [problem.stations_of(rank) for rank in range(ranks)]
+    forwards = [problem.placement.stages_of(rank) for rank in range(ranks)]
+
+    due = list(knobs.due)
+    done = [0] * (stations + 1)
+    arrived: list[list[int]] = [[] for _ in range(stations + 1)]
+    arrived[0] = [0] * microbatches
+    pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    next_pending = [0] * ranks
+    live = [0] * ranks
+    free_at = [0] * ranks
+    waiting = [False] * ranks
+    orders: Orders = [[] for _ in range(ranks)]
+    # An event is (time, rank) in one integer; ties go to the lower rank.
+    events = list(range(ranks))
+    left = [microbatches * 3 * len(forwards[rank]) for rank in range(ranks)]
+    never = 1 << 62
+    while events:
+        event = heappop(events)
+        now, rank = divmod(event, ranks)
+        if free_at[rank] > now or not left[rank]:
+            continue
+        waiting[rank] = False
+
+        best, best_due = -1, never
+        first_due = never
+        wake = never
+        coming: list[tuple[int, int]] = []
+        for station in own[rank]:
+            count = done[station]
+            if count == microbatches:
+                continue
+            at = due[station]
+            inputs = arrived[station]
+            if count >= len(inputs):
+                if at < first_due:
+                    first_due = at
+                continue
+            if station < stages:
+                if live[rank] + taken[station] > limits[rank]:
+                    continue
+                oldest = done[forwards[rank][-1]]
+                if count > oldest:
+                    ahead = 0
+                    for chunk in forwards[rank]:
+                        behind = done[chunk] - oldest + (chunk == station)
+                        ahead += taken[chunk] * behind if behind > 1 else taken[chunk]
+                    if ahead > limits[rank]:
+                        continue
+            if at < first_due:
+                first_due = at
+            arrival = inputs[count]
+            if arrival <= now:
+                if at < best_due:
+                    best, best_due = station, at
+            else:
+                coming.append((arrival, at))
+                if arrival < wake:
+                    wake = arrival
+        if best >= 0 and best_due > first_due + slack:
+            best, best_due = -1, never
+        queue = pending[rank]
+        if next_pending[rank] < len(queue):
+            at, code = queue[next_pending[rank]]
+            if at < best_due:
+                best, best_due = code, at
+        if best >= 0 and coming:
+            end = now + duration[best]
+            latest = now + (patience if best < stations else weight_patience)
+            for arrival, at in coming:
+                if at < best_due and arrival < end and arrival <= latest:
+                    best = -1
+                    break
+        if best < 0:
+            waiting[rank] = True
+            if wake < never:
+                heappush(events, wake * ranks + rank)
+            continue
+
+        end = now + duration[best]
+        orders[rank].append(best)
+        left[rank] -= 1
+        free_at[rank] = end
+        live[rank] += taken[best] - freed[best]
+        heappush(events, end * ranks + rank)
+        if best >= stations:
+            next_pending[rank] += 1
+            continue
+        done[best] += 1
+        if best >= stages:
+            queue.append((due[best] + weight_delay, problem.weight_of(best)))
+        due[best] += period
+        after = best + 1
+        arrival = end + delay[best]
+        arrived[after].append(arrival)
+        if after < stations and waiting[home[after]]:
+            heappush(events, arrival * ranks + home[after])
+    return None if any(left) else (max(free_at), orders)

@@ -1,0 +1,189 @@
+"""Search for the building block, and for how strictly to keep to it, at the real costs.
+
+The block is one microbatch's timetable.  It starts as the microbatch's own way through the stages
+with a pause after every station, one length for each of the legs down and up the ranks: pauses of
+0 and 0 ticks, with F = I = W of one tick, are V-Min's block, 1 and 0 V-Half's and 3 and 1 V-ZB's
+(arXiv 2405.15362, figure 3).  Small random changes, kept when the list schedule gets no longer,
+then adapt pauses, turns, single stations and the dispatcher's patience to the costs and the limit.
+
+All numbers are integers and the generator is used for integers only, so that every machine walks
+the same way.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+
+from megatron_pp_ext.schedule.search.dispatch import Knobs, dispatch
+from megatron_pp_ext.schedule.search.problem import Problem
+
+_SUB = 64
+"""Block times are in 1/64 of the problem's time unit: finer than any action, so due times rarely tie."""
+
+_NEVER = 1 << 50
+
+# In quarters of a tick: the pauses on the way down and on the way up.
+_PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2))
+_SLACKS = (0, 2, 8, _NEVER)
+_PATIENCES = (0, 2, 4)
+
+_CHAINS = 4
+"""How many of the starting points are improved side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A building block and the dispatcher's manners.
+
+    ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
+    ``weight_delay`` and ``slack`` are in 1/64 time units; the two patiences are in time units.
+    """
+
+    pauses: tuple[int, ...]
+    turns: tuple[int, ...]
+    shifts: tuple[int, ...]
+    period: int
+    weight_delay: int
+    slack: int
+    patience: int
+    weight_patience: int
+
+    def knobs(self, problem: Problem) -> Knobs:
+        """What the dispatcher is told."""
+        ranks = problem.placement.ranks
+        due = []
+        now = 0
+        for station, shift in enumerate(self.shifts):
+            due.append(now + shift)
+            leg, at = divmod(station, ranks)
+            now += _SUB * (problem.duration[station] + problem.delay[station])
+            if at < ranks - 1:
+                now += self.pauses[leg]
+            elif leg < len(self.turns):
+                now += self.turns[leg]
+        return Knobs(
+            tuple(due), self.period, self.weight_delay, self.slack, self.patience, self.weight_patience
+        )
+
+
+Found = tuple[int, Plan]
+"""A makespan and the plan that has it."""
+
+
+def tune(problem: Problem, trials: int, random: Random) -> list[Found]:
+    """The best plans after ``trials`` list schedules, one a chain, shortest first; empty if none ran.
+
+    Half of the trials go to all chains alike, a quarter to the better two and a quarter to the best.
+    """
+    found = sorted(
+        ((length, plan) for plan in _starts(problem)[:trials] if (length := _length(problem, plan))),
+        key=lambda pair: pair[0],
+    )[:_CHAINS]
+    left = trials - len(_PAUSES) * len(_SLACKS) * len(_PATIENCES)
+    for share, chains in ((2, _CHAINS), (4, _CHAINS // 2), (4, 1)):
+        for chain, start in enumerate(found[:chains]):
+            found[chain] = improve(problem, start, left // (share * chains), random)
+        found.sort(key=lambda pair: pair[0])
+    return found
+
+
+def improve(problem: Problem, start: Found, trials: int, random: Random) -> Found:
+    """Walk from ``start``: ``trials`` random changes, each kept when it makes nothing longer."""
+    length, plan = start
+    tick = _tick(problem)
+    for _ in range(trials):
+        changed = plan
+        for _ in range(random.choice((1, 1, 2, 3))):
+            changed = _change(changed, tick, random)
+        new = _length(problem, changed)
+        if new is not None and new <= length:
+            length, plan = new, changed
+    return length, plan
+
+
+def retimed(problem: Problem, plans: list[Plan]) -> list[Found]:
+    """``plans`` made for another number of microbatches, with their lengths for this one, shortest first."""
+    found = [(length, plan) for plan in plans if (length := _length(problem, plan)) is not None]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def work(problem: Problem) -> int:
+    """The time that one microbatch's actions take on the busiest rank."""
+    stages = problem.placement.stages
+    return max(
+        sum(
+            problem.duration[x] + (problem.duration[problem.weight_of(x)] if x >= stages else 0)
+            for x in problem.stations_of(rank)
+        )
+        for rank in range(problem.placement.ranks)
+    )
+
+
+def _length(problem: Problem, plan: Plan) -> int | None:
+    run = dispatch(problem, plan.knobs(problem))
+    return None if run is None else run[0]
+
+
+def _tick(problem: Problem) -> int:
+    """The mean time of an action, in time units."""
+    return max(1, work(problem) // (3 * problem.placement.chunks))
+
+
+def _starts(problem: Problem) -> list[Plan]:
+    """The published kinds of block, from strict to loose."""
+    legs = 2 * problem.placement.chunks
+    tick = _tick(problem)
+    return [
+        Plan(
+            pauses=tuple(pauses[leg % 2] * tick * _SUB // 4 for leg in range(legs)),
+            turns=(0,) * (legs - 1),
+            shifts=(0,) * problem.stations,
+            period=work(problem) * _SUB,
+            weight_delay=_NEVER,
+            slack=slack if slack == _NEVER else slack * tick * _SUB // 4,
+            patience=patience * tick // 4,
+            weight_patience=patience * tick // 4,
+        )
+        for pauses, slack, patience in product(_PAUSES, _SLACKS, _PATIENCES)
+    ]
+
+
+def _change(plan: Plan, tick: int, random: Random) -> Plan:
+    """``plan`` with one thing altered."""
+    fine = tick * _SUB
+    match random.randrange(9):
+        case 0:
+            leg = random.randrange(len(plan.pauses))
+            pause = max(-fine // 2, plan.pauses[leg] + random.randrange(-fine // 2, fine // 2 + 1))
+            return replace(plan, pauses=_with(plan.pauses, leg, pause))
+        case 1:
+            leg = random.randrange(len(plan.turns))
+            turn = plan.turns[leg] + random.randrange(-2 * fine, 2 * fine + 1)
+            return replace(plan, turns=_with(plan.turns, leg, turn))
+        case 2:
+            slack = random.choice((0, 1, 2, 4, 8, 16, 32, _NEVER))
+            if slack < _NEVER:
+                slack = slack * fine // 4 + random.randrange(fine)
+            return replace(plan, slack=slack)
+        case 3:
+            return replace(plan, patience=random.randrange(tick + tick // 4 + 1))
+        case 4:
+            return replace(plan, weight_patience=random.randrange(tick + tick // 4 + 1))
+        case 5:
+            delay = _NEVER if random.randrange(2) else random.randrange(16 * fine)
+            return replace(plan, weight_delay=delay)
+        case 6:
+            shifts = plan.shifts
+            for _ in range(3):
+                station = random.randrange(len(shifts))
+                shift = shifts[station] + random.randrange(-2 * fine, 2 * fine + 1)
+                shifts = _with(shifts, station, shift)
+            return replace(plan, shifts=shifts)
+        case 7:
+            return replace(plan, shifts=_with(plan.shifts, random.randrange(len(plan.shifts)), 0))
+        case _:
+            return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
