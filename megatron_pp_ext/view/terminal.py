@@ -72,7 +72,7 @@ def summary_table(timelines: Mapping[str, Timeline]) -> Table:
     different numbers of chunks compare.
     """
     table = Table()
-    table.add_column("schedule")
+    table.add_column("schedule", no_wrap=True)
     for heading in ("makespan", "bubble", "longest span", "bubble in span", "peak microbatches"):
         table.add_column(heading, justify="right")
     for name, timeline in timelines.items():

@@ -1,51 +1,46 @@
-"""A recorded step as a file that opens in Perfetto (ui.perfetto.dev) and can be read back.
+"""A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated.
 
 The format is the JSON of Chrome's trace events: a complete event ("X") an action, in a track a rank,
-and a counter ("C") of live activation bytes beside it; times in microseconds.
+a counter ("C") of live activations beside it, and a flow ("s", "f") from each action to the one on
+another rank that waits for its output.  Times are in microseconds.  Files of recorded steps can be
+read back.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
 from megatron_pp_ext.schedule.measured import Measured, RankRecord, RecordedStep
 from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.simulate import Event, Timeline
+
+_INSIDE = 1e-3
+"""Microseconds.  A flow belongs to the event that its time lies in, and an event's end does not."""
+
+
+class _Track(NamedTuple):
+    """One rank: what it did, with the arguments to show beside each action, and its memory curve."""
+
+    events: Sequence[Event]
+    arguments: Callable[[int], dict[str, Any]]
+    memory: Iterable[tuple[float, float]]
 
 
 def write(path: Path, name: str, placement: Placement, records: Sequence[RankRecord]) -> None:
-    """Write the step of a pipeline, replacing ``path`` in one go."""
+    """Write the recorded step of a pipeline, replacing ``path`` in one go."""
     start = min(record.events[0].start for record in records)
-    events: list[dict[str, Any]] = []
-    for rank, record in enumerate(records):
-        events.append(
-            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
+
+    def track(record: RankRecord) -> _Track:
+        return _Track(
+            [Event(event.action, event.start - start, event.end - start) for event in record.events],
+            lambda index: {"live_bytes": record.events[index].live_bytes},
+            [(event.end - start, event.live_bytes) for event in record.events],
         )
-        for action, begin, end, live_bytes in record.events:
-            events.append(
-                {
-                    "name": str(action),
-                    "cat": str(action.kind),
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": rank,
-                    "ts": (begin - start) * 1e6,
-                    "dur": (end - begin) * 1e6,
-                    "args": {**action._asdict(), "live_bytes": live_bytes},
-                }
-            )
-            events.append(
-                {
-                    "name": "live activation bytes",
-                    "ph": "C",
-                    "pid": rank,
-                    "ts": (end - start) * 1e6,
-                    "args": {"bytes": live_bytes},
-                }
-            )
-    pipeline = {
+
+    about = {
         "schedule": name,
         "shape": placement.shape,
         "ranks": placement.ranks,
@@ -53,10 +48,31 @@ def write(path: Path, name: str, placement: Placement, records: Sequence[RankRec
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps({"traceEvents": events, "otherData": {"pipeline": pipeline}}))
-    os.replace(unfinished, path)
+    counter = {"live activation bytes": "bytes"}
+    _write(path, {"pipeline": about}, counter, placement, [track(record) for record in records])
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Write a simulated step, seconds as seconds, replacing ``path`` in one go.
+
+    The counter is in the unit of ``StageCosts.activation``.
+    """
+    schedule = timeline.schedule
+    tracks = [
+        _Track(
+            [Event(event.action, *(time - timeline.start for time in event[1:])) for event in events],
+            lambda _: {},
+            [(time - timeline.start, live) for time, live in timeline.memory(rank)],
+        )
+        for rank, events in enumerate(timeline.events)
+    ]
+    about = {
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "makespan": timeline.makespan,
+        "digest": schedule.digest,
+    }
+    _write(path, {"simulated": about}, {"live activations": "live"}, schedule.placement, tracks)
 
 
 def read(path: Path) -> RecordedStep:
@@ -75,7 +91,7 @@ def read(path: Path) -> RecordedStep:
             placement,
             tuple(RankRecord(tuple(rank), peak_bytes, peak) for rank, peak_bytes, peak in records),
         )
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a trace written by --pipeline-trace ({error!r})") from error
 
 
@@ -84,3 +100,58 @@ def _measured(event: dict[str, Any]) -> Measured:
     action = Action(arguments["stage"], Kind(arguments["kind"]), arguments["microbatch"])
     start = event["ts"] / 1e6
     return Measured(action, start, start + event["dur"] / 1e6, arguments["live_bytes"])
+
+
+def _write(
+    path: Path, about: dict[str, Any], counter: dict[str, str], placement: Placement, tracks: list[_Track]
+) -> None:
+    """``counter`` maps the title of the memory counter to the name of its series."""
+    ((title, series),) = counter.items()
+    events: list[dict[str, Any]] = []
+    for rank, track in enumerate(tracks):
+        here = {"pid": rank, "tid": rank}
+        events += [
+            {"name": "process_name", "ph": "M", **here, "args": {"name": f"pipeline rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", **here, "args": {"sort_index": rank}},
+            {"name": "thread_name", "ph": "M", **here, "args": {"name": "actions"}},
+        ]
+        for index, (action, start, end) in enumerate(track.events):
+            events.append(
+                {
+                    "name": str(action),
+                    "cat": str(action.kind),
+                    "ph": "X",
+                    **here,
+                    "ts": start * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "args": {**action._asdict(), **track.arguments(index)},
+                }
+            )
+        events += [
+            {"name": title, "ph": "C", "pid": rank, "ts": time * 1e6, "args": {series: live}}
+            for time, live in track.memory
+        ]
+    events += _flows(placement, tracks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps({"traceEvents": events, "otherData": about}))
+    os.replace(unfinished, path)
+
+
+def _flows(placement: Placement, tracks: list[_Track]) -> Iterator[dict[str, Any]]:
+    """Two events a message: inside the action that sends, at its end, and at the start of the other."""
+    sent = {
+        delivers(event.action): (rank, event) for rank, track in enumerate(tracks) for event in track.events
+    }
+    number = 0
+    for rank, track in enumerate(tracks):
+        for action, start, _ in track.events:
+            for need in needs(action, placement):
+                sender, event = sent.get(need, (rank, None))
+                if event is None or sender == rank:
+                    continue
+                number += 1
+                flow = {"name": "message", "cat": "message", "id": number}
+                leaves = max(event.start * 1e6, event.end * 1e6 - _INSIDE)
+                yield {**flow, "ph": "s", "pid": sender, "tid": sender, "ts": leaves}
+                yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}

@@ -2,12 +2,14 @@ import struct
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view.colours import colour
-from megatron_pp_ext.view.picture import draw
+from megatron_pp_ext.view.colours import colour, ink
+from megatron_pp_ext.view.picture import _CEILING, _FLOOR, _draw_memory, draw
 
 
 def timed(name, p=3, m=4):
@@ -36,11 +38,40 @@ def test_titles_are_written(svg):
 
 
 def test_every_action_has_its_box(svg):
-    """A split schedule has one box an action; the legend adds one for each of the six colours."""
+    """A split schedule has one box an action; the legend adds one for each kind and each chunk."""
     for kind in "FIW":
         drawn = svg.count(f"fill: {colour(kind, 0)}")
         assert drawn == 3 * 4 + 3 * 4 + 1
-        assert svg.count(f"fill: {colour(kind, 1)}") == 3 * 4 + 1
+        assert svg.count(f"fill: {colour(kind, 1)}") == 3 * 4 + (kind == "F")
+
+
+def test_every_number_that_fits_is_written(svg):
+    """Numbers are black on chunk 0 and white on chunk 1, which only the second panel has."""
+    backgrounds = 3
+    assert svg.count(f"fill: {ink(0)}") == 2 * 3 * 3 * 4
+    assert svg.count(f"fill: {ink(1)}") == 3 * 3 * 4 + backgrounds
+
+
+def test_too_narrow_boxes_stay_without_numbers(tmp_path):
+    draw({"long": timed("v-min", 2, 200)}, tmp_path / "long.svg")
+    assert f"fill: {ink(0)}" not in (tmp_path / "long.svg").read_text()
+
+
+def test_the_memory_curve_follows_the_timeline():
+    """Rank 0 of 1F1B keeps 2 microbatches, rank 1 one; the curve is as high as that."""
+    timeline = timed("1f1b", 2, 4)
+    axes = Figure().add_subplot()
+    _draw_memory(axes, timeline, most=2)
+    (curves,) = (c for c in axes.collections if isinstance(c, LineCollection))
+    highest = [min(y for _, y in path) for path in curves.get_segments()]
+    assert highest == pytest.approx([_CEILING, 1 + (_CEILING + _FLOOR) / 2])
+    for rank, path in enumerate(curves.get_segments()):
+        assert tuple(path[0]) == (0, rank + _FLOOR)
+        assert tuple(path[-1]) == (timeline.makespan, rank + _FLOOR)
+    # Rank 1 gives back and takes again at the same moment, three times: no spikes.
+    inside = {y for x, y in curves.get_segments()[1] if 1 < x < 13}
+    assert inside <= {highest[1]}
+    assert [text.get_text() for text in axes.texts] == ["2", "1"]
 
 
 def test_png_has_the_size_of_the_longest_schedule(tmp_path):

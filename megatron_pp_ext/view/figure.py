@@ -1,0 +1,55 @@
+"""What all pictures share: file formats, sizes, and text that is quick to draw by the thousand."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.path import Path as Outline
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
+
+SUFFIXES = (".svg", ".png", ".pdf")
+GREY = "#5a646e"
+
+
+def require_picture(path: Path) -> None:
+    """ValueError unless the suffix of ``path`` is that of a picture."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path} is no picture file: end its name in one of {', '.join(SUFFIXES)}")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of ``width`` x ``height`` inches, without a window."""
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_labels(
+    axes: Axes, text: str, places: Sequence[tuple[float, float]], size: float, colour: str
+) -> None:
+    """Write ``text`` at all ``places`` of ``axes``, centred, in ``size`` points.
+
+    It is one shape drawn many times: setting thousands of texts one by one takes seconds.
+    """
+    labels = PathCollection(
+        [_outline(text)], offsets=places, offset_transform=axes.transData, facecolors=colour, linewidths=0
+    )
+    labels.set_transform(Affine2D().scale(size / 72) + axes.figure.dpi_scale_trans)
+    labels.set_zorder(3)
+    axes.add_collection(labels)
+
+
+@lru_cache(maxsize=4096)
+def _outline(text: str) -> Outline:
+    """``text`` as a shape of font size 1, its middle at the origin."""
+    shape = TextPath((0, 0), text, size=100, prop=FontProperties())
+    # Digits stand on the line and are all as high as 0; a centre of their own would make them dance.
+    box, digit = shape.get_extents(), TextPath((0, 0), "0", size=100, prop=FontProperties()).get_extents()
+    middle = (box.x0 + box.x1) / 2, (digit.y0 + digit.y1) / 2
+    return Affine2D().translate(-middle[0], -middle[1]).scale(1 / 100).transform_path(shape)

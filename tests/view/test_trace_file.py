@@ -1,0 +1,106 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.measured import Measured, RankRecord
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import trace_file
+
+
+@pytest.fixture
+def timeline():
+    schedule = catalog.build("v-half", 3, 5)
+    stages = tuple(StageCosts(1 + s, 2, 0.5, activation=10 + s) for s in range(6))
+    return simulate(schedule, Costs(stages, hop=0.25))
+
+
+@pytest.fixture
+def events(timeline, tmp_path):
+    path = tmp_path / "deep" / "trace.json"
+    trace_file.write_timeline(path, timeline)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def of(events, phase):
+    return [event for event in events if event["ph"] == phase]
+
+
+def test_every_action_has_its_time(events, timeline):
+    seen = {(e["pid"], e["name"]): (e["ts"] / 1e6, e["dur"] / 1e6) for e in of(events, "X")}
+    expected = {
+        (rank, str(action)): (start, end - start)
+        for rank, row in enumerate(timeline.events)
+        for action, start, end in row
+    }
+    assert seen == expected
+
+
+def test_the_counter_is_the_memory_curve(events, timeline):
+    for rank in range(3):
+        seen = [(e["ts"] / 1e6, e["args"]["live"]) for e in of(events, "C") if e["pid"] == rank]
+        assert seen == list(timeline.memory(rank))
+
+
+def test_a_flow_joins_every_message_to_its_two_actions(events):
+    """2 x 2 hops down and 2 x 2 hops up a microbatch; the turns stay on their rank."""
+    starts, ends = ({e["id"]: e for e in of(events, phase)} for phase in "sf")
+    assert len(starts) == len(ends) == 5 * 8
+    assert starts.keys() == ends.keys()
+
+    def action_at(event):
+        inside = [
+            x
+            for x in of(events, "X")
+            if x["pid"] == event["pid"] and x["ts"] <= event["ts"] < x["ts"] + x["dur"]
+        ]
+        assert len(inside) == 1
+        assert inside[0]["tid"] == event["tid"]
+        return inside[0]["args"]
+
+    for number, start in starts.items():
+        sends, receives = action_at(start), action_at(ends[number])
+        assert start["pid"] != ends[number]["pid"]
+        assert sends["microbatch"] == receives["microbatch"]
+        assert sends["kind"] == receives["kind"]
+        assert receives["stage"] - sends["stage"] == (1 if sends["kind"] == "F" else -1)
+
+
+def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
+    records = [
+        RankRecord(
+            tuple(Measured(action, 7 + start, 7 + end, 100 * rank) for action, start, end in row), 900, 3
+        )
+        for rank, row in enumerate(timeline.events)
+    ]
+    path = tmp_path / "trace.json"
+    trace_file.write(path, "v-half", timeline.schedule.placement, records)
+    step = trace_file.read(path)
+    again = step.timeline()
+    assert again.schedule == replace(timeline.schedule, name=step.name)
+    assert [e.start for e in again.events[1]] == pytest.approx([e.start for e in timeline.events[1]])
+    assert [record.peak_bytes for record in step.records] == [900] * 3
+    assert step.records[2].events[0].live_bytes == 200
+    assert len(of(json.loads(path.read_text())["traceEvents"], "s")) == 5 * 8
+
+
+def test_a_whole_backward_sends_its_gradient(tmp_path):
+    schedule = catalog.build("1f1b", 2, 1)
+    trace_file.write_timeline(tmp_path / "a.json", simulate(schedule, Costs.unit(schedule.placement)))
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert [e["name"] for e in of(events, "X")] == [
+        str(Action(s, k, 0)) for s in (0, 1) for k in Kind if k in "FB"
+    ]
+    assert sorted((e["pid"], round(e["ts"])) for e in of(events, "s")) == [(0, 1_000_000), (1, 4_000_000)]
+
+
+def test_what_is_no_recorded_trace_is_refused(timeline, tmp_path):
+    trace_file.write_timeline(tmp_path / "simulated.json", timeline)
+    (tmp_path / "garbage.json").write_text("{")
+    (tmp_path / "binary.json").write_bytes(b"\xff\x00")
+    for name in ("simulated", "garbage", "binary"):
+        with pytest.raises(ValueError, match="is not a trace written by --pipeline-trace"):
+            trace_file.read(tmp_path / f"{name}.json")
