@@ -1,0 +1,5 @@
+"""The ``mpp`` command: look at schedules, and at what this machine has."""
+
+from megatron_pp_ext.cli.commands import app
+
+__all__ = ["app"]

@@ -1,0 +1,44 @@
+"""Bad input ends in one line on stderr and exit code 2."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class OneLineErrors(TyperGroup):
+    """A command group that says what is wrong with its input and no more.
+
+    ValueError and OSError carry messages made for users everywhere in this project; what the
+    parser of the command line has to say gets the same form.  Any other exception is a bug, and
+    shows its traceback.
+    """
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any
+    ) -> Any:
+        """Run the command and leave with its exit code; without arguments, show the help."""
+        given = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
+        except typer.Abort:
+            _leave("stopped", 1)
+        except OSError as error:
+            _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+        except ValueError as error:
+            _leave(str(error), 2)
+        except Exception as error:
+            # Typer comes with click or with a copy of it, so that the parser's exceptions have no
+            # one name to catch them by; they are the ones that format themselves.
+            message = getattr(error, "format_message", None)
+            if message is None:
+                raise
+            _leave(message(), 2)
+
+
+def _leave(message: str, code: int) -> None:
+    typer.echo(f"mpp: {' '.join(message.split())}", err=True)
+    sys.exit(code)

@@ -1,0 +1,64 @@
+"""Schedules compiled for costs and a memory limit, as the command line asks for them."""
+
+from collections.abc import Iterator, Sequence
+
+from megatron_pp_ext.schedule.compile import (
+    Compiled,
+    InfeasibleLimit,
+    compile_schedule,
+    least_limits,
+    placements_of,
+)
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import Timeline
+
+_LARGEST_FRACTION = 8.0
+
+_FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
+
+
+def compiled(ranks: int, microbatches: int, costs: Costs, limit: float | None) -> Compiled:
+    """The best schedule found within ``limit``.
+
+    A limit up to 8 is a fraction of what 1F1B keeps at most on its first rank; a larger one is in
+    the unit of the costs' activations (bytes in a file of measured costs, else chunks).  ValueError
+    without a limit and for one that cannot be kept.
+    """
+    if limit is None:
+        raise ValueError("flex needs --memory-limit: give a fraction of 1f1b's peak, such as 0.5, or bytes")
+    if not 0 < limit <= _LARGEST_FRACTION:
+        return compile_schedule(ranks, microbatches, costs, limit)
+    whole = peak_of_1f1b(ranks, microbatches, costs)
+    try:
+        return compile_schedule(ranks, microbatches, costs, limit * whole)
+    except InfeasibleLimit:
+        least = min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
+        raise InfeasibleLimit(
+            f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
+            f"activations of all its stages: raise it to at least {least / whole:.4g}"
+        ) from None
+
+
+def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
+    """What 1F1B keeps at most on its first rank, in the unit of the costs' activations."""
+    whole = costs.stages[: len(costs.stages) // ranks]
+    return min(ranks, microbatches) * sum(stage.activation for stage in whole)
+
+
+def frontier(ranks: int, microbatches: int, costs: Costs) -> Iterator[tuple[float, Compiled]]:
+    """(fraction of 1F1B's peak, best schedule found) for some limits up to 1F1B's peak."""
+    peak = peak_of_1f1b(ranks, microbatches, costs)
+    for fraction in _FRACTIONS:
+        try:
+            yield fraction, compile_schedule(ranks, microbatches, costs, fraction * peak)
+        except InfeasibleLimit:
+            continue
+
+
+def undominated(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """Those that no other beats in both memory and time, by rising memory."""
+    kept: list[Timeline] = []
+    for timeline in sorted(timelines, key=lambda line: (max(line.peak_microbatches), line.makespan)):
+        if not kept or timeline.makespan < kept[-1].makespan:
+            kept.append(timeline)
+    return kept

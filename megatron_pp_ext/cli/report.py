@@ -1,0 +1,78 @@
+"""What a simulated schedule is shown as: on the terminal and in files."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule.bounds import lower_bound
+from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.view import terminal, trace_file
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where to write what; None for what nobody asked for."""
+
+    csv: Path | None
+    json: Path | None
+    pictures: tuple[Path, ...]
+    trace: Path | None
+
+
+def bound_of(timeline: Timeline) -> float:
+    """The makespan below which no order with this placement can be without raising a rank's peak."""
+    schedule = timeline.schedule
+    bound = lower_bound(schedule.placement, schedule.microbatches, timeline.costs, timeline.peak_activations)
+    return min(bound, timeline.makespan)
+
+
+def record(timeline: Timeline, bound: float) -> dict[str, Any]:
+    """The numbers of a schedule, as they go into a JSON file."""
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.placement.chunks,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "bubble_span": timeline.bubble_span,
+        "peak_activation": list(timeline.peak_microbatches),
+        "lower_bound": bound,
+        "digest": schedule.digest,
+    }
+
+
+def report(timeline: Timeline, bound: float, files: Files) -> None:
+    """Show ``timeline`` and write the files."""
+    name = timeline.schedule.name
+    show({name: timeline}, files.pictures)
+    above = timeline.makespan / bound - 1
+    console.print(f"lower bound {bound:.5g}: " + (f"{above:.1%} above it" if above > 5e-4 else "optimal"))
+    if files.csv is not None:
+        csv_file.write(timeline.schedule, files.csv)
+    if files.json is not None:
+        files.json.write_text(json.dumps(record(timeline, bound), indent=1) + "\n", encoding="utf-8")
+    if files.trace is not None:
+        trace_file.write_timeline(files.trace, timeline)
+
+
+def show(timelines: Mapping[str, Timeline], pictures: tuple[Path, ...]) -> None:
+    """A sketch of each, a table of all, and the pictures asked for."""
+    for timeline in timelines.values():
+        console.print(terminal.show(timeline))
+    console.print(terminal.summary_table(timelines))
+    if pictures:
+        # matplotlib takes half a second to import.
+        from megatron_pp_ext.view import picture
+
+        for path in pictures:
+            picture.draw(timelines, path)

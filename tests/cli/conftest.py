@@ -1,0 +1,19 @@
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pp_ext.cli import app
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Compiled schedules of other runs must not answer for this one."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def mpp():
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return run

@@ -1,0 +1,104 @@
+"""One line on stderr, exit code 2, no traceback, nothing on stdout."""
+
+import json
+
+import pytest
+
+STAGE = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
+
+
+def refusal(result):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("mpp: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("schedule v-halv", "did you mean 'v-half'"),
+        ("schedule seq1f1b", "is not offered"),
+        ("schedule v-half -p 1", "at least 2"),
+        ("schedule v-half -p -3", "at least 2"),
+        ("schedule v-half -m 0", "at least 1"),
+        ("schedule v-half -p many", "Invalid value for '-p'"),
+        ("schedule v-half --chunks 3", "leave chunks out"),
+        ("schedule v-half --bogus", "No such option"),
+        ("schedule", "Missing argument"),
+        ("schedul", "No such command"),
+        ("schedule v-half --f 0", "--f is 0, but must be a finite number above 0"),
+        ("schedule v-half --i -1", "--i is -1"),
+        ("schedule v-half --w nan", "--w is nan"),
+        ("schedule v-half --hop inf", "--hop is inf, but must be a finite number 0 or more"),
+        ("schedule v-half --memory-limit 1", "is for flex"),
+        ("schedule flex", "flex needs --memory-limit"),
+        ("schedule flex --memory-limit 0", "is 0, but must be a finite number above 0"),
+        ("schedule flex --memory-limit nan", "is nan, but must be"),
+        ("schedule flex --memory-limit 0.1", "raise it to at least 0.25"),
+        ("schedule flex -p 1 --memory-limit 1", "flex got 1 rank"),
+        ("schedule flex --chunks 0 --memory-limit 1", "0 chunks each"),
+        ("schedule v-half --png a.svg", "--png got a.svg: end the file's name in .png"),
+        ("schedule v-half --svg a", "--svg got a: end the file's name in .svg"),
+        ("schedule v-half --costs nowhere.json", "nowhere.json: No such file"),
+        ("schedule v-half --costs a.json --f 2", "--costs and --f contradict each other"),
+        ("simulate nowhere.csv", "nowhere.csv: No such file"),
+        ("compare -p 1", "at least 2"),
+        ("compare -m 0", "at least 1"),
+        ("compare --hop -1", "--hop is -1"),
+        ("trace nowhere.json", "nowhere.json: No such file"),
+    ],
+)
+def test_refusals(line, message, mpp, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(mpp(*line.split()))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0,what,0B0\n1F0,1B0\n", "row 0, cell 1: 'what' is not an action"),
+        ("0F0,0B0\n1F0\n", "1B0 is missing"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 is doubled"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlock"),
+        ("", "no actions found"),
+        ("\0\x01", "is not an action"),
+    ],
+)
+def test_broken_schedules(rows, message, mpp, tmp_path):
+    (tmp_path / "a.csv").write_text(rows)
+    error = refusal(mpp("simulate", tmp_path / "a.csv"))
+    assert message in error
+    assert "a.csv" in error
+
+
+def test_a_costs_file_for_another_pipeline(mpp, tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 4}))
+    message = refusal(mpp("schedule", "v-half", "-p", 4, "--costs", tmp_path / "costs.json"))
+    assert "has costs for 4 stages, but there are 8" in message
+
+
+@pytest.mark.parametrize("flag", ["csv", "json", "svg", "png"])
+def test_unwritable_output(flag, mpp, tmp_path):
+    result = mpp("schedule", "1f1b", "-p", 2, "-m", 2, f"--{flag}", tmp_path / "nowhere" / f"a.{flag}")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "No such file or directory" in result.stderr
+    assert f"a.{flag}" in result.stderr
+
+
+def test_a_trace_where_no_folder_can_be(mpp, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = mpp("schedule", "1f1b", "-p", 2, "-m", 2, "--trace", tmp_path / "file" / "a.json")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_bug_is_no_bad_input(mpp, monkeypatch):
+    def broken(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("megatron_pp_ext.schedule.catalog.build", broken)
+    assert isinstance(mpp("schedule", "1f1b").exception, KeyError)

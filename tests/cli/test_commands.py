@@ -1,0 +1,154 @@
+import json
+import re
+
+import pytest
+
+from megatron_pp_ext.cli.flex import undominated
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+
+KEYS = [
+    "schedule",
+    "ranks",
+    "microbatches",
+    "chunks",
+    "makespan",
+    "span",
+    "bubble",
+    "bubble_span",
+    "peak_activation",
+    "lower_bound",
+    "digest",
+]
+
+
+def test_list_has_every_schedule_and_alias(mpp):
+    output = mpp("list").output
+    for name in (*catalog.NAMES, *catalog.ALIASES, "flex"):
+        assert name in output
+
+
+def test_help_without_arguments(mpp):
+    result = mpp()
+    assert result.exit_code == 0
+    assert "schedule  " in result.output
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_schedule_writes_what_it_shows(name, mpp, tmp_path):
+    result = mpp(
+        "schedule", name, "-p", 3, "-m", 5, "--csv", tmp_path / "a.csv", "--json", tmp_path / "a.json"
+    )
+    assert result.exit_code == 0, result.output
+    built = catalog.build(name, 3, 5)
+    expected = simulate(built, Costs.unit(built.placement))
+    assert csv_file.read(tmp_path / "a.csv").orders == built.orders
+    numbers = json.loads((tmp_path / "a.json").read_text())
+    assert list(numbers) == KEYS
+    assert numbers["schedule"] == name
+    assert (numbers["ranks"], numbers["microbatches"]) == (3, 5)
+    assert numbers["chunks"] == built.placement.chunks
+    assert numbers["makespan"] == expected.makespan
+    assert numbers["span"] == expected.span
+    assert numbers["bubble"] == expected.bubble
+    assert numbers["bubble_span"] == expected.bubble_span
+    assert numbers["peak_activation"] == list(expected.peak_microbatches)
+    assert 0.5 * expected.makespan < numbers["lower_bound"] <= expected.makespan
+    assert numbers["digest"] == built.digest
+    assert f"{expected.makespan:.5g}" in result.output
+
+
+def test_an_alias_is_shown_under_its_name_here(mpp, tmp_path):
+    assert mpp("schedule", "zbv", "--json", tmp_path / "a.json").exit_code == 0
+    assert json.loads((tmp_path / "a.json").read_text())["schedule"] == "v-zb"
+
+
+def test_cost_flags_reach_the_simulator(mpp, tmp_path):
+    flags = ("--f", 2, "--i", 3, "--w", 5, "--hop", 7)
+    assert mpp("schedule", "zb-h1", "-p", 2, "-m", 1, *flags, "--json", tmp_path / "a.json").exit_code == 0
+    # F, hop, F, I, hop, I, W.
+    assert json.loads((tmp_path / "a.json").read_text())["makespan"] == 2 + 7 + 2 + 3 + 7 + 3 + 5
+
+
+def test_a_costs_file_reaches_the_simulator(mpp, tmp_path):
+    stages = [{"forward": n, "input_gradient": n, "weight_gradient": n, "activation": n} for n in (1, 2)]
+    (tmp_path / "costs.json").write_text(json.dumps({"hop": 10, "stages": stages}))
+    flags = ("--costs", tmp_path / "costs.json", "--json", tmp_path / "a.json")
+    assert mpp("schedule", "1f1b", "-p", 2, "-m", 1, *flags).exit_code == 0
+    numbers = json.loads((tmp_path / "a.json").read_text())
+    assert numbers["makespan"] == 1 + 10 + 2 + 4 + 10 + 2
+    assert numbers["peak_activation"] == [1, 1]
+
+
+def test_chunks(mpp, tmp_path):
+    assert mpp("schedule", "interleaved", "--chunks", 3, "--json", tmp_path / "a.json").exit_code == 0
+    assert json.loads((tmp_path / "a.json").read_text())["chunks"] == 3
+
+
+def test_simulate_reads_what_schedule_wrote(mpp, tmp_path):
+    flags = ("--w", 0.5, "--hop", 0.1)
+    mpp("schedule", "v-half", *flags, "--csv", tmp_path / "v-half.csv", "--json", tmp_path / "built.json")
+    result = mpp("simulate", tmp_path / "v-half.csv", *flags, "--json", tmp_path / "read.json")
+    assert result.exit_code == 0
+    assert (tmp_path / "read.json").read_text() == (tmp_path / "built.json").read_text()
+
+
+def test_pictures_and_trace(mpp, tmp_path):
+    outputs = {flag: tmp_path / f"a.{flag}" for flag in ("png", "svg", "trace")}
+    flags = [text for flag, path in outputs.items() for text in (f"--{flag}", path)]
+    assert mpp("schedule", "v-min", "-p", 2, "-m", 2, *flags).exit_code == 0
+    assert outputs["png"].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in outputs["svg"].read_text()
+    assert json.loads(outputs["trace"].read_text())["otherData"]["simulated"]["schedule"] == "v-min"
+
+
+def test_flex_keeps_its_limit(mpp, tmp_path):
+    for limit, peak in ((0.75, 3), (1, 4)):
+        flags = ("-p", 4, "-m", 4, "--memory-limit", limit, "--json", tmp_path / "a.json")
+        result = mpp("schedule", "flex", *flags)
+        assert result.exit_code == 0, result.output
+        assert "found by: " in result.output
+        numbers = json.loads((tmp_path / "a.json").read_text())
+        assert numbers["schedule"] == "flex"
+        assert max(numbers["peak_activation"]) <= peak
+        assert numbers["lower_bound"] <= numbers["makespan"]
+        family = catalog.build("v-half" if limit < 1 else "v-zb", 4, 4)
+        assert numbers["makespan"] <= simulate(family, Costs.unit(family.placement)).makespan
+
+
+def test_a_large_limit_is_in_the_unit_of_the_costs(mpp, tmp_path):
+    stage = {"forward": 1, "input_gradient": 1, "weight_gradient": 1, "activation": 100}
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [stage] * 4}))
+    flags = ("--costs", tmp_path / "costs.json", "--memory-limit", 300, "--json", tmp_path / "a.json")
+    assert mpp("schedule", "flex", "-p", 2, "-m", 3, *flags).exit_code == 0
+    assert max(json.loads((tmp_path / "a.json").read_text())["peak_activation"]) == 1.5
+
+
+def test_compare_has_all_schedules_for_the_same_work(mpp, tmp_path):
+    result = mpp("compare", "-p", 2, "-m", 4, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.output
+    rows = {
+        cells[0].strip(): float(cells[1])
+        for line in result.output.splitlines()
+        if len(cells := line.strip("│").split("│")) == 6 and re.fullmatch(r" *[\d.]+ *", cells[1])
+    }
+    assert set(catalog.NAMES) <= set(rows)
+    # Whole stages take twice as long as halves: 3 (m + p - 1) of them, and 6 m + p - 1 halves.
+    assert rows["1f1b"] == 30
+    assert rows["v-zb"] == 25
+    assert min(makespan for name, makespan in rows.items() if name.startswith("flex")) <= 25
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert "<!-- 2 ranks, 4 microbatches -->" in drawn
+    assert "<!-- v-half" in drawn or ", v-half" in drawn
+
+
+def test_a_frontier_leaves_out_what_another_beats():
+    timelines = [
+        simulate(built, Costs.unit(built.placement))
+        for built in (
+            catalog.build(name, 4, 8) for name in ("interleaved", "v-zb", "v-min", "1f1b-v", "v-half")
+        )
+    ]
+    assert [line.schedule.name for line in undominated(timelines)] == ["v-min", "v-half", "v-zb"]

@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+from megatron_pp_ext.schedule import costs_file
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+
+TIMES = {"forward": 1.5, "input_gradient": 2, "weight_gradient": 0.25}
+
+
+def written(tmp_path, content):
+    path = tmp_path / "costs.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_everything_is_read(tmp_path):
+    memory = {"activation": 8e6, "released_by_input_gradient": 2e6}
+    path = written(tmp_path, {"hop": 0.125, "stages": [TIMES, TIMES | memory]})
+    expected = Costs((StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.25, 8e6, 2e6)), 0.125)
+    assert costs_file.read(path) == costs_file.read(path, stages=2) == expected
+
+
+def test_a_hop_may_be_left_out(tmp_path):
+    assert costs_file.read(written(tmp_path, {"stages": [TIMES]})).hop == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not JSON"),
+        ("{'hop': 1}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", "is [1, 2], but must be an object with hop, stages"),
+        ({"hop": 1}, "'stages' is missing"),
+        ({"stages": []}, "must be a list with an object a stage"),
+        ({"stages": {"0": TIMES}}, "must be a list"),
+        ({"stages": [1]}, "stage 0: is 1, but must be an object"),
+        ({"stages": [TIMES], "hops": 1}, "'hops' is unknown: did you mean 'hop'?"),
+        (
+            {"stages": [TIMES, TIMES | {"activations": 1}]},
+            "stage 1: 'activations' is unknown: did you mean 'activ",
+        ),
+        ({"stages": [TIMES | {"zzz": 1}]}, "stage 0: 'zzz' is unknown: known are forward, "),
+        ({"stages": [{"forward": 1}]}, "stage 0: 'input_gradient' is missing"),
+        ({"stages": [TIMES | {"forward": "1"}]}, 'stage 0: forward is "1", but must be a number'),
+        ({"stages": [TIMES | {"forward": True}]}, "stage 0: forward is true, but must be a number"),
+        ({"stages": [TIMES | {"forward": None}]}, "stage 0: forward is null, but must be a number"),
+        ({"stages": [TIMES | {"forward": 0}]}, "stage 0: StageCosts.forward is 0"),
+        ({"stages": [TIMES | {"forward": -1}]}, "stage 0: StageCosts.forward is -1"),
+        ({"stages": [TIMES | {"forward": float("nan")}]}, "stage 0: StageCosts.forward is nan"),
+        ({"stages": [TIMES | {"activation": -1}]}, "stage 0: StageCosts.activation is -1"),
+        ({"stages": [TIMES | {"released_by_input_gradient": 2}]}, "stage 0: StageCosts.released_by"),
+        ({"stages": [TIMES], "hop": -1}, "Costs.hop is -1"),
+        ({"stages": [TIMES], "hop": "1"}, 'hop is "1", but must be a number'),
+    ],
+)
+def test_refusals(content, message, tmp_path):
+    path = written(tmp_path, content)
+    with pytest.raises(ValueError) as error:
+        costs_file.read(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_number_of_stages_must_be_the_pipelines(tmp_path):
+    with pytest.raises(ValueError, match="has costs for 1 stages, but there are 8"):
+        costs_file.read(written(tmp_path, {"stages": [TIMES]}), stages=8)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not JSON"):
+        costs_file.read(tmp_path / "costs.json")
