@@ -1,6 +1,7 @@
 """The colours of the papers' figures, for picture and terminal alike."""
 
 from colorsys import hls_to_rgb, rgb_to_hls
+from functools import cache
 
 from megatron_pp_ext.schedule.actions import Kind
 
@@ -15,6 +16,7 @@ def parts(kind: Kind) -> tuple[Kind, ...]:
     return (Kind.I, Kind.W) if kind is Kind.B else (kind,)
 
 
+@cache
 def colour(kind: Kind, chunk: int) -> str:
     """F blue, I teal, W green as ``#rrggbb``; each further chunk of a rank a darker shade."""
     code = _HUES[kind]

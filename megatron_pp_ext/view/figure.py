@@ -30,6 +30,15 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Write ``figure`` into ``path``."""
+    if path.suffix.lower() == ".png":
+        # Boxes of one colour compress well at any level; the default takes as long as the drawing.
+        figure.savefig(path, dpi=150, pil_kwargs={"compress_level": 2})
+    else:
+        figure.savefig(path)
+
+
 def write_labels(
     axes: Axes, text: str, places: Sequence[tuple[float, float]], size: float, colour: str
 ) -> None:
@@ -42,7 +51,7 @@ def write_labels(
     )
     labels.set_transform(Affine2D().scale(size / 72) + axes.figure.dpi_scale_trans)
     labels.set_zorder(3)
-    axes.add_collection(labels)
+    axes.add_collection(labels, autolim=False)
 
 
 @lru_cache(maxsize=4096)

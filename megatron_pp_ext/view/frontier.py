@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view.figure import GREY, new_figure, require_picture
+from megatron_pp_ext.view.figure import GREY, new_figure, require_picture, save
 
 _NAMED, _COMPILED, _BOUND = "#5b9bd5", "#d9822b", "#b9c0c6"
 _FONT = 8.5
@@ -76,7 +76,7 @@ def draw(
         side.set_visible(False)
     if compiled:
         axes.legend(frameon=False, fontsize=9, loc="upper right")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _name(axes: Axes, places: Mapping[tuple[float, float], Sequence[str]]) -> None:

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view.colours import colour, ink, parts
-from megatron_pp_ext.view.figure import GREY, new_figure, require_picture, write_labels
+from megatron_pp_ext.view.figure import GREY, new_figure, require_picture, save, write_labels
 
 # Inches.
 _COLUMN = 0.14
@@ -75,7 +75,7 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         handles=_legend(timelines), loc="upper left", bbox_to_anchor=(_LEFT / width, 1.0), ncols=12,
         frameon=False, fontsize=9, borderaxespad=0.3, handlelength=1.4, borderpad=0.2, columnspacing=1.6,
     )  # fmt: skip
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _typical_action(timelines: Mapping[str, Timeline]) -> float:
@@ -123,8 +123,8 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
             if scale * (end - start) > 3:
                 edges.append([(left, rank), (left, rank + _ACTIONS)])
     for fill, shapes in boxes.items():
-        axes.add_collection(PolyCollection(shapes, facecolors=fill, linewidths=0, zorder=1))
-    axes.add_collection(LineCollection(edges, colors="white", linewidths=0.5, zorder=2))
+        axes.add_collection(PolyCollection(shapes, facecolors=fill, linewidths=0, zorder=1), autolim=False)
+    axes.add_collection(LineCollection(edges, colors="white", linewidths=0.5, zorder=2), autolim=False)
     for (label, text_colour), places in labels.items():
         write_labels(axes, label, places, font, text_colour)
 
@@ -153,8 +153,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
             f"{peak:.4g}", (1, rank + (_CEILING + _FLOOR) / 2), xycoords=axes.get_yaxis_transform(),
             xytext=(5, 0), textcoords="offset points", fontsize=8, color=_MEMORY_EDGE, va="center",
         )  # fmt: skip
-    axes.add_collection(PolyCollection(areas, facecolors=_MEMORY, linewidths=0, zorder=1))
-    axes.add_collection(LineCollection(curves, colors=_MEMORY_EDGE, linewidths=0.8, zorder=2))
+    axes.add_collection(PolyCollection(areas, facecolors=_MEMORY, linewidths=0, zorder=1), autolim=False)
+    axes.add_collection(LineCollection(curves, colors=_MEMORY_EDGE, linewidths=0.8, zorder=2), autolim=False)
 
 
 def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
