@@ -24,6 +24,7 @@ import megatron.core.models.mimo
 import megatron.core.tokenizers.text  # noqa: F401
 import torch
 from megatron.core import mpu
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 from megatron.training import training

@@ -7,21 +7,30 @@ does when nothing was asked for.
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.integration.sources import Source
+from megatron_pp_ext.schedule.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What the flags said: the schedule's name in the catalogue, where stages live, what to record."""
+    """What the flags said: where schedules come from, where stages live, what to record.
 
-    schedule: str | None
+    Without a ``source`` stock's own schedules run, with stock's own ``placement``.
+    """
+
+    source: Source | None
     placement: Placement
     trace: Path | None = None
 
     @property
-    def shape(self) -> Shape:
-        """The shape of the placement."""
-        return self.placement.shape
+    def name(self) -> str:
+        """The schedule's name, for people."""
+        return self.source.name if self.source else f"stock {self.placement.shape}"
+
+    @property
+    def has_both_ends_on_first_rank(self) -> bool:
+        """Whether the first rank holds the last stage too, as under a V; stock expects it on the last."""
+        return self.source is not None and self.placement.rank_of(self.placement.stages - 1) == 0
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_pp_ext.integration import active
+from megatron_pp_ext.integration import active, sources
 from megatron_pp_ext.integration.refusals import refuse_unsupported
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -32,7 +32,24 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-schedule",
             metavar="NAME",
             default=None,
-            help=f"Pipeline schedule, one of: {', '.join(catalog.NAMES)}. Without it, Megatron's own.",
+            help="Pipeline schedule: flex (the best found within --pipeline-memory-limit), auto (within what "
+            f"the device has), csv:FILE, or one of: {', '.join(catalog.NAMES)}. Without it, Megatron's own.",
+        )
+        group.add_argument(
+            "--pipeline-memory-limit",
+            metavar="X",
+            type=float,
+            default=None,
+            help="Activation memory of every pipeline rank under flex: a fraction of what 1F1B keeps on its "
+            f"first rank (up to {sources.FRACTION_AT_MOST:g}), or bytes.",
+        )
+        group.add_argument(
+            "--pipeline-costs",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
+            "from the model's arithmetic.",
         )
         group.add_argument(
             "--pipeline-trace",
@@ -82,22 +99,64 @@ def read_flags(args: Namespace) -> active.Pipeline | None:
         shape = Shape.LINEAR if chunks in (None, 1) else Shape.LOOP
         return active.Pipeline(None, Placement(shape, ranks, chunks or 1), args.pipeline_trace)
 
-    name = args.pipeline_schedule
+    try:
+        source = _read_source(args, chunks)
+    except OSError as error:
+        raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
+    refuse_unsupported(args, source.placement, source.splits_backward)
+    _require_even_layers(args, source.name, source.placement.stages)
+    return active.Pipeline(source, source.placement, args.pipeline_trace)
+
+
+def _read_source(args: Namespace, chunks: int | None) -> sources.Source:
+    """Where schedules come from; tells Megatron how many chunks a rank that makes."""
+    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    is_compiled = name in ("flex", "auto")
+    for flag, value in (
+        ("--pipeline-memory-limit", args.pipeline_memory_limit if name != "flex" else None),
+        ("--pipeline-costs", args.pipeline_costs if not is_compiled else None),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{flag} {value} has no meaning for --pipeline-schedule {name}; leave it out, or choose flex"
+            )
+    if is_compiled:
+        _require_pipeline(f"--pipeline-schedule {name}", ranks)
+        return _read_compiled(args, chunks)
+    if name.startswith(sources.CSV_PREFIX):
+        _require_pipeline(f"--pipeline-schedule {name}", ranks)
+        source = sources.from_file(Path(name.removeprefix(sources.CSV_PREFIX)), ranks)
+        _settle_chunks(args, name, source.placement.chunks, any_chunks=False, asked=chunks)
+        _microbatches(args)
+        return source
     try:
         entry = catalog.entry(name)
     except ValueError as error:
         raise ValueError(f"--pipeline-schedule: {error}") from error
     _require_pipeline(f"--pipeline-schedule {name}", ranks)
-    chunks = _settle_chunks(args, entry, chunks)
-    placement = Placement(entry.shape, ranks, chunks)
-    refuse_unsupported(args, placement, splits_backward=_splits_backward(name, placement))
-    _require_even_layers(args, name, placement.stages)
-    _require_microbatches(args)
-    return active.Pipeline(name, placement, args.pipeline_trace)
+    chunks = _settle_chunks(args, entry.name, entry.chunks, entry.any_chunks, chunks)
+    _microbatches(args)
+    return sources.from_catalogue(entry.name, Placement(entry.shape, ranks, chunks))
 
 
-def _splits_backward(name: str, placement: Placement) -> bool:
-    return catalog.build(name, placement.ranks, 1, placement.chunks).splits_backward
+def _read_compiled(args: Namespace, chunks: int | None) -> sources.Source:
+    """``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
+    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    if name == "flex" and args.pipeline_memory_limit is None:
+        raise ValueError(
+            "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak on its "
+            "first rank, such as 0.5, or a number of bytes, or choose auto"
+        )
+    if chunks is None:
+        chunks = 2 if _spread_layers(args) % (2 * ranks) == 0 else 1
+    _require_even_layers(args, name, chunks * ranks)
+    microbatches = _microbatches(args)
+    source = sources.compiled(args, chunks, microbatches, sources.candidate_placements(args, chunks))
+    if args.pipeline_model_parallel_layout is None:
+        chosen = source.placement.chunks
+        args.num_layers_per_virtual_pipeline_stage = None
+        args.num_virtual_stages_per_pipeline_rank = chosen if chosen > 1 else None
+    return source
 
 
 def _require_pipeline(flag: str, ranks: int) -> None:
@@ -126,27 +185,30 @@ def _chunks_asked_for(args: Namespace) -> int | None:
     return None
 
 
-def _settle_chunks(args: Namespace, entry: catalog.Entry, asked: int | None) -> int:
-    """The chunks a rank will have; ValueError where stock's flags and the schedule disagree."""
+def _settle_chunks(args: Namespace, name: str, chunks: int, any_chunks: bool, asked: int | None) -> int:
+    """The chunks a rank will have: ``chunks``, or if ``any_chunks`` as many more as stock's flags ask for.
+
+    ValueError where stock's flags and the schedule disagree.
+    """
     if asked is None:
-        if entry.chunks > 1:
-            args.num_virtual_stages_per_pipeline_rank = entry.chunks
-        return entry.chunks
-    fits = asked >= entry.chunks if entry.any_chunks else asked == entry.chunks
+        if chunks > 1:
+            args.num_virtual_stages_per_pipeline_rank = chunks
+        return chunks
+    fits = asked >= chunks if any_chunks else asked == chunks
     if fits:
         return asked
     if args.pipeline_model_parallel_layout is not None:
         flag, fix = (
             "--pipeline-model-parallel-layout",
-            (f"give the layout {entry.chunks * args.pipeline_model_parallel_size} stages"),
+            (f"give the layout {chunks * args.pipeline_model_parallel_size} stages"),
         )
     elif args.num_virtual_stages_per_pipeline_rank is not None:
-        flag, fix = "--num-virtual-stages-per-pipeline-rank", f"set it to {entry.chunks}"
+        flag, fix = "--num-virtual-stages-per-pipeline-rank", f"set it to {chunks}"
     else:
         flag, fix = "--num-layers-per-virtual-pipeline-stage", "leave it out"
-    at_least = " or more" if entry.any_chunks else ""
+    at_least = " or more" if any_chunks else ""
     raise ValueError(
-        f"--pipeline-schedule {entry.name} has {entry.chunks}{at_least} chunk(s) a rank, but {flag} asks for "
+        f"--pipeline-schedule {name} has {chunks}{at_least} chunk(s) a rank, but {flag} asks for "
         f"{asked}; {fix}, or choose another schedule"
     )
 
@@ -177,11 +239,11 @@ def _require_even_layers(args: Namespace, name: str, stages: int) -> None:
     )
 
 
-def _require_microbatches(args: Namespace) -> None:
-    """A step needs a microbatch; stock would only notice inside the step."""
+def _microbatches(args: Namespace) -> int:
+    """The microbatches of an ordinary step; ValueError if there are none, which stock notices in the step."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if args.global_batch_size is None or not args.micro_batch_size:
-        return
+        return 1
     replicas = max(1, args.world_size // model)
     per_microbatch = args.micro_batch_size * replicas
     if args.global_batch_size < per_microbatch:
@@ -189,3 +251,4 @@ def _require_microbatches(args: Namespace) -> None:
             f"--global-batch-size {args.global_batch_size} makes 0 microbatches of --micro-batch-size "
             f"{args.micro_batch_size} on {replicas} data-parallel rank(s); set it to {per_microbatch} or more"
         )
+    return int(args.global_batch_size // per_microbatch)

@@ -9,6 +9,7 @@ what it does for one microbatch is stock's own ``forward_step`` and ``backward_s
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_pp_ext.integration import active, trace
 from megatron_pp_ext.integration.refusals import refuse_unsupported_config
+from megatron_pp_ext.integration.sources import free_bytes_of_pipeline
 from megatron_pp_ext.integration.stage import StepInputs, model_stages
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
@@ -40,7 +42,7 @@ def choose_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         pipeline = active.pipeline()
         if pipeline is None:
             return stock(*args, **kwargs)
-        if pipeline.schedule is None:
+        if pipeline.source is None:
             return trace.traced_step(stock(*args, **kwargs))
         return _runner(pipeline)
 
@@ -61,7 +63,8 @@ class PipelineRunner:
 
     def __init__(self, pipeline: active.Pipeline) -> None:
         self.pipeline = pipeline
-        self._plans: dict[tuple[int, bool], RankPlan] = {}
+        self._plans: dict[tuple[int, bool, bool], RankPlan] = {}
+        self._training_steps = 0
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     def __call__(
@@ -127,22 +130,23 @@ class PipelineRunner:
                     pg_collection=groups,
                     force_all_reduce=force_all_reduce,
                 )
+        self._training_steps += not forward_only
         return losses
 
     def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:
-        key = microbatches, forward_only
+        key = microbatches, forward_only, self._training_steps > 0
         if key not in self._plans:
-            schedule = self._schedule(microbatches, forward_only)
+            schedule = self._schedule(microbatches, forward_only, group)
             _require_same_on_all(schedule, group)
             self._plans[key] = plan_rank(schedule, group.rank())
         return self._plans[key]
 
-    def _schedule(self, microbatches: int, forward_only: bool) -> Schedule:
-        placement = self.pipeline.placement
+    def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
         if forward_only:
-            return catalog.forward_only(placement, microbatches)
-        assert self.pipeline.schedule is not None
-        return catalog.build(self.pipeline.schedule, placement.ranks, microbatches, placement.chunks)
+            return catalog.forward_only(self.pipeline.placement, microbatches)
+        assert self.pipeline.source is not None
+        free_bytes = partial(free_bytes_of_pipeline, group) if self._training_steps else None
+        return self.pipeline.source.build(microbatches, free_bytes)
 
     def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
         ranks = dist.get_process_group_ranks(group)

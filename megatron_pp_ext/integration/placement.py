@@ -1,8 +1,9 @@
-"""V placement on top of Megatron's interleaved one.
+"""V and wave placement on top of Megatron's interleaved one.
 
 Stock Megatron places chunk c of rank i at stage c * p + i.  A V wants chunk 1 of rank i to be
 stage 2p - 1 - i instead: exactly what the interleaved code builds on a rank that believes
-itself to be rank p - 1 - i.  Two mirrors make it believe so, and only for chunk 1:
+itself to be rank p - 1 - i; a wave wants it of every odd chunk.  Two mirrors make it believe so,
+and only for these chunks:
 
 * ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the
   chunk is built with, and that it keeps;
@@ -23,7 +24,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pp_ext.integration import active
-from megatron_pp_ext.schedule.placement import Shape
 
 
 class MirroredGroup:
@@ -70,7 +70,7 @@ def as_chunk(vp_stage: int | None) -> Any:
 
 
 def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Build chunk 1 as the mirror's.
+    """Build the mirrored chunks as the mirror's.
 
     Seam: ``build_virtual_pipeline_stages`` in ``megatron.training.models.dist_utils`` (0.19).
     """
@@ -78,7 +78,7 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def build(build_model_func: Callable[..., Any], pg_collection: Any, *args: Any, **kwargs: Any) -> Any:
         pipeline = active.pipeline()
-        if pipeline is None or pipeline.shape is not Shape.V:
+        if pipeline is None or not pipeline.has_both_ends_on_first_rank:
             return stock(build_model_func, pg_collection, *args, **kwargs)
         chunks = stock(functools.partial(_build_chunk, build_model_func), pg_collection, *args, **kwargs)
         _tie_output_to_embedding(chunks, pg_collection.pp)
@@ -92,11 +92,11 @@ def _build_chunk(
 ) -> Any:
     pipeline = active.require()
     if not pipeline.is_mirrored(vp_stage):
-        # The last stage is chunk 1 of rank 0; stock would give the output layer to the last rank.
         return build_model_func(pg_collection, vp_stage=vp_stage, **ends)
     mirrored = copy.copy(pg_collection)
     mirrored.pp = MirroredGroup(pg_collection.pp)
-    is_last_stage = mirrored.pp.rank() == mirrored.pp.size() - 1
+    stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
+    is_last_stage = stage == pipeline.placement.stages - 1
     with mirrored_rank():
         chunk = build_model_func(mirrored, pre_process=False, post_process=is_last_stage, vp_stage=vp_stage)
     stock_state_dict = chunk.sharded_state_dict
@@ -125,7 +125,8 @@ def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tup
     """The embedding's and the output layer's weight, on the rank where a V has both and ties them."""
     if group.rank() != 0:
         return None
-    first, last = (get_attr_wrapped_model(c, "pre_process", return_model_obj=True) for c in chunks)
+    ends = chunks[0], chunks[-1]
+    first, last = (get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in ends)
     if not getattr(first, "share_embeddings_and_output_weights", False):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
@@ -143,7 +144,7 @@ def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         pipeline = active.pipeline()
         call = parameters.bind(*args, **kwargs)
-        if pipeline is not None and pipeline.shape is Shape.V:
+        if pipeline is not None and pipeline.has_both_ends_on_first_rank:
             call.arguments["get_embedding_ranks"] = lambda pp_ranks: [pp_ranks[0]]
         return stock(*call.args, **call.kwargs)
 
@@ -161,7 +162,7 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def allreduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
         pipeline = active.pipeline()
-        if pipeline is None or pipeline.shape is not Shape.V:
+        if pipeline is None or not pipeline.has_both_ends_on_first_rank:
             return stock(model, *args, **kwargs)
         tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
         if tied is not None:
@@ -173,7 +174,7 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def provide_data_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Call the dataset provider of chunk 1 as the mirror.
+    """Call the dataset provider of a mirrored chunk as the mirror.
 
     Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
     calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.placement import Placement
 
 
 class Refusal(NamedTuple):
@@ -112,7 +112,11 @@ def refuse_unsupported_config(config: Any) -> None:
 
 def refuse_unsupported(args: Namespace, placement: Placement, splits_backward: bool) -> None:
     """Raise ValueError for the first flag in ``args`` that the schedule cannot run with."""
-    refusals = _ALWAYS + (_SPLIT if splits_backward else ()) + (_V if placement.shape is Shape.V else ())
+    refusals = (
+        _ALWAYS
+        + (_SPLIT if splits_backward else ())
+        + (_V if placement.is_mirrored(placement.chunks - 1) else ())
+    )
     for refusal in refusals:
         if refusal.is_set(args):
             raise ValueError(

@@ -127,7 +127,7 @@ def all_seams() -> tuple[Seam, ...]:
             "build_virtual_pipeline_stages",
             ("build_model_func", "pg_collection", "vp_size", "model_type"),
             placement.build_chunks_placed,
-            "chunk 1 of a V from the other end",
+            "chunks of a V or wave from the other end",
         ),
         Seam(
             "megatron.training.training",

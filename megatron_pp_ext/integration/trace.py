@@ -49,8 +49,7 @@ def recording(
         _recorder = None
         _backward_of.clear()
     if records is not None:
-        name = pipeline.schedule or f"stock {pipeline.placement.shape}"
-        trace_file.write(pipeline.trace, name, pipeline.placement, records)
+        trace_file.write(pipeline.trace, pipeline.name, pipeline.placement, records)
 
 
 def traced_step(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,4 +104,4 @@ def _key(output: Any) -> int:
 
 
 def _hears_stock() -> bool:
-    return _recorder is not None and active.require().schedule is None
+    return _recorder is not None and active.require().source is None

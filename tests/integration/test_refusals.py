@@ -8,7 +8,7 @@ from training import TINY, train
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.arguments import read_flags
 from megatron_pp_ext.integration.refusals import _ALWAYS, _SPLIT, _V
-from megatron_pp_ext.schedule.placement import Shape
+from megatron_pp_ext.schedule.placement import loop
 
 PP4 = "--pipeline-model-parallel-size 4"
 
@@ -114,7 +114,7 @@ def test_interleaved_takes_the_chunks_that_stock_flags_give(monkeypatch):
 
 def test_stock_trace_knows_the_placement(monkeypatch):
     pipeline = read(monkeypatch, f"{PP4} --pipeline-trace x.json --num-virtual-stages-per-pipeline-rank 2")
-    assert (pipeline.schedule, pipeline.shape, pipeline.placement.chunks) == (None, Shape.LOOP, 2)
+    assert (pipeline.source, pipeline.placement) == (None, loop(4, 2))
 
 
 def test_a_job_ends_with_that_line_and_no_process_group():

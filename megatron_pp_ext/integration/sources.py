@@ -1,0 +1,152 @@
+"""Where a training run's schedules come from: the catalogue, a file, or the compiler.
+
+The placement is settled with the arguments, since the model is built by it; the schedule itself is
+made when a step first asks for its number of microbatches.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.model_costs import estimate
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+CSV_PREFIX = "csv:"
+FRACTION_AT_MOST = 8.0
+"""A larger --pipeline-memory-limit is a number of bytes."""
+
+DEVICE_MARGIN = 0.9
+"""What ``auto`` uses of the memory it finds free: allocators fragment, and kernels need room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A schedule for any number of microbatches, all with one placement.
+
+    ``build(microbatches, free_bytes)`` makes it; ``free_bytes()`` asks every rank of the pipeline what
+    memory its device has left.  It is None in the first training step, before whose end the
+    optimizer has not allocated its state.
+    """
+
+    name: str
+    placement: Placement
+    splits_backward: bool
+    build: Callable[[int, Callable[[], float] | None], Schedule]
+
+
+def from_catalogue(name: str, placement: Placement) -> Source:
+    """A named family."""
+
+    def build(microbatches: int, free_bytes: Callable[[], float] | None) -> Schedule:
+        return catalog.build(name, placement.ranks, microbatches, placement.chunks)
+
+    example = catalog.build(name, placement.ranks, 1, placement.chunks)
+    return Source(name, placement, example.splits_backward, build)
+
+
+def from_file(path: Path, ranks: int) -> Source:
+    """A schedule written by ``mpp schedule --csv``, by hand, or by torch.distributed.pipelining.
+
+    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks.
+    """
+    schedule = csv_file.read(path)
+    if schedule.ranks != ranks:
+        raise ValueError(
+            f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
+            "set one to the other"
+        )
+
+    def build(microbatches: int, free_bytes: Callable[[], float] | None) -> Schedule:
+        if microbatches != schedule.microbatches:
+            raise ValueError(
+                f"{path} is a schedule for {schedule.microbatches} microbatches, but this step has "
+                f"{microbatches}; set --global-batch-size accordingly"
+            )
+        return schedule
+
+    return Source(f"{CSV_PREFIX}{path}", schedule.placement, schedule.splits_backward, build)
+
+
+def compiled(
+    args: Namespace, chunks: int, microbatches: int, placements: Sequence[Placement] | None
+) -> Source:
+    """The compiler's best schedule within a memory limit: ``flex``, or ``auto`` for what the device has.
+
+    ``chunks`` is the finest cut of the model that Megatron can make, ``microbatches`` those of an
+    ordinary step.  The placement is the one that suits these best under ``flex``.  ``auto`` stays
+    with a V: it runs the first step in the least memory there is and learns its limit after that.
+    """
+    ranks = args.pipeline_model_parallel_size
+    costs = _costs(args, ranks * chunks)
+    if args.pipeline_schedule == "auto":
+        placement = Placement(Shape.V, ranks, 2) if chunks % 2 == 0 else Placement(Shape.LINEAR, ranks)
+        limit = None
+    else:
+        limit = _limit(args.pipeline_memory_limit, costs, ranks)
+        found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+        placement = found.timeline.schedule.placement
+
+    least = max(least_limits(ranks, costs, placement))
+
+    def build(step_microbatches: int, free_bytes: Callable[[], float] | None) -> Schedule:
+        kept = limit
+        if kept is None:
+            kept = least if free_bytes is None else max(least, free_bytes())
+        return compile_schedule(
+            ranks, step_microbatches, costs, kept, placements=[placement]
+        ).timeline.schedule
+
+    return Source(args.pipeline_schedule, placement, True, build)
+
+
+def candidate_placements(args: Namespace, chunks: int) -> Sequence[Placement] | None:
+    """A layout fixes the number of stages; otherwise any cut will do."""
+    if args.pipeline_model_parallel_layout is None:
+        return None
+    ranks = args.pipeline_model_parallel_size
+    every = placements_of(ranks, Costs.unit(Placement(Shape.LOOP, ranks, chunks)))
+    return [placement for placement in every if placement.chunks == chunks]
+
+
+def _costs(args: Namespace, stages: int) -> Costs:
+    if args.pipeline_costs is None:
+        return estimate(args, stages)
+    return costs_file.read(args.pipeline_costs, stages)
+
+
+def _limit(asked: float, costs: Costs, ranks: int) -> float:
+    """A limit in the unit of the costs' activations; small numbers are fractions of 1F1B's peak."""
+    if asked <= 0:
+        raise ValueError(
+            f"--pipeline-memory-limit is {asked:g}, but must be above 0; give a fraction of 1F1B's peak "
+            "on its first rank, such as 0.5, or a number of bytes"
+        )
+    if asked > FRACTION_AT_MOST:
+        return asked
+    return asked * ranks * costs.merged(ranks).stages[0].activation
+
+
+def free_bytes_of_pipeline(group: dist.ProcessGroup) -> float:
+    """What the fullest device of the pipeline ``group`` still has for activations, the margin taken off.
+
+    Right after an optimizer step: then weights, gradients and optimizer state are allocated and
+    activations are not.
+    """
+    if torch._C._cuda_getDeviceCount() > 0:
+        free, _ = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    lowest = torch.tensor([free], dtype=torch.float64, device="cuda")
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    return DEVICE_MARGIN * float(lowest.item())

@@ -1,0 +1,127 @@
+"""Schedules that are compiled or read from a file: they train as stock does and keep their limit."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from runs import assert_same_bits, assert_same_gradients, run, stock
+from test_refusals import PP4, read
+from training import train
+
+from megatron_pp_ext.integration.model_costs import estimate
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
+from megatron_pp_ext.view import trace_file
+
+PIPELINE = ("--pipeline-model-parallel-size", "4")
+FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("limit", ["0.5", "1"])
+def test_flex_trains_as_stock(limit: str) -> None:
+    assert_same_gradients(run(4, [*PIPELINE, *FLEX, limit]), stock(4, *PIPELINE))
+
+
+def test_a_wave_of_four_chunks_trains_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks 1 and 3 of every rank are mirrored, 0 and 2 are not."""
+    flags = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "4")
+    assert read(monkeypatch, f"{' '.join(flags)} {' '.join(FLEX)} 0.75").placement == wave(2, 4)
+    ours = run(2, [*flags, *FLEX, "0.75"])
+    assert_same_gradients(ours, stock(2, *flags[:2]))
+
+
+def test_auto_trains_as_stock() -> None:
+    """Nothing is scarce here, so the second step may keep all microbatches that help."""
+    ours = run(4, [*PIPELINE, "--pipeline-schedule", "auto", "--untie-embeddings-and-output-weights"])
+    assert_same_gradients(ours, stock(4, *PIPELINE, "--untie-embeddings-and-output-weights"))
+
+
+def test_a_file_trains_as_stock(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    csv_file.write(catalog.build("v-zb", 4, 8), file)
+    assert_same_bits(run(4, [*PIPELINE, "--pipeline-schedule", f"csv:{file}"]), stock(4, *PIPELINE))
+
+
+def test_the_limit_is_kept_when_measured(tmp_path: Path) -> None:
+    """The measured peaks of a tighter limit are lower, on the ranks that hold nothing but layers."""
+    peaks = {}
+    for limit in ("0.5", "1"):
+        file = tmp_path / f"{limit}.json"
+        train(4, [*PIPELINE, "--train-iters", "2", *FLEX, limit, "--pipeline-trace", str(file)])
+        peaks[limit] = [record.peak_bytes for record in trace_file.read(file).records]
+    assert all(tight < 0.7 * loose for tight, loose in zip(peaks["0.5"][1:], peaks["1"][1:], strict=True))
+
+
+REFUSED = {
+    "no limit": (f"{PP4} --pipeline-schedule flex", "flex needs --pipeline-memory-limit; give a fraction"),
+    "limit of 0": (
+        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0",
+        "--pipeline-memory-limit is 0, but must be above 0",
+    ),
+    "too small a limit": (
+        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.1",
+        "infeasible.*raise the limit to at least",
+    ),
+    "limit of a family": (
+        f"{PP4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
+        "--pipeline-memory-limit 0.5 has no meaning for --pipeline-schedule v-half",
+    ),
+    "no such file": (f"{PP4} --pipeline-schedule csv:/nowhere.csv", "No such file"),
+    "no such costs": (
+        f"{PP4} --pipeline-schedule auto --pipeline-costs /nowhere.json",
+        "No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        read(monkeypatch, flags)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "two.csv"
+    csv_file.write(catalog.build("1f1b", 2, 4), file)
+    with pytest.raises(ValueError, match="for 2 ranks, got --pipeline-model-parallel-size 4"):
+        read(monkeypatch, f"{PP4} --pipeline-schedule csv:{file}")
+
+
+def test_placement_follows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, f"{PP4} {' '.join(FLEX)} 0.5").placement == v(4)
+    assert read(monkeypatch, f"{PP4} --num-layers 4 {' '.join(FLEX)} 1").placement == linear(4)
+    layout = "--num-layers 6 --pipeline-model-parallel-layout E|t|t|t*2|t|t||L"
+    assert read(monkeypatch, f"{PP4} {layout} {' '.join(FLEX)} 0.75").placement.shape in (Shape.V, Shape.LOOP)
+
+
+def test_costs_are_the_papers_for_a_plain_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """arXiv 2401.10241, table 3: F sbh(24h+4s), I sbh(24h+8s), W 24sbh^2 operations a layer."""
+    args: Namespace = _arguments(monkeypatch, "--num-layers 8")
+    s, b, h = args.seq_length, args.micro_batch_size, args.hidden_size
+    stage = estimate(args, 8).stages[3]
+    other = s * b * h
+    unit = stage.weight_gradient / (24 * s * b * h * h + other)
+    assert stage.forward == pytest.approx(unit * (s * b * h * (24 * h + 4 * s) + other))
+    assert stage.input_gradient == pytest.approx(unit * (s * b * h * (24 * h + 8 * s) + other))
+
+
+def test_costs_follow_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = "--num-layers 6 --pipeline-model-parallel-layout E|t|t|t*2|t|t||L"
+    stages = estimate(_arguments(monkeypatch, f"{PP4} {layout}"), 8).stages
+    assert stages[3].forward > 1.9 * stages[2].forward > 10 * stages[6].forward
+    assert stages[7].weight_gradient > stages[6].weight_gradient
+
+
+def _arguments(monkeypatch: pytest.MonkeyPatch, flags: str) -> Namespace:
+    from megatron.training import arguments as megatron_arguments
+    from training import TINY
+
+    monkeypatch.setattr("sys.argv", ["train.py", *TINY, *flags.split()])
+    return megatron_arguments.parse_args()
