@@ -77,6 +77,8 @@ def compile_schedule(
             "but a schedule has at least 2, 1 and 0 of them: correct them"
         )
     limits = _limits(ranks, memory_limit)
+    if placements is not None and not placements:
+        raise ValueError("no placements to choose from: name one, or leave them out for all")
     if placements is None:
         placements = placements_of(ranks, costs)
     cuts = [(placement, _cut(placement, ranks, costs)) for placement in placements]

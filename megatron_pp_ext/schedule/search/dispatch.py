@@ -117,6 +117,13 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
                 if at < best_due and arrival < end and arrival <= latest:
                     best = -1
                     break
+        if best >= 0 and coming:
+            # Something more urgent may be on its way: is it worth waiting for?
+            latest = now + min(duration[best] - 1, patience if best < stations else weight_patience)
+            for arrival, at in coming:
+                if arrival <= latest and at < best_due:
+                    best = -1
+                    break
         if best < 0:
             waiting[rank] = True
             if wake < never:
@@ -125,7 +132,6 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
 
         end = now + duration[best]
         orders[rank].append(best)
-        left[rank] -= 1
         free_at[rank] = end
         live[rank] += taken[best] - freed[best]
         heappush(events, end * ranks + rank)
@@ -141,4 +147,5 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
         arrived[after].append(arrival)
         if after < stations and waiting[home[after]]:
             heappush(events, arrival * ranks + home[after])
-    return None if any(left) else (max(free_at), orders)
+    complete = all(count == microbatches for count in done[:-1])
+    return (max(free_at), orders) if complete else None

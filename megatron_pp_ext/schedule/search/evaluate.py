@@ -36,7 +36,7 @@ def run(problem: Problem, orders: Orders) -> Run | None:
 
 
 def rerun(problem: Problem, orders: Orders, before: Run, since: int) -> Run | None:
-    """``run`` for orders that differ from those of ``before`` only in actions that start at ``since`` or later.
+    """``run`` for orders that are those of ``before`` in all actions that start earlier than ``since``.
 
     For split backwards only.
     """

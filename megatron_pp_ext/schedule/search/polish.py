@@ -17,6 +17,9 @@ from megatron_pp_ext.schedule.search.evaluate import Run, rerun, run
 from megatron_pp_ext.schedule.search.problem import Orders, Problem
 
 _DISTANCES = (-6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6)
+_IDLE = 10_000
+"""After how many moves without a shorter schedule the walk goes back to the best."""
+
 _REPAIRS = 3
 """How many W may be pulled forward to mend one move."""
 
@@ -42,7 +45,7 @@ def polish(
         if best <= floor:
             break
         idle += 1
-        if idle > max(500, moves // 5):
+        if idle > _IDLE:
             idle = 0
             current, now = list(best_orders), best_run
             path = critical_path(problem, current, now, random)

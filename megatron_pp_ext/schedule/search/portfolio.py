@@ -16,14 +16,20 @@ from megatron_pp_ext.schedule.search.tune import improve, retimed, tune
 _SIZE = 768
 """The actions of a pipeline on which a search may use all its trials: 8 ranks, 16 microbatches."""
 
-_FEWEST = 100
-"""Trials on a shortened pipeline, however large it is, or the starting points would not all be tried."""
+_FEWEST = 90
+"""Trials on a shortened pipeline, however large it is: fewer do not find a usable block."""
 
-_MOVES = 6
-"""Moves of the polish for each trial: one takes about a sixth of a list schedule."""
+_MOVES = 8
+"""Moves of the polish for each trial of list scheduling; one takes about an eighth of the time."""
 
-_WORSE = (10, 100, 3, 30)
+_WORSE = (30, 100, 10, 300)
 """How rarely the polish of each of the best plans lengthens its schedule."""
+
+_ROUNDS = 2
+"""A search starts afresh this often: two short walks find more than one that is twice as long.
+
+Small pipelines start more often, large ones cannot afford to.
+"""
 
 
 def search(problem: Problem, trials: int, floor: int) -> Iterator[tuple[int, Orders, str]]:
@@ -32,29 +38,29 @@ def search(problem: Problem, trials: int, floor: int) -> Iterator[tuple[int, Ord
     ``floor`` is a makespan that cannot be beaten: the search ends there.
     """
     random = Random(f"{problem.placement.ranks}/{problem.microbatches}")
+    rounds = _ROUNDS * max(1, min(4, _SIZE // problem.size)) if problem.size <= 2 * _SIZE else 1
+    for _ in range(rounds):
+        for proposal in _round(problem, trials // min(rounds, _ROUNDS), floor, random):
+            yield proposal
+            if proposal[0] <= floor:
+                return
+
+
+def _round(problem: Problem, trials: int, floor: int, random: Random) -> Iterator[tuple[int, Orders, str]]:
     ranks, microbatches = problem.placement.ranks, problem.microbatches
     short = problem.shortened(min(microbatches, max(2 * ranks, _SIZE // (3 * problem.placement.stages))))
     found = tune(short, max(min(trials, _FEWEST), _scaled(trials, short)), random)
-    plans = [plan for _, plan in found]
     if short.microbatches < microbatches:
-        found = retimed(problem, plans)
+        found = retimed(problem, [plan for _, plan in found])
         if found:
             found[0] = improve(problem, found[0], _scaled(trials, problem) // 4, random)
-
     moves = _MOVES * _scaled(trials, problem)
-    best: tuple[int, Orders] | None = None
     for (_, plan), worse in zip(found, _WORSE, strict=False):
         done = dispatch(problem, plan.knobs(problem))
-        if done is None:
-            continue
-        if best is None:
+        if done is not None:
             yield *done, "list scheduling"
-        polished = polish(problem, done[1], moves // len(found), random, worse=worse, floor=floor)
-        if best is None or polished[0] < best[0]:
-            best = polished
+            polished = polish(problem, done[1], moves // len(found), random, worse=worse, floor=floor)
             yield *polished, "list scheduling, polished"
-        if best[0] <= floor:
-            return
 
 
 def _scaled(trials: int, problem: Problem) -> int:

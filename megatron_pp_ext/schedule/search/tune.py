@@ -11,7 +11,6 @@ the same way.
 """
 
 from dataclasses import dataclass, replace
-from itertools import product
 from random import Random
 
 from megatron_pp_ext.schedule.search.dispatch import Knobs, dispatch
@@ -22,16 +21,19 @@ _SUB = 64
 
 _NEVER = 1 << 50
 
-# In quarters of a tick: the pauses on the way down and on the way up.
-_PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2))
-_SLACKS = (0, 2, 8, _NEVER)
+# Where plans start, in quarters of a tick: the pauses on the way down and on the way up; in quarters
+# of a microbatch's work: the period.  A short period makes a rank rather begin microbatches, a long
+# one rather finish them.
+_PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2), (2, 2), (4, 4))
+_SLACKS = (0, 2, 8, 16, _NEVER)
 _PATIENCES = (0, 2, 4)
+_PERIODS = (2, 3, 4, 4, 6)
 
 _CHAINS = 4
 """How many of the starting points are improved side by side."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Plan:
     """A building block and the dispatcher's manners.
 
@@ -73,17 +75,16 @@ Found = tuple[int, Plan]
 def tune(problem: Problem, trials: int, random: Random) -> list[Found]:
     """The best plans after ``trials`` list schedules, one a chain, shortest first; empty if none ran.
 
-    Half of the trials go to all chains alike, a quarter to the better two and a quarter to the best.
+    A third of the trials are starting points, a third goes to all chains alike, and a sixth each to
+    the better two and to the best.
     """
-    found = sorted(
-        ((length, plan) for plan in _starts(problem)[:trials] if (length := _length(problem, plan))),
-        key=lambda pair: pair[0],
-    )[:_CHAINS]
-    left = trials - len(_PAUSES) * len(_SLACKS) * len(_PATIENCES)
-    for share, chains in ((2, _CHAINS), (4, _CHAINS // 2), (4, 1)):
+    starts = {_start(problem, random) for _ in range(max(1, trials // 3))}
+    found = [(length, plan) for plan in starts if (length := _length(problem, plan)) is not None]
+    found = sorted(found)[:_CHAINS]
+    for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
         for chain, start in enumerate(found[:chains]):
-            found[chain] = improve(problem, start, left // (share * chains), random)
-        found.sort(key=lambda pair: pair[0])
+            found[chain] = improve(problem, start, trials // (share * chains), random)
+        found.sort()
     return found
 
 
@@ -104,7 +105,7 @@ def improve(problem: Problem, start: Found, trials: int, random: Random) -> Foun
 def retimed(problem: Problem, plans: list[Plan]) -> list[Found]:
     """``plans`` made for another number of microbatches, with their lengths for this one, shortest first."""
     found = [(length, plan) for plan in plans if (length := _length(problem, plan)) is not None]
-    return sorted(found, key=lambda pair: pair[0])
+    return sorted(found)
 
 
 def work(problem: Problem) -> int:
@@ -129,23 +130,23 @@ def _tick(problem: Problem) -> int:
     return max(1, work(problem) // (3 * problem.placement.chunks))
 
 
-def _starts(problem: Problem) -> list[Plan]:
-    """The published kinds of block, from strict to loose."""
+def _start(problem: Problem, random: Random) -> Plan:
+    """A published kind of block or one between two of them, kept to more or less strictly."""
     legs = 2 * problem.placement.chunks
-    tick = _tick(problem)
-    return [
-        Plan(
-            pauses=tuple(pauses[leg % 2] * tick * _SUB // 4 for leg in range(legs)),
-            turns=(0,) * (legs - 1),
-            shifts=(0,) * problem.stations,
-            period=work(problem) * _SUB,
-            weight_delay=_NEVER,
-            slack=slack if slack == _NEVER else slack * tick * _SUB // 4,
-            patience=patience * tick // 4,
-            weight_patience=patience * tick // 4,
-        )
-        for pauses, slack, patience in product(_PAUSES, _SLACKS, _PATIENCES)
-    ]
+    quarter = _tick(problem) * _SUB // 4
+    pauses = random.choice(_PAUSES)
+    slack = random.choice(_SLACKS)
+    patience = random.choice(_PATIENCES) * _tick(problem) // 4
+    return Plan(
+        pauses=tuple(pauses[leg % 2] * quarter for leg in range(legs)),
+        turns=(0,) * (legs - 1),
+        shifts=(0,) * problem.stations,
+        period=work(problem) * _SUB * random.choice(_PERIODS) // 4,
+        weight_delay=_NEVER,
+        slack=slack if slack == _NEVER else slack * quarter,
+        patience=patience,
+        weight_patience=patience,
+    )
 
 
 def _change(plan: Plan, tick: int, random: Random) -> Plan:

@@ -1,0 +1,77 @@
+"""The shortest makespan there is, proved by a constraint solver: an oracle for small pipelines.
+
+Nothing here knows how the compiler searches.  Every action is an interval; a rank does one at a time;
+inputs arrive a hop after they are ready; a rank's activations are taken at the start of F and given
+back at the end of I and of W.  Costs are whole numbers.
+"""
+
+from ortools.sat.python import cp_model
+
+from megatron_pp_ext.schedule.actions import Kind
+
+
+def shortest(placement, microbatches, costs, limits, *, seconds, hint=None):
+    """(lower bound, best makespan found) after at most ``seconds`` on one core.
+
+    The two agree where the optimum is proved.  ``hint`` is a makespan that is known to be reached.
+    Every stage takes its microbatches in order, as the project's schedules do.
+    """
+    model = cp_model.CpModel()
+    alone = sum(c.forward + c.input_gradient + c.weight_gradient + 2 * costs.hop for c in costs.stages)
+    horizon = round(hint or microbatches * alone)
+    stages = range(placement.stages)
+    last = placement.stages - 1
+    start, end, on_rank = {}, {}, [[] for _ in range(placement.ranks)]
+    for stage in stages:
+        for kind in (Kind.F, Kind.I, Kind.W):
+            for i in range(microbatches):
+                action = stage, kind, i
+                length = round(costs.stages[stage].seconds(kind))
+                start[action] = model.new_int_var(0, horizon - length, f"{stage}{kind}{i}")
+                end[action] = start[action] + length
+                on_rank[placement.rank_of(stage)].append(
+                    model.new_fixed_size_interval_var(start[action], length, f"busy {stage}{kind}{i}")
+                )
+
+    def after(later, earlier, hop):
+        model.add(start[later] >= end[earlier] + hop)
+
+    def hop(stage):
+        return 0 if placement.is_local(stage) else round(costs.hop)
+
+    for i in range(microbatches):
+        for stage in stages:
+            if stage < last:
+                after((stage + 1, Kind.F, i), (stage, Kind.F, i), hop(stage))
+                after((stage, Kind.I, i), (stage + 1, Kind.I, i), hop(stage))
+            after((stage, Kind.I, i), (stage, Kind.F, i), 0)
+            after((stage, Kind.W, i), (stage, Kind.I, i), 0)
+            if i:
+                for kind in (Kind.F, Kind.I, Kind.W):
+                    after((stage, kind, i), (stage, kind, i - 1), 0)
+    makespan = model.new_int_var(0, horizon, "makespan")
+    for rank, intervals in enumerate(on_rank):
+        model.add_no_overlap(intervals)
+        times, changes = [], []
+        for stage in placement.stages_of(rank):
+            cost = costs.stages[stage]
+            for i in range(microbatches):
+                model.add(makespan >= end[stage, Kind.W, i])
+                early, late = round(cost.released(Kind.I)), round(cost.released(Kind.W))
+                for at, change in (
+                    (start[stage, Kind.F, i], early + late),
+                    (end[stage, Kind.I, i], -early),
+                    (end[stage, Kind.W, i], -late),
+                ):
+                    if change:
+                        times.append(at)
+                        changes.append(change)
+        model.add_reservoir_constraint(times, [-change for change in changes], -int(limits[rank]), 0)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 1
+    status = solver.solve(model)
+    found = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float("inf")
+    return solver.best_objective_bound, found
