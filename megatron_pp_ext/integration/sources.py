@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from megatron_pp_ext.integration.model_costs import estimate
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
@@ -20,6 +21,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.search import cache
 
 CSV_PREFIX = "csv:"
 FRACTION_AT_MOST = 8.0
@@ -93,8 +95,7 @@ def compiled(
         limit = None
     else:
         limit = _limit(args.pipeline_memory_limit, costs, ranks)
-        found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
-        placement = found.timeline.schedule.placement
+        placement = _compile(ranks, microbatches, costs, limit, placements).placement
 
     least = max(least_limits(ranks, costs, placement))
 
@@ -102,9 +103,7 @@ def compiled(
         kept = limit
         if kept is None:
             kept = least if free_bytes is None else max(least, free_bytes())
-        return compile_schedule(
-            ranks, step_microbatches, costs, kept, placements=[placement]
-        ).timeline.schedule
+        return _compile(ranks, step_microbatches, costs, kept, [placement])
 
     return Source(args.pipeline_schedule, placement, True, build)
 
@@ -116,6 +115,21 @@ def candidate_placements(args: Namespace, chunks: int) -> Sequence[Placement] | 
     ranks = args.pipeline_model_parallel_size
     every = placements_of(ranks, Costs.unit(Placement(Shape.LOOP, ranks, chunks)))
     return [placement for placement in every if placement.chunks == chunks]
+
+
+def _compile(
+    ranks: int, microbatches: int, costs: Costs, limit: float, placements: Sequence[Placement] | None
+) -> Schedule:
+    """Compile on one rank of a machine at a time: the first one works, the others find it in the cache."""
+    folder = cache.directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "compiling.lock"):
+            found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+    except OSError:
+        # Without a place to keep schedules every rank works one out, the same one.
+        found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+    return found.timeline.schedule
 
 
 def _costs(args: Namespace, stages: int) -> Costs:
