@@ -29,7 +29,7 @@ env: .venv/.installed
 	@touch $@
 
 demo: env
-	$(BIN)/python scripts/demo.py $(if $(TEXT),--text $(TEXT)) $(if $(OUT),--out $(OUT))
+	$(BIN)/python -W ignore::UserWarning scripts/demo.py $(if $(TEXT),--text $(TEXT)) $(if $(OUT),--out $(OUT))
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)

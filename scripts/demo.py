@@ -58,7 +58,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where data, checkpoints, traces and logs go.")] = Path(
         "runs/demo"
     ),
-    iterations: Annotated[int, typer.Option(min=3, help="Training steps, the start included.")] = 24,
+    iterations: Annotated[int, typer.Option(min=3, help="Training steps, the start included.")] = 16,
 ) -> None:
     """Run the demo."""
     out = out.absolute()

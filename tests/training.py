@@ -33,6 +33,8 @@ from megatron_pp_ext import cpu, pretrain_gpt
 
 cpu.adapt_megatron()
 
+MockGPTLowLevelDataset.size = 1000  # documents; to index the usual 100,000 takes a second a rank
+
 TINY = shlex.split(
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
