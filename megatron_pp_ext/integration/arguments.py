@@ -5,6 +5,7 @@ the value, the rule and the fix in one line.
 """
 
 import functools
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,25 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return validate_args
+
+
+def refuse_yaml(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags.
+
+    Seam: ``validate_yaml`` in ``megatron.training.yaml_arguments``.
+    """
+
+    @functools.wraps(stock)
+    def validate_yaml(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
+        ours = [word for word in sys.argv if word.startswith(("--pipeline-schedule", "--pipeline-trace"))]
+        if ours:
+            raise SystemExit(
+                f"megatron_pp_ext: {ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores "
+                "other flags; give all settings as flags"
+            )
+        return stock(args, defaults)
+
+    return validate_yaml
 
 
 def read_flags(args: Namespace) -> active.Pipeline | None:

@@ -92,6 +92,13 @@ def all_seams() -> tuple[Seam, ...]:
             "a schedule in Megatron's own terms, before Megatron checks them",
         ),
         Seam(
+            "megatron.training.yaml_arguments",
+            "validate_yaml",
+            ("args", "defaults"),
+            arguments.refuse_yaml,
+            "no schedule without its flags translated",
+        ),
+        Seam(
             "megatron.core.parallel_state",
             "initialize_model_parallel",
             (

@@ -156,7 +156,7 @@ def free_bytes_of_pipeline(group: dist.ProcessGroup) -> float:
     Right after an optimizer step: then weights, gradients and optimizer state are allocated and
     activations are not.
     """
-    if torch._C._cuda_getDeviceCount() > 0:
+    if torch.accelerator.is_available():
         free, _ = torch.cuda.mem_get_info()
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from runs import assert_same_bits, assert_same_gradients, run, stock
+from comparison import assert_same_bits, assert_same_gradients, run, stock
 from test_refusals import PP4, read
 from training import train
 

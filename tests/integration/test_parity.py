@@ -1,7 +1,7 @@
 """Every family trains as stock 1F1B does: equal losses and equal gradients, bit for bit in fp32."""
 
 import pytest
-from runs import assert_same_bits, assert_same_gradients, run, stock
+from comparison import assert_same_bits, assert_same_gradients, run, stock
 
 from megatron_pp_ext.schedule import catalog
 

@@ -2,6 +2,7 @@
 
 import pytest
 from megatron.training import arguments as megatron_arguments
+from megatron.training import yaml_arguments
 from ranks import RankError
 from training import TINY, train
 
@@ -115,6 +116,12 @@ def test_interleaved_takes_the_chunks_that_stock_flags_give(monkeypatch):
 def test_stock_trace_knows_the_placement(monkeypatch):
     pipeline = read(monkeypatch, f"{PP4} --pipeline-trace x.json --num-virtual-stages-per-pipeline-rank 2")
     assert (pipeline.source, pipeline.placement) == (None, loop(4, 2))
+
+
+def test_a_yaml_configuration_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--yaml-cfg", "x.yaml", "--pipeline-schedule", "1f1b"])
+    with pytest.raises(SystemExit, match="--pipeline-schedule has no effect beside --yaml-cfg"):
+        yaml_arguments.validate_yaml(None)
 
 
 def test_a_job_ends_with_that_line_and_no_process_group():

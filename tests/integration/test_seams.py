@@ -3,7 +3,7 @@
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
 import pytest
-from runs import assert_same_bits, run
+from comparison import assert_same_bits, run
 
 from megatron_pp_ext.integration import seams
 
