@@ -24,7 +24,8 @@ class Knobs:
     microbatches.  W of a stage is due ``weight_delay`` after its I.  A rank takes nothing that is
     more than ``slack`` later than its most urgent action, there or not.  It waits up to ``patience``
     for a more urgent action instead of starting a forward or an input gradient, and up to
-    ``weight_patience`` instead of a W.
+    ``weight_patience`` instead of a W.  One that ``makes_room`` does a W first when memory holds back
+    a forward that is more urgent than all it could do, and that is there or will be after the W.
     """
 
     due: tuple[int, ...]
@@ -33,6 +34,7 @@ class Knobs:
     slack: int
     patience: int
     weight_patience: int
+    makes_room: bool
 
 
 def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
@@ -44,6 +46,7 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
     taken, freed, limits = problem.taken, problem.freed, problem.limits
     period, slack = knobs.period, knobs.slack
     patience, weight_patience, weight_delay = knobs.patience, knobs.weight_patience, knobs.weight_delay
+    makes_room = knobs.makes_room
     own = [problem.stations_of(rank) for rank in range(ranks)]
     forwards = [problem.placement.stages_of(rank) for rank in range(ranks)]
 
@@ -59,18 +62,18 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
     orders: Orders = [[] for _ in range(ranks)]
     # An event is (time, rank) in one integer; ties go to the lower rank.
     events = list(range(ranks))
-    left = [microbatches * 3 * len(forwards[rank]) for rank in range(ranks)]
     never = 1 << 62
     while events:
-        event = heappop(events)
-        now, rank = divmod(event, ranks)
-        if free_at[rank] > now or not left[rank]:
+        now, rank = divmod(heappop(events), ranks)
+        if free_at[rank] > now:
             continue
         waiting[rank] = False
+        queue = pending[rank]
+        has_weight = next_pending[rank] < len(queue)
+        weight_due, next_weight = queue[next_pending[rank]] if has_weight else (never, -1)
 
         best, best_due = -1, never
-        first_due = never
-        wake = never
+        first_due = blocked_due = wake = never
         coming: list[tuple[int, int]] = []
         for station in own[rank]:
             count = done[station]
@@ -84,6 +87,8 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
                 continue
             if station < stages:
                 if live[rank] + taken[station] > limits[rank]:
+                    if at < blocked_due and has_weight and inputs[count] <= now + duration[next_weight]:
+                        blocked_due = at
                     continue
                 oldest = done[forwards[rank][-1]]
                 if count > oldest:
@@ -105,18 +110,11 @@ def dispatch(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
                     wake = arrival
         if best >= 0 and best_due > first_due + slack:
             best, best_due = -1, never
-        queue = pending[rank]
-        if next_pending[rank] < len(queue):
-            at, code = queue[next_pending[rank]]
-            if at < best_due:
-                best, best_due = code, at
-        if best >= 0 and coming:
-            end = now + duration[best]
-            latest = now + (patience if best < stations else weight_patience)
-            for arrival, at in coming:
-                if at < best_due and arrival < end and arrival <= latest:
-                    best = -1
-                    break
+        if has_weight:
+            if makes_room and blocked_due < best_due:
+                best, best_due = next_weight, blocked_due
+            elif weight_due < best_due:
+                best, best_due = next_weight, weight_due
         if best >= 0 and coming:
             # Something more urgent may be on its way: is it worth waiting for?
             latest = now + min(duration[best] - 1, patience if best < stations else weight_patience)

@@ -1,10 +1,11 @@
 """Critical-path polish: shorten a finished order by moving single actions (job-shop local search).
 
 The makespan is the length of a chain of actions, each of which starts the moment the one before it
-ends or its message arrives.  Only a change to that chain can shorten the schedule, so every move
-takes an action of it and puts it a few places earlier or later in its rank's order (the
-neighbourhood of Nowicki and Smutnicki, Management Science 42(6), 1996, with longer moves).  Where a
-move breaks the memory limit, W are pulled forward to make room.
+ends or its message arrives.  Only a change to that chain can shorten the schedule, so a move takes
+an action of it and puts it a few places earlier or later in its rank's order (the neighbourhood of
+Nowicki and Smutnicki, Management Science 42(6), 1996, with longer moves).  Where a move breaks the
+memory limit, W are pulled forward to make room.  What stands in the way may also be a forward that
+is not on the chain but fills memory, so one move in four takes any action of the rank.
 
 A move that leaves the length as it is is kept, and now and then one that makes it a little longer:
 such orders form plateaus, and the way down is often on their far side.
@@ -51,6 +52,8 @@ def polish(
             path = critical_path(problem, current, now, random)
         rank, at = path[random.randrange(len(path))]
         order = current[rank]
+        if random.randrange(4) == 0:
+            at = random.randrange(len(order))
         to = at + random.choice(_DISTANCES)
         if not 0 <= to < len(order) or order[at] == order[to]:
             continue

@@ -27,7 +27,7 @@ _NEVER = 1 << 50
 _PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2), (2, 2), (4, 4))
 _SLACKS = (0, 2, 8, 16, _NEVER)
 _PATIENCES = (0, 2, 4)
-_PERIODS = (2, 3, 4, 4, 6)
+_PERIODS = (2, 3, 4, 4, 6, 8)
 
 _CHAINS = 4
 """How many of the starting points are improved side by side."""
@@ -49,6 +49,7 @@ class Plan:
     slack: int
     patience: int
     weight_patience: int
+    makes_room: bool
 
     def knobs(self, problem: Problem) -> Knobs:
         """What the dispatcher is told."""
@@ -64,7 +65,13 @@ class Plan:
             elif leg < len(self.turns):
                 now += self.turns[leg]
         return Knobs(
-            tuple(due), self.period, self.weight_delay, self.slack, self.patience, self.weight_patience
+            tuple(due),
+            self.period,
+            self.weight_delay,
+            self.slack,
+            self.patience,
+            self.weight_patience,
+            self.makes_room,
         )
 
 
@@ -142,17 +149,18 @@ def _start(problem: Problem, random: Random) -> Plan:
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
         period=work(problem) * _SUB * random.choice(_PERIODS) // 4,
-        weight_delay=_NEVER,
+        weight_delay=random.choice((_NEVER, _NEVER, 16 * quarter)),
         slack=slack if slack == _NEVER else slack * quarter,
         patience=patience,
         weight_patience=patience,
+        makes_room=random.randrange(2) == 0,
     )
 
 
 def _change(plan: Plan, tick: int, random: Random) -> Plan:
     """``plan`` with one thing altered."""
     fine = tick * _SUB
-    match random.randrange(9):
+    match random.randrange(10):
         case 0:
             leg = random.randrange(len(plan.pauses))
             pause = max(-fine // 2, plan.pauses[leg] + random.randrange(-fine // 2, fine // 2 + 1))
@@ -182,6 +190,8 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             return replace(plan, shifts=shifts)
         case 7:
             return replace(plan, shifts=_with(plan.shifts, random.randrange(len(plan.shifts)), 0))
+        case 8:
+            return replace(plan, makes_room=not plan.makes_room)
         case _:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
 
