@@ -1,7 +1,10 @@
 """Every family trains as stock 1F1B does: equal losses and equal gradients, bit for bit in fp32."""
 
 import pytest
+import torch
 from comparison import assert_same_bits, assert_same_gradients, run, stock
+from megatron.core import mpu
+from training import global_parameters, train
 
 from megatron_pp_ext.schedule import catalog
 
@@ -74,6 +77,21 @@ def test_evaluation(name: str) -> None:
     assert ours.validation == theirs.validation
     assert len(ours.validation) >= 3
     assert_same_bits(ours, theirs)
+
+
+def _require_tied(chunks: list[torch.nn.Module]) -> None:
+    """Stock's own initial weights: the output layer must start as the embedding, on whatever rank it is."""
+    ends = [p for name, p in global_parameters(chunks) if name == "embedding.word_embeddings.weight"]
+    if mpu.get_pipeline_model_parallel_rank() != 0:
+        assert not ends
+        return
+    embedding, output = ends
+    assert embedding.any()
+    assert torch.equal(embedding, output)
+
+
+def test_tied_weights_start_equal() -> None:
+    train(2, [PIPELINE, "2", "--pipeline-schedule", "v-half", "--train-iters", "1"], initialize=_require_tied)
 
 
 MODELS = {
