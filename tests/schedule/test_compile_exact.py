@@ -20,9 +20,7 @@ def cache(tmp_path, monkeypatch):
 
 def judged(placement, microbatches, costs, limit):
     """What the compiler found, between its bound and the optimum, which must be proved."""
-    compiled = compile_schedule(
-        placement.ranks, microbatches, costs, limit, placements=[placement], trials=300
-    )
+    compiled = compile_schedule(placement.ranks, microbatches, costs, limit, placements=[placement])
     limits = [limit] * placement.ranks
     found = compiled.timeline.makespan
     bound, optimum = shortest(placement, microbatches, costs, limits, seconds=60, hint=found)

@@ -8,7 +8,7 @@ of a stage in microbatch order, on which message streams and bit-equal gradient 
 
 Times are integers so that sums do not depend on the order of adding and ties are ties on every
 machine.  Costs with a short decimal form are kept exactly; others are rounded to a ten-millionth
-of the longest.  Activations likewise, against a billionth of the limit.
+of the longest.  Activations likewise, against a trillionth of the smallest limit.
 """
 
 import math
@@ -160,7 +160,8 @@ def _exact_scale(values: Iterable[float]) -> float | None:
     """The smallest factor that makes all values whole, if a small one does."""
     values = list(values)
     for scale in _EXACT_SCALES:
-        if all(abs(value * scale - round(value * scale)) <= TOLERANCE for value in values):
+        scaled = [value * scale for value in values]
+        if all(abs(value - round(value)) <= TOLERANCE * value for value in scaled):
             return scale
     return None
 
@@ -172,4 +173,4 @@ def _grain(activations: Sequence[float], limits: Sequence[float]) -> tuple[float
     """
     if all(float(value).is_integer() for value in activations):
         return 1, 0
-    return 2.0**_MEMORY_BITS / max(limits), 2 ** (_MEMORY_BITS - 31)
+    return 2.0**_MEMORY_BITS / min(limits), 2 ** (_MEMORY_BITS - 31)
