@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron_pp_ext.schedule.bounds import lower_bound
+from megatron_pp_ext.schedule.catalog import NAMES
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
@@ -22,8 +23,8 @@ from megatron_pp_ext.schedule.search.problem import TOLERANCE, Orders, Problem, 
 from megatron_pp_ext.schedule.search.published import published
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-VERSION = 1
-"""Raised with every change that lets the same inputs give another schedule."""
+VERSION = 2
+"""Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000
 """How many orders a search may try on a pipeline of ordinary size; fewer on larger ones."""
@@ -87,7 +88,7 @@ def compile_schedule(
         raise InfeasibleLimit(_infeasible(cuts, limits))
 
     bound = min(lower_bound(placement, microbatches, cut, limits) for placement, cut in feasible)
-    name = cache.key([VERSION, microbatches, trials, limits, [_spelled(*cut) for cut in feasible]])
+    name = cache.key([VERSION, NAMES, microbatches, trials, limits, [_spelled(*cut) for cut in feasible]])
     found = cache.load(name)
     if found is not None:
         schedule, notes = found

@@ -39,8 +39,9 @@ def search(problem: Problem, trials: int, floor: int) -> Iterator[tuple[int, Ord
     """
     random = Random(f"{problem.placement.ranks}/{problem.microbatches}")
     rounds = _ROUNDS * max(1, min(4, _SIZE // problem.size)) if problem.size <= 2 * _SIZE else 1
+    share = trials // _ROUNDS if rounds > 1 else trials * 2 // 3
     for _ in range(rounds):
-        for proposal in _round(problem, trials // min(rounds, _ROUNDS), floor, random):
+        for proposal in _round(problem, share, floor, random):
             yield proposal
             if proposal[0] <= floor:
                 return
