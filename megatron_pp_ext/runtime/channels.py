@@ -69,7 +69,7 @@ class Channels:
         if tuple(payload.shape) != self._shape:
             raise ValueError(
                 f"a stage produced a message of shape {tuple(payload.shape)} where {self._shape} was agreed; "
-                "variable shapes need --variable-seq-lengths, which is not supported yet"
+                "make all stages and microbatches hand on tensors of one shape"
             )
         group = self._group(self._rank, peer)
         work = dist.isend(payload, self._ranks[peer], group=group)

@@ -11,10 +11,9 @@ from megatron.core import mpu
 
 
 class Result(NamedTuple):
-    """Losses and gradient norms of every step, and all gradients of the first by global name."""
+    """Losses of every step and evaluation, and all gradients of the first step by global name."""
 
     losses: list[float]
-    grad_norms: list[float]
     gradients: dict[tuple[str, int], torch.Tensor]
     validation: list[float]
 
@@ -38,7 +37,7 @@ def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
     for rank in ranks:
         # Only the ranks of the last pipeline stage tell a loss, and they tell the same.
         assert rank.losses in ([], last.losses)
-    return Result(last.losses, ranks[0].grad_norms, gradients, last.validation)
+    return Result(last.losses, gradients, last.validation)
 
 
 @cache
