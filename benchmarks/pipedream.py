@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -25,17 +24,21 @@ import torch.distributed as dist
 import torch.multiprocessing
 import typer
 from rich.progress import track
+from sleeping import SleepingLayer, Times, loss_of
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder, gather
+from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure
 
 RESULTS = Path(__file__).parent / "results"
-RANKS, UPDATES, FORWARD, BACKWARD = 4, 10, 0.010, 0.020
+RANKS, UPDATES = 4, 10
+TIMES = Times(forward=0.010, input_gradient=0.010, weight_gradient=0.010, message_bytes=8 << 10)
+BACKWARD = TIMES.input_gradient + TIMES.weight_gradient
 MODEL = (
     "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4 --hidden-size 128 "
     "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 "
@@ -64,34 +67,19 @@ class Curve(NamedTuple):
     losses: list[float]
 
 
-class SleepingStage:
-    """A stage that takes time and computes nothing."""
-
-    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """Sleep, and hand on a small tensor."""
-        time.sleep(FORWARD)
-        return torch.zeros(1)
-
-    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Sleep, and hand back a small tensor."""
-        time.sleep(BACKWARD)
-        return torch.zeros(1)
-
-    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Never asked for: no backward is split here."""
-        raise NotImplementedError
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Never asked for either."""
-        raise NotImplementedError
-
-
 def sleep_through(rank: int, port: int, flushes: bool, interval: int, told: str) -> None:
     """Run all updates on one rank; rank 0 writes each rank's milliseconds a microbatch after the fill."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     everyone = list(range(RANKS))
-    channels = Channels(everyone, *direction_groups(everyone), (1,), torch.float, torch.device("cpu"))
+    groups = direction_groups(everyone)
+    channels = Channels(everyone, *groups, TIMES.shape, torch.float, torch.device("cpu"))
+    stage = ModuleStage(
+        rank,
+        SleepingLayer(TIMES, chunks=1),
+        first_inputs=(lambda _: torch.empty(TIMES.shape)) if rank == 0 else None,
+        loss=loss_of if rank == RANKS - 1 else None,
+    )
     recorder = StepRecorder()
     dist.barrier()
     with recorder.step():
@@ -100,7 +88,7 @@ def sleep_through(rank: int, port: int, flushes: bool, interval: int, told: str)
                 schedule = one_f_one_b.build(RANKS, interval)
             else:
                 schedule = pipedream.step(RANKS, interval, update, UPDATES + 2 + RANKS)
-            execute(plan_rank(schedule, rank), {rank: SleepingStage()}, channels, recorder, flush=flushes)
+            execute(plan_rank(schedule, rank), {rank: stage}, channels, recorder, flush=flushes)
     # The first update fills the pipeline; the others are what goes on for ever.
     per_update = len(plan_rank(schedule, rank).steps)
     records = gather(
@@ -191,11 +179,11 @@ def main(
         f"`python benchmarks/pipedream.py --samples {samples}` on {platform.machine()}, "
         f"{os.cpu_count()} cores, {date.today()}.",
         "",
-        f"## Bubble: {RANKS} ranks that sleep, F {1e3 * FORWARD:g} ms, B {1e3 * BACKWARD:g} ms, "
+        f"## Bubble: {RANKS} ranks that sleep, F {1e3 * TIMES.forward:g} ms, B {1e3 * BACKWARD:g} ms, "
         f"{UPDATES} updates",
         "",
         "Milliseconds a microbatch on each rank, the fill excluded; the work alone takes "
-        f"{1e3 * (FORWARD + BACKWARD):g}.",
+        f"{1e3 * (TIMES.forward + BACKWARD):g}.",
         "",
         "| schedule | microbatches an update | rank 0 | 1 | 2 | 3 |",
         "| --- | --- | --- | --- | --- | --- |",

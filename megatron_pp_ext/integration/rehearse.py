@@ -30,6 +30,7 @@ from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import StageCosts
 from megatron_pp_ext.schedule.measured import RankRecord
+from megatron_pp_ext.schedule.measured_costs import kept_bytes
 
 type Seconds = dict[tuple[int, Kind], float]
 """Of a stage's kinds of actions."""
@@ -174,23 +175,10 @@ def _means(record: RankRecord) -> Seconds:
 
 
 def _costs(stage: int, seconds: Seconds, record: RankRecord) -> StageCosts:
-    """Seconds, and median bytes, of a stage.
-
-    What a forward keeps is at least what W lets go: under recomputation it keeps less until the I.
-    A whole backward counts half for each gradient.
-    """
-    kept: dict[Kind, list[int]] = {kind: [] for kind in Kind}
-    before = 0
-    for event in record.events:
-        if event.action.stage == stage:
-            kept[event.action.kind].append(event.live_bytes - before)
-        before = event.live_bytes
-    released = -median(kept[Kind.W] or [0])
-    activation = max(median(kept[Kind.F]), released)
+    """Seconds and bytes of a stage; a whole backward counts half for each gradient."""
     whole = seconds.get((stage, Kind.B))
     i, w = (whole / 2, whole / 2) if whole else (seconds[stage, Kind.I], seconds[stage, Kind.W])
-    by_input = activation - released if kept[Kind.W] else 0.0
-    return StageCosts(seconds[stage, Kind.F], i, w, activation, by_input)
+    return StageCosts(seconds[stage, Kind.F], i, w, *kept_bytes(record, stage))
 
 
 class _Held:

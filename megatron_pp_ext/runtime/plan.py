@@ -24,11 +24,6 @@ class Message(NamedTuple):
     receiver: int
     microbatch: int
 
-    @property
-    def is_gradient(self) -> bool:
-        """Whether it travels against the model's order."""
-        return self.receiver < self.sender
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

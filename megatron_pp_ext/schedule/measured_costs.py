@@ -5,7 +5,7 @@ from statistics import median
 
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.measured import RecordedStep
+from megatron_pp_ext.schedule.measured import RankRecord, RecordedStep
 from megatron_pp_ext.schedule.waits import flights
 
 _SHORTEST = 1e-9
@@ -39,25 +39,31 @@ def _stage(stage: int, counted: RecordedStep, timed: Sequence[RecordedStep]) -> 
         )
         return max(_SHORTEST, median(found))
 
-    after_forward = _growth(counted, stage, Kind.F)
-    after_input_gradient = max(0.0, after_forward + _growth(counted, stage, Kind.I))
-    # An I that keeps more than it gives back, as under recomputation: the forward is charged with that.
-    activation = max(after_forward, after_input_gradient)
+    activation, released = kept_bytes(counted.records[counted.placement.rank_of(stage)], stage)
     return StageCosts(
         forward=seconds(Kind.F),
         input_gradient=seconds(Kind.I),
         weight_gradient=seconds(Kind.W),
         activation=activation,
-        released_by_input_gradient=activation - after_input_gradient,
+        released_by_input_gradient=released,
     )
 
 
-def _growth(step: RecordedStep, stage: int, kind: Kind) -> float:
-    """The bytes that an action of this ``kind`` leaves alive, less those that it found: the median."""
-    events = step.records[step.placement.rank_of(stage)].events
-    before = [0, *(event.live_bytes for event in events)]
-    return median(
-        event.live_bytes - found
-        for event, found in zip(events, before, strict=False)
-        if event.action.stage == stage and event.action.kind is kind
-    )
+def kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
+    """What a microbatch of ``stage`` keeps from its forward on, and what its input gradient gives back of it.
+
+    Medians of a rank's ``record`` that counts bytes.  Where an I keeps more than it gives back, as under
+    recomputation, the forward is charged with that.  A whole backward gives all back at its end.
+    """
+    growths: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    before = 0
+    for event in record.events:
+        if event.action.stage == stage:
+            growths[event.action.kind].append(event.live_bytes - before)
+        before = event.live_bytes
+    after_forward = median(growths[Kind.F])
+    if not growths[Kind.I]:
+        return after_forward, 0.0
+    after_input_gradient = max(0.0, after_forward + median(growths[Kind.I]))
+    activation = max(after_forward, after_input_gradient)
+    return activation, activation - after_input_gradient
