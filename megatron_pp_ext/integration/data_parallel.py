@@ -65,6 +65,16 @@ def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], 
     return work
 
 
+def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
+    """Add ``gradient`` where Megatron's data parallelism, or without it torch, keeps ``parameter``'s."""
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
 def is_deferred(weight: torch.nn.Parameter) -> bool:
     """Whether work that adds to ``weight``'s gradient still waits for its W."""
     return bool(getattr(weight, "deferred", 0))

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch.utils._pytree import tree_map_only
 
-from megatron_pp_ext.integration import active, mtp_metrics, profile, trace
+from megatron_pp_ext.integration import active, mtp_metrics, profile, trace, transformer_engine
 from megatron_pp_ext.integration.data_parallel import DataParallel
 from megatron_pp_ext.integration.refusals import refuse_unsupported_config
 from megatron_pp_ext.integration.sources import least_free_bytes
@@ -79,6 +79,7 @@ class PipelineRunner:
         self.pipeline = pipeline
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
         self._training_steps = 0
+        self._is_split = False
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     def __call__(
@@ -114,6 +115,9 @@ class PipelineRunner:
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(model[0])
         refuse_unsupported_config(config)
+        if not self._is_split:
+            transformer_engine.split_backwards(model)
+            self._is_split = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))
         inputs = StepInputs(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_pp_ext.integration.data_parallel import defer_weight
+from megatron_pp_ext.integration.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE
 
 
@@ -69,11 +69,7 @@ def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Calla
         if fused:
             _accumulate_fused(input_2d, gradient_2d, weight)
             return
-        product = gradient_2d.t().matmul(input_2d)
-        if hasattr(weight, "main_grad"):
-            weight.main_grad.add_(product)
-        else:
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+        add_gradient(weight, gradient_2d.t().matmul(input_2d))
 
     return add_weight_gradient
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.enums import LayerType
+from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_pp_ext.integration import layers
+from megatron_pp_ext.integration import layers, transformer_engine
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -79,9 +80,30 @@ _ALWAYS = (
 _SPLIT = (
     Refusal(
         "--transformer-impl transformer_engine",
-        lambda args: getattr(args, "transformer_impl", None) == "transformer_engine",
-        "only Megatron's local linear layers can leave their weight gradient for later yet",
-        lambda args: "add --transformer-impl local",
+        lambda args: (
+            getattr(args, "transformer_impl", None) == "transformer_engine"
+            and not is_te_min_version(transformer_engine.FIRST_RELEASE)
+        ),
+        f"layers of Transformer Engine {get_te_version()} cannot leave their weight gradient for later",
+        lambda args: (
+            f"install transformer-engine {transformer_engine.FIRST_RELEASE} or newer, or add "
+            "--transformer-impl local"
+        ),
+    ),
+    Refusal(
+        "--tp-comm-overlap",
+        is_set("tp_comm_overlap"),
+        "the buffers that it gathers into are used again before a weight gradient runs",
+    ),
+    Refusal(
+        "--use-transformer-engine-op-fuser",
+        is_set("use_transformer_engine_op_fuser"),
+        "fused operations compute both gradients at once",
+    ),
+    Refusal(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        is_set("overlap_dispatch_backward_with_experts_wgrad"),
+        "schedules defer weight gradients themselves",
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",

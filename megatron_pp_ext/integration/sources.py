@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from megatron_pp_ext.integration import layers
 from megatron_pp_ext.integration.model_costs import estimate
+from megatron_pp_ext.integration.transformer_engine import require_first_first
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
@@ -77,10 +78,11 @@ def never_flushing(name: str, ranks: int) -> Source:
     return Source(name, Placement(Shape.LINEAR, ranks), False, build)
 
 
-def from_file(path: Path, ranks: int) -> Source:
+def from_file(path: Path, ranks: int, first_first: bool = False) -> Source:
     """A schedule written by ``mpp schedule --csv``, by hand, or by torch.distributed.pipelining.
 
-    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks.
+    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, or, with ``first_first``, if
+    a stage begins its weight gradients with another microbatch than 0.
     """
     schedule = csv_file.read(path)
     if schedule.ranks != ranks:
@@ -88,6 +90,8 @@ def from_file(path: Path, ranks: int) -> Source:
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
             "set one to the other"
         )
+    if first_first:
+        require_first_first(schedule)
 
     def build(microbatches: int, free_bytes: Callable[[], float] | None) -> Schedule:
         if microbatches != schedule.microbatches:

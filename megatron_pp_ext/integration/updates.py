@@ -79,7 +79,8 @@ _NEVER = (
         is_set("overlap_param_gather"),
         "weights that are still being gathered cannot be kept for what is in flight",
     ),
-    Refusal("--fp8-format", is_set("fp8"), "its weights are kept in a cache of their own"),
+    Refusal("--fp8-format", is_set("fp8"), "its weights are cast once a step, and change within"),
+    Refusal("--fp4-format", is_set("fp4"), "its weights are cast once a step, and change within"),
     Refusal(
         "--moe-router-enable-expert-bias",
         is_set("moe_router_enable_expert_bias"),

@@ -1,0 +1,20 @@
+"""Transformer Engine's own layers on CPU ranks, if TRANSFORMER_ENGINE names a checkout of it.
+
+In a process of their own (``pytest tests/engine``), since Megatron binds Transformer Engine, or its absence,
+when it is imported.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if "TRANSFORMER_ENGINE" in os.environ and "megatron.core" not in sys.modules:
+    import ranks  # noqa: F401  (the stand-ins for torch.cuda)
+    from checkout import install
+
+    install(Path(os.environ["TRANSFORMER_ENGINE"]))
+
+    import megatron_pp_ext.integration
+
+    megatron_pp_ext.integration.install()
+    sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))

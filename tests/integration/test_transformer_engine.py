@@ -1,0 +1,228 @@
+"""What stands in for Transformer Engine's store, with a layer that asks it as Transformer Engine's do.
+
+Transformer Engine's own layers are in tests/engine.
+"""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_pp_ext.integration.refusals import refuse_unsupported
+from megatron_pp_ext.integration.transformer_engine import (
+    DeferringStore,
+    require_first_first,
+    split_backwards,
+)
+from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+ROWS, WIDTH, OUT, GROUPS = 6, 4, 3, 2
+
+
+class Asking(torch.autograd.Function):
+    """A product, or one for each half of the rows, that asks as Transformer Engine's modules do."""
+
+    @staticmethod
+    def forward(ctx, input, layer, *parameters):
+        ctx.save_for_backward(input)
+        ctx.layer = layer
+        ctx.store = layer.wgrad_store if layer.wgrad_store.delay_wgrad_compute() else None
+        rows = input.split(ROWS // layer.groups)
+        return torch.cat(
+            [torch.nn.functional.linear(x, *pair) for x, pair in zip(rows, layer.pairs(), strict=True)]
+        )
+
+    @staticmethod
+    def backward(ctx, gradient):
+        layer, (input,) = ctx.layer, ctx.saved_tensors
+        xs, dys = (whole.split(ROWS // layer.groups) for whole in (input, gradient))
+        weights = [weight for weight, _ in layer.pairs()]
+        is_fused = layer.fuse_wgrad_accumulation
+        out = [w.main_grad if is_fused else torch.full_like(w, torch.nan) for w in weights]
+
+        def product(inputs, gradients, *buffers):
+            for x, dy, buffer in zip(inputs, gradients, out, strict=True):
+                value = dy.t() @ x
+                buffer.add_(value) if is_fused else buffer.copy_(value)
+            return out, [dy.sum(0) for dy in gradients], None
+
+        def single(x, dy):
+            (weight,), (bias,), _ = product([x], [dy])
+            return weight, bias
+
+        weight_gradients, bias_gradients = list(out), [None] * layer.groups
+        if ctx.store is not None and ctx.store.delay_wgrad_compute():
+            if layer.groups > 1:
+                ctx.store.put([list(xs), list(dys), out], product)
+            else:
+                ctx.store.put([*xs, *dys], single)
+                weight_gradients = [None]
+        else:
+            _, bias_gradients, _ = product(xs, dys)
+        if is_fused:
+            for weight in weights:
+                weight.grad_added_to_main_grad = True
+            weight_gradients = [torch.full_like(weight, torch.nan) for weight in weights]
+        input_gradient = torch.cat([dy @ w for dy, w in zip(dys, weights, strict=True)])
+        return input_gradient, None, *weight_gradients, *bias_gradients
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, groups: int, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.groups, self.fuse_wgrad_accumulation = groups, fused
+        if groups > 1:
+            self.num_gemms = groups
+        for kind, shape in (("weight", (OUT, WIDTH)), ("bias", (OUT,))):
+            for group in range(groups):
+                name = f"{kind}{group if groups > 1 else ''}"
+                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+        self.wgrad_store = Never()
+        for parameter in self.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.grad_added_to_main_grad = False
+            parameter.register_post_accumulate_grad_hook(_move)
+
+    def pairs(self):
+        """(weight, bias) of each group."""
+        parameters = list(self.parameters())
+        return list(zip(parameters[: self.groups], parameters[self.groups :], strict=True))
+
+    def forward(self, input):
+        return Asking.apply(input, self, *self.parameters())
+
+
+class Never:
+    def delay_wgrad_compute(self) -> bool:
+        return False
+
+
+def _move(parameter: torch.nn.Parameter) -> None:
+    """What Megatron's data parallelism does with a gradient that autograd brings."""
+    if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def run_microbatches(layer: Layer, split: bool, count: int = 3) -> list[torch.Tensor]:
+    """All forwards, then all backwards; returns the inputs' gradients."""
+    inputs = [
+        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        for seed in range(count)
+    ]
+    outputs = [layer(input) for input in inputs]
+    for microbatch, output in enumerate(outputs):
+        loss = output.square().sum()
+        if split:
+            with STORE.collecting(Owner(0, microbatch)):
+                loss.backward()
+        else:
+            loss.backward()
+    return [input.grad for input in inputs]
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_come_with_w_and_are_the_same(groups, fused):
+    whole, cut = Layer(groups, fused), Layer(groups, fused)
+    expected = run_microbatches(whole, split=False)
+    split_backwards([torch.nn.Sequential(cut)])
+    assert all(map(torch.equal, run_microbatches(cut, split=True), expected))
+    assert not any(parameter.main_grad.any() for parameter in cut.parameters())
+    for microbatch in range(3):
+        STORE.run(Owner(0, microbatch))
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert theirs.main_grad.any()
+        assert torch.equal(ours.main_grad, theirs.main_grad)
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS])
+def test_a_whole_backward_is_the_layer_s_own(groups):
+    whole, ours = Layer(groups, fused=False), Layer(groups, fused=False)
+    run_microbatches(whole, split=False)
+    split_backwards([ours])
+    run_microbatches(ours, split=False)
+    for mine, theirs in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine.main_grad, theirs.main_grad)
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS])
+def test_what_waits_is_counted(groups):
+    """Input and output gradient, and not the fused product's result, which is the gradient buffer."""
+    layer = Layer(groups, fused=True)
+    split_backwards([layer])
+    STORE.meter = ActivationMeter(layer.parameters())
+    try:
+        run_microbatches(layer, split=True, count=1)
+        assert STORE.meter.live_bytes == 4 * ROWS * (WIDTH + OUT)
+        STORE.run(Owner(0, 0))
+        assert STORE.meter.live_bytes == 0
+    finally:
+        STORE.meter = None
+
+
+def test_a_parameter_is_counted_after_its_last_w():
+    layer = Layer(1, fused=True)
+    split_backwards([layer])
+    counted = []
+    for name, parameter in layer.named_parameters():
+        parameter.count = lambda name=name: counted.append(name)
+    run_microbatches(layer, split=True, count=2)
+    STORE.run(Owner(0, 0))
+    assert counted == []
+    STORE.run(Owner(0, 1))
+    assert sorted(counted) == ["bias", "weight"]
+
+
+def test_a_module_of_several_products_keeps_its_backward():
+    class Several(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1_weight = torch.nn.Parameter(torch.zeros(1))
+            self.wgrad_store = Never()
+
+    several, layer = Several(), Layer(1, fused=False)
+    split_backwards([several, layer])
+    assert isinstance(several.wgrad_store, Never)
+    assert isinstance(layer.wgrad_store, DeferringStore)
+
+
+ARGS = Namespace(
+    pipeline_schedule="zb-h1",
+    transformer_impl="transformer_engine",
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_layout=None,
+)
+
+
+def test_without_transformer_engine_a_split_is_refused():
+    with pytest.raises(ValueError, match=r"Engine 0\.0\.0 cannot .*install transformer-engine 2\.3\.0"):
+        refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=True)
+    refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=False)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["tp_comm_overlap", "use_transformer_engine_op_fuser", "overlap_dispatch_backward_with_experts_wgrad"],
+)
+def test_what_transformer_engine_cannot_cut(flag):
+    args = Namespace(**{**vars(ARGS), "transformer_impl": "local", flag: True})
+    with pytest.raises(ValueError, match=f"does not support --{flag.replace('_', '-')}"):
+        refuse_unsupported(args, Placement(Shape.LINEAR, 2), splits_backward=True)
+    refuse_unsupported(args, Placement(Shape.LINEAR, 2), splits_backward=False)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_every_family_begins_with_microbatch_0(name):
+    require_first_first(catalog.build(name, 4, 8))
+
+
+def test_a_file_that_begins_with_another_is_refused_under_fp8(tmp_path):
+    file = tmp_path / "late.csv"
+    file.write_text("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1I0,1W0,1F1,1I1,1W1\n")
+    with pytest.raises(ValueError, match=r"rank 0 runs 0W1 before microbatch 0's.*put microbatch 0 first"):
+        require_first_first(csv_file.read(file))
