@@ -24,7 +24,7 @@ FIRST_RELEASE = "2.3.0"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
 
 
-def split_backwards(model: Iterable[torch.nn.Module]) -> None:
+def split_backwards(model: Iterable[Any]) -> None:
     """Let Transformer Engine's linear layers in the chunks of ``model`` leave weight gradients for later.
 
     Nothing changes for them under a schedule that does not split.  A module of several linear layers
