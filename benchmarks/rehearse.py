@@ -11,29 +11,19 @@ import json
 import os
 import platform
 import re
-import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
+from jobs import COMMON, RANKS, call, pretrain, two_cores
 from tables import Row, table
 
 RESULTS = Path(__file__).parent / "results"
-RANKS, MICROBATCHES = 2, 8
-COMMON = shlex.split(
-    f"--pipeline-model-parallel-size {RANKS} --global-batch-size {MICROBATCHES} --micro-batch-size 1 "
-    "--num-layers 8 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
-    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 "
-    "--lr-decay-style constant --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --mock-data "
-    "--eval-iters 0 --eval-interval 1000 --log-interval 1"
-)
+MICROBATCHES = 8
 SIZES = {
     "hidden 256": "--hidden-size 256 --vocab-size 4000",
     "hidden 512": "--hidden-size 512 --vocab-size 8000",
@@ -50,32 +40,9 @@ LINE = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 WARM_UP = 2
 
 
-@contextmanager
-def two_cores() -> Iterator[None]:
-    """Let what is started inside share as many cores as there are ranks."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:RANKS])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def call(words: list[str]) -> str:
-    """Run a command with a thread a process; what it printed, or the end of the benchmark."""
-    run = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    if run.returncode:
-        raise SystemExit(f"{shlex.join(words)}\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
-    return run.stdout
-
-
 def train(flags: list[str], steps: int) -> list[float]:
     """Seconds of each step of the real run, as Megatron logs them, the first ones left out."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    words = [sys.executable, *launcher, "-m", "megatron_pp_ext.pretrain_gpt", "--cpu", *flags]
-    said = call([*words, "--train-iters", str(WARM_UP + steps)])
+    said = pretrain([*flags, "--train-iters", str(WARM_UP + steps)])
     return [float(ms) / 1e3 for ms in LINE.findall(said)[WARM_UP:]]
 
 
@@ -105,7 +72,8 @@ def step_times(steps: int, rounds: int) -> str:
     rows: list[Row] = []
     for size, shape in SIZES.items():
         for name, chosen in SCHEDULES.items():
-            flags = [*COMMON, *shape.split(), *chosen.split()]
+            batch = f"--global-batch-size {MICROBATCHES}"
+            flags = [*COMMON, *batch.split(), *shape.split(), *chosen.split()]
             real, together, alone = [], [], []
             with two_cores():
                 for _ in range(rounds):

@@ -6,8 +6,9 @@ carries a tag.  Receives are posted ahead of their use and sends never block, so
 order the actions run in, no rank can wait for a message whose sender waits for it in turn
 (a schedule in which the *actions* wait in a circle is refused by ``schedule.check``).
 
-Each direction has a process group, hence, under NCCL, a communicator of its own: a
-send can then never queue behind a receive that its peer has not matched yet.
+Each direction has a process group, hence, under NCCL, a communicator of its own for any two
+ranks: a send can then never queue behind a receive that its peer has not matched yet.  NCCL orders
+messages on streams of its own, against the compute stream by events: nothing here waits on the host.
 """
 
 from collections import deque
@@ -53,6 +54,8 @@ class Channels:
         self._to = [down if here < peer else up for peer in range(len(ranks))]
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        # Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
+        self._wire = torch.device("cpu") if dist.get_backend(down) == "gloo" else device
         self._expected: dict[int, deque[Message]] = {}
         self._posted: dict[int, deque[tuple[Message, torch.Tensor, dist.Work]]] = {}
         self._arrived: dict[Message, torch.Tensor] = {}
@@ -74,9 +77,9 @@ class Channels:
         The tensor's storage is kept until it has left; the caller may drop its own reference
         but must not write to it.
         """
-        payload = tensor.detach().contiguous()
+        payload = tensor.detach().contiguous().to(self._wire)
         if not self._shape:
-            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._device))
+            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
         elif tuple(payload.shape) != self._shape:
             raise ValueError(
                 f"a stage produced a message of shape {tuple(payload.shape)} where {self._shape} was agreed; "
@@ -100,7 +103,7 @@ class Channels:
                 tensor, work = self._receive(peer, tensor.tolist(), self._dtype)
             self._post_receives(peer)
             work.wait()
-            self._arrived[first] = tensor
+            self._arrived[first] = tensor.to(self._device)
         return self._arrived.pop(message)
 
     def close(self) -> None:
@@ -125,7 +128,7 @@ class Channels:
         self._sending.append((work, tensor))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=dtype, device=self._wire)
         work = self._from[peer].recv([tensor], self._peers[peer], 0)
         return tensor, work
 
@@ -134,8 +137,16 @@ def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessG
     """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
 
     Collective over the whole world, since making any group is: every rank calls it with its
-    own pipeline's ranks.
+    own pipeline's ranks.  Neighbours, and the pipeline's two ends, have exchanged a message on return.
+
+    RuntimeError where torch would serialize all messages of a group.
     """
+    world = dist.distributed_c10d._get_default_group()
+    if dist.get_backend(world) == "nccl" and world.bound_device_id is not None:
+        raise RuntimeError(
+            "init_process_group was called with device_id, under which torch runs all messages of a group "
+            "one by one, and pipeline ranks would wait for each other for ever; call it without device_id"
+        )
     gathered: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, ranks)
     mine = None
@@ -146,4 +157,25 @@ def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessG
             assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
             mine = (down, up)
     assert mine is not None, "a rank is missing from its own pipeline"
+    _meet(ranks, *mine)
     return mine
+
+
+def _meet(ranks: list[int], down: dist.ProcessGroup, up: dist.ProcessGroup) -> None:
+    """Send one message each way between neighbours, in one order on all ranks.
+
+    NCCL makes the communicator of two ranks at their first message, and both wait for that: in the order of
+    a schedule, one rank could wait so for a second, which waits for a third, which waits for the first.
+    """
+    here, size = ranks.index(dist.get_rank()), len(ranks)
+    on_gpu = dist.get_backend(down) == "nccl"
+    greeting = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    for one in sorted({tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)}):
+        if here not in one or size == 1:
+            continue
+        low, high = (ranks[rank] for rank in one)
+        for group, sender, receiver in ((down, low, high), (up, high, low)):
+            if dist.get_rank() == sender:
+                dist.send(greeting, receiver, group=group)
+            else:
+                dist.recv(greeting, sender, group=group)
