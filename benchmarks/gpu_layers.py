@@ -1,0 +1,186 @@
+"""Single layers and single ranks on a GPU; parts of benchmarks/gpu.py."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from gpu import Bench
+from tables import Row, table
+
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.made_up import MadeUpChannels
+from megatron_pp_ext.runtime.memory import Owner
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.stage import ModuleStage
+from megatron_pp_ext.schedule import catalog
+
+HIDDEN = TOKENS = 4096
+REPEATS = 20
+LONGEST_GAP = 20e-6
+GOAL = 1.02
+
+
+class Block(torch.nn.Module):
+    """A transformer layer's feed-forward of plain torch layers."""
+
+    def __init__(self, hidden: int, linear: type[torch.nn.Linear]) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` [tokens, hidden] to the same."""
+        return input + self.down(torch.nn.functional.gelu(self.up(self.norm(input))))
+
+
+class EngineBlock(torch.nn.Module):
+    """The same of Transformer Engine's layers, which add into main_grad."""
+
+    def __init__(self, hidden: int, splits: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as engine
+
+        from megatron_pp_ext.integration.transformer_engine import split_backwards
+
+        about: dict[str, Any] = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
+        self.up = engine.LayerNormLinear(hidden, 4 * hidden, **about)
+        self.down = engine.Linear(4 * hidden, hidden, **about)
+        for parameter in self.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        if splits:
+            split_backwards([self])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` [tokens, hidden] to the same."""
+        return input + self.down(torch.nn.functional.gelu(self.up(input)))
+
+
+def _device(bench: Bench) -> tuple[torch.device, torch.dtype, int]:
+    """Where, in what and how large."""
+    if bench.dry:
+        return torch.device("cpu"), torch.float32, 64
+    return torch.device("cuda"), torch.bfloat16, HIDDEN
+
+
+def split(bench: Bench) -> str:
+    """I and W one after the other against a whole backward."""
+    device, dtype, hidden = _device(bench)
+    tokens = hidden if bench.dry else TOKENS
+    kinds: dict[str, Callable[[bool], torch.nn.Module]] = {
+        "plain": lambda splits: Block(hidden, SplitLinear if splits else torch.nn.Linear),
+    }
+    rows: list[Row] = []
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+
+        kinds["Transformer Engine"] = partial(EngineBlock, hidden)
+    except ImportError:
+        rows.append(("Transformer Engine", "not installed", "", "", "", ""))
+    for name, make in kinds.items():
+        whole, cut = (make(splits).to(device=device, dtype=dtype) for splits in (False, True))
+        x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for repeat in range(1 + REPEATS):
+            for splits, layer in ((False, whole), (True, cut)):
+                seconds = _backward_seconds(layer, x, splits)
+                if repeat:
+                    times[splits].append(seconds)
+        (base, least_base), (ours, least) = ((median(t), min(t)) for t in times.values())
+        rows.append(
+            (
+                name,
+                f"{1e3 * base:.3f}",
+                f"{1e3 * ours:.3f}",
+                f"{ours / base:.4f}",
+                f"{least / least_base:.4f}",
+                "met" if ours / base <= GOAL else f"goal {GOAL}",
+            )
+        )
+    head = ("layers", "whole ms", "I + W ms", "median ratio", "least ratio", "goal")
+    return f"## A cut backward, hidden {hidden}, {tokens} tokens\n\n{table(head, rows)}"
+
+
+def _backward_seconds(layer: torch.nn.Module, x: torch.Tensor, splits: bool) -> float:
+    output = layer(x)
+    gradient = torch.ones_like(output)
+    for one in (x, *layer.parameters()):
+        one.grad = None
+    _wait(x.device)
+    start = time.perf_counter()
+    slot = Owner(0, 0)
+    with STORE.collecting(slot) if splits else nullcontext():
+        output.backward(gradient)
+    if splits:
+        STORE.run(slot)
+    _wait(x.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def gaps(bench: Bench) -> str:
+    """Moments in which a busy rank's device has nothing to do, its neighbours made up."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device, dtype, hidden = _device(bench)
+    ranks, microbatches = 4, 8
+    schedule = catalog.build("v-half", ranks, microbatches)
+    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+    try:
+        group, everyone = dist.group.WORLD, list(range(ranks))
+        assert group is not None
+
+        def module() -> torch.nn.Module:
+            blocks = torch.nn.Sequential(Block(hidden, SplitLinear), Block(hidden, SplitLinear))
+            return blocks.to(device=device, dtype=dtype)
+
+        stages = {stage: ModuleStage(stage, module()) for stage in schedule.placement.stages_of(1)}
+        shape = (hidden if bench.dry else TOKENS, hidden)
+
+        def step() -> None:
+            execute(
+                plan_rank(schedule, 1), stages, MadeUpChannels(everyone, group, group, shape, dtype, device)
+            )
+
+        step()
+        _wait(device)
+        with _profile(device) as profile:
+            step()
+            _wait(device)
+        if profile is None:
+            return "## Gaps\n\nno device to look at"
+        work = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+    finally:
+        dist.destroy_process_group()
+    between = sorted((after[0] - before[1]) / 1e6 for before, after in pairwise(work))
+    long = sum(gap > LONGEST_GAP for gap in between)
+    rows: list[Row] = [
+        (
+            len(work),
+            *(f"{1e6 * gap:.1f}" for gap in (median(between), between[-1])),
+            long,
+            "not met" if long else "met",
+        )
+    ]
+    head = ("kernels", "median gap us", "longest gap us", f"over {1e6 * LONGEST_GAP:.0f} us", "goal: none")
+    return f"## Gaps between kernels, rank 1 of v-half, p = {ranks}, hidden {hidden}\n\n{table(head, rows)}"
+
+
+def _profile(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])

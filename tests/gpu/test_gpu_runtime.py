@@ -1,0 +1,113 @@
+"""On a GPU: messages between ranks, the recorder's clock, memory.
+
+Several ranks share the device where NCCL lets them, and otherwise pass their messages through the host.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.stage import ModuleStage
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+ROWS, WIDTH, MICROBATCHES = 8, 64, 6
+
+
+def _stage(stage: int, stages: int, device: torch.device) -> ModuleStage:
+    torch.manual_seed(stage)
+    module = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), SplitLinear(WIDTH, WIDTH), torch.nn.GELU())
+    return ModuleStage(
+        stage,
+        module.to(device),
+        first_inputs=(lambda microbatch: _input(microbatch, device)) if stage == 0 else None,
+        loss=(lambda output, _: output.square().mean()) if stage == stages - 1 else None,
+    )
+
+
+def _input(microbatch: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(microbatch)).to(device)
+
+
+def _work(rank: int, ranks: int, name: str, backend: str, folder: str) -> None:
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    schedule = catalog.build(name, ranks, MICROBATCHES)
+    pipeline, placement = list(range(ranks)), schedule.placement
+    stages = {s: _stage(s, placement.stages, device) for s in placement.stages_of(rank)}
+    channels = Channels(pipeline, *direction_groups(pipeline), (ROWS, WIDTH), torch.float, device)
+    execute(plan_rank(schedule, rank), stages, channels)
+    gradients = {
+        (number, key): parameter.grad.cpu()
+        for number, stage in stages.items()
+        for key, parameter in stage.module.named_parameters()
+    }
+    torch.save(gradients, f"{folder}/{rank}")
+    assert not len(STORE)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _whole(stages: int) -> dict[tuple[int, str], torch.Tensor]:
+    """The gradients of the same model in one piece, stage by stage and microbatch by microbatch."""
+    device = torch.device("cuda", 0)
+    modules = [_stage(stage, stages, device).module for stage in range(stages)]
+    for microbatch in range(MICROBATCHES):
+        torch.nn.Sequential(*modules)(_input(microbatch, device)).square().mean().backward()
+    return {
+        (stage, key): parameter.grad.cpu()
+        for stage, module in enumerate(modules)
+        for key, parameter in module.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_equal_those_of_one_piece(ranks: int, name: str, backend: str, tmp_path: Path) -> None:
+    arguments = (ranks, name, backend, str(tmp_path))
+    context = torch.multiprocessing.spawn(_work, arguments, nprocs=ranks, join=False)
+    try:
+        while not context.join(timeout=60):
+            pass
+    except torch.multiprocessing.ProcessRaisedException as error:
+        if backend == "nccl" and "Duplicate GPU" in str(error):
+            pytest.skip("this NCCL does not let several ranks share a GPU (2.29 or newer may)")
+        raise
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for rank in range(ranks):
+        found |= torch.load(tmp_path / str(rank))
+    expected = _whole(catalog.build(name, ranks, MICROBATCHES).placement.stages)
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        assert torch.equal(gradient, expected[key]), key
+
+
+def test_the_recorder_reads_the_device_s_clock() -> None:
+    """The host is done with an action long before the device is."""
+    cycles = 100_000_000
+    recorder = StepRecorder()
+    with recorder.step():
+        for microbatch in range(2):
+            with recorder.during(Action(0, Kind.F, microbatch)):
+                torch.cuda._sleep(cycles)
+    first, second = recorder.record.events
+    assert first.end - first.start > 0.01
+    assert second.end - second.start == pytest.approx(first.end - first.start, rel=0.2)
+    assert 0 <= second.start - first.end < 0.005
