@@ -97,8 +97,8 @@ def main(
     where = f"{platform.machine()}, {RANKS} cores, load {load:.0f} at the start"
     parts = [
         "# Rehearsals",
-        f"`python benchmarks/rehearse.py --steps {steps} --rounds {rounds} --hidden {hidden}` on {where}, Python "
-        f"{platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}: p = {RANKS}, m = {MICROBATCHES}, "
+        f"`python benchmarks/rehearse.py --steps {steps} --rounds {rounds} --hidden {hidden}` on {where}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}: p = {RANKS}, m = {MICROBATCHES}, "
         "8 layers, 256 tokens.",
         inspect.cleandoc(step_times.__doc__ or ""),
         section,

@@ -1,6 +1,6 @@
 """How long does a step of real arithmetic take under each schedule?
 
-    python benchmarks/train.py [--rounds 2] [--steps 3] [--hidden 512,1024]
+    python benchmarks/train.py [--rounds 2] [--steps 2] [--hidden 512,1024]
 
 Trains GPTs on two CPU ranks, a core each, with a number of microbatches that grows within a run.  Runs of all
 schedules take turns; stock's own 1F1B and interleaved schedules are among them.  What the simulator predicts
@@ -30,6 +30,7 @@ from megatron_pp_ext.view import trace_file
 
 RESULTS = Path(__file__).parent / "results" / "train.md"
 MICROBATCHES = (2, 4, 8, 32)
+LAYERS = 4
 TRACED = 8
 """Microbatches of the step whose actions the prediction is made from."""
 
@@ -50,7 +51,7 @@ STEP = re.compile(
 
 def shape(hidden: int) -> list[str]:
     """A model of this hidden size, with a vocabulary that does not outweigh its layers."""
-    return [*COMMON, "--hidden-size", str(hidden), "--vocab-size", str(8 * hidden)]
+    return [*COMMON, *f"--num-layers {LAYERS} --hidden-size {hidden} --vocab-size {8 * hidden}".split()]
 
 
 def growing(steps: int) -> list[str]:
@@ -136,7 +137,7 @@ def rows_of(hidden: int, rounds: int, steps: int) -> list[Row]:
 
 def main(
     rounds: Annotated[int, typer.Option(help="Runs of each system; systems take turns.")] = 2,
-    steps: Annotated[int, typer.Option(help="Steps that count, of each number of microbatches.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps that count, of each number of microbatches.")] = 2,
     hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "512,1024",
 ) -> None:
     """Measure, and write the table."""
@@ -145,7 +146,7 @@ def main(
         "",
         f"`python benchmarks/train.py --rounds {rounds} --steps {steps} --hidden {hidden}` on "
         f"{platform.machine()}, {RANKS} cores, load {os.getloadavg()[0]:.1f} at the start, "
-        f"{datetime.now(UTC):%Y-%m-%d}: p = {RANKS}, 8 layers, {TOKENS} tokens, fp32.",
+        f"{datetime.now(UTC):%Y-%m-%d}: p = {RANKS}, {LAYERS} layers, {TOKENS} tokens, fp32.",
         "",
         f"Seconds. Medians of {rounds} x {steps} steps, systems in turns. Inner: forwards and backwards, of "
         "the rank that took longest; predicted: the same by the simulator, messages free, from the median "

@@ -175,6 +175,9 @@ def trace(
     peaks = Table("step", "measured peak of live activation bytes, rank by rank")
     for title, step in steps.items():
         peaks.add_row(title, "  ".join(f"{record.peak_bytes:,}" for record in step.records))
+        on_device = [f"{record.device_bytes:,}" for record in step.records if record.device_bytes]
+        if on_device:
+            peaks.add_row(f"{title}, all that its device held", "  ".join(on_device))
     console.print(peaks)
     for step in steps.values():
         console.print(terminal.idle_table(step))

@@ -99,6 +99,7 @@ class StepRecorder:
                 Reduction(chunk, self._seconds(start), self._seconds(end))
                 for chunk, start, end in self._reductions
             ),
+            device_bytes=torch.cuda.max_memory_allocated() or None,
         )
 
     def _mark(self) -> _Mark:

@@ -36,7 +36,8 @@ class RankRecord(NamedTuple):
 
     ``peak_microbatches`` counts (stage, microbatch) pairs that held on to anything, which is what
     a schedule's peak counts too; ``peak_bytes`` is what they held.  ``clock_error`` is by how many
-    seconds the rank's times may be off those of the first rank.
+    seconds the rank's times may be off those of the first rank.  ``device_bytes`` is the most that the
+    device's allocator has had at once since the process began, None on a CPU.
     """
 
     events: tuple[Measured, ...]
@@ -44,6 +45,7 @@ class RankRecord(NamedTuple):
     peak_microbatches: int
     reductions: tuple[Reduction, ...] = ()
     clock_error: float = 0.0
+    device_bytes: int | None = None
 
     def moved(self, seconds: float, clock_error: float) -> Self:
         """The same on a clock that is ``seconds`` ahead, known up to ``clock_error``."""

@@ -53,6 +53,7 @@ def write(path: Path, name: str, placement: Placement, records: Sequence[RankRec
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],
         "clock_errors": [record.clock_error for record in records],
+        "device_bytes": [record.device_bytes for record in records],
     }
     counter = {"live activation bytes": "bytes"}
     _write(path, {"pipeline": about}, counter, placement, [track(record) for record in records])
@@ -100,13 +101,13 @@ def read(path: Path) -> RecordedStep:
                 seconds = (begin["ts"] / 1e6, event["ts"] / 1e6)
                 reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
         peaks = zip(pipeline["peak_bytes"], pipeline["peak_microbatches"], strict=True)
-        errors = pipeline["clock_errors"]
+        rest = zip(pipeline["clock_errors"], pipeline["device_bytes"], strict=True)
         return RecordedStep(
             pipeline["schedule"],
             placement,
             tuple(
-                RankRecord(tuple(rank), *peak, tuple(reduced), error)
-                for rank, peak, reduced, error in zip(events, peaks, reductions, errors, strict=True)
+                RankRecord(tuple(rank), *peak, tuple(reduced), *others)
+                for rank, peak, reduced, others in zip(events, peaks, reductions, rest, strict=True)
             ),
         )
     except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
