@@ -172,7 +172,7 @@ def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[st
         "schedule": timeline.schedule.name,
         "microbatches": timeline.schedule.microbatches,
         "step_seconds": rehearsal.step_seconds,
-        "pipeline_seconds": timeline.makespan,
+        "pipeline_seconds": rehearsal.pipeline_seconds,
         "outside_seconds": rehearsal.outside_seconds,
         "bubble": timeline.bubble,
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
@@ -200,7 +200,7 @@ def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
         )
     console.print(table)
     console.print(
-        f"a step takes {rehearsal.step_seconds:.4g} s: {timeline.makespan:.4g} s of pipeline (bubble "
-        f"{timeline.bubble:.1%}, {timeline.schedule.microbatches} microbatches) and "
+        f"a step takes {rehearsal.step_seconds:.4g} s: {rehearsal.pipeline_seconds:.4g} s of pipeline "
+        f"(bubble {timeline.bubble:.1%}, {timeline.schedule.microbatches} microbatches) and "
         f"{rehearsal.outside_seconds:.4g} s of optimizer and all else"
     )

@@ -67,7 +67,7 @@ class RehearsalRunner(PipelineRunner):
         super().__init__(pipeline)
         self._recorder: StepRecorder | None = None
         self._bytes: RankRecord | None = None
-        self._seconds: list[Seconds] = []
+        self._timed: list[RankRecord] = []
         self._collectives = Collectives(pipeline.placement)
         self._message_bytes = 0
         self._steps = 0
@@ -92,7 +92,7 @@ class RehearsalRunner(PipelineRunner):
         if self._bytes is None:
             self._bytes = self._recorder.record
         else:
-            self._seconds.append(_means(self._recorder.record))
+            self._timed.append(self._recorder.record)
         self._steps += 1
         if self._outside:
             self._write(inputs, group)
@@ -133,7 +133,8 @@ class RehearsalRunner(PipelineRunner):
         csv_file.write(schedule, path.with_suffix(".csv"))
         # A step is as long as its actions together, so that medians of actions would be too short; a step
         # that something else disturbed does not count.
-        seconds = {key: median(step[key] for step in self._seconds) for key in self._seconds[0]}
+        means = [_means(record) for record in self._timed]
+        seconds = {key: median(step[key] for step in means) for key in means[0]}
         held = _Held(inputs.model, self._optimizers.values())
         RankRehearsal(
             rank=rank,
@@ -151,6 +152,10 @@ class RehearsalRunner(PipelineRunner):
             gradient_bytes=held.gradients,
             optimizer_bytes=held.optimizer,
             device_bytes=torch.cuda.max_memory_allocated() or None,
+            ratios=tuple(
+                tuple((e.end - e.start) / seconds[e.action.stage, e.action.kind] for e in record.events)
+                for record in self._timed
+            ),
         ).write(path)
 
 

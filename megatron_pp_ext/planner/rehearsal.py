@@ -2,17 +2,23 @@
 
 A rank that is rehearsed runs its own actions in their real order, with the neighbours' tensors made up.  So
 the seconds of its actions and its peak are measured; how the ranks wait for each other is simulated.
+
+An action does not take the same time twice, and ranks that wait for each other wait for the slower one: of
+actions that all took their mean, a step would come out too short.  So every measured step is simulated with
+what its actions took, one by one.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.replay import makespan
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 PLACES = ("first", "middle", "last")
@@ -53,6 +59,8 @@ class RankRehearsal:
     data.  ``peak_activation_bytes`` is the recorder's.  ``weight_bytes``, ``gradient_bytes`` and
     ``optimizer_bytes`` are of the tensors that the rank holds; ``device_bytes`` is the allocator's peak, None
     on a machine that has no device to ask.  ``layers`` tells the layers of every stage of the pipeline.
+    ``ratios`` are a row a timed step: by how much each action of the rank, in its order, took longer than
+    ``stages`` says.
     """
 
     rank: int
@@ -68,6 +76,7 @@ class RankRehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     device_bytes: int | None = None
+    ratios: tuple[tuple[float, ...], ...] = ()
 
     def write(self, path: Path) -> None:
         """Keep it as JSON."""
@@ -80,6 +89,7 @@ class RankRehearsal:
         content["stages"] = tuple(StageCosts(**stage) for stage in content["stages"])
         content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
         content["layers"] = tuple(content["layers"])
+        content["ratios"] = tuple(map(tuple, content["ratios"]))
         return cls(**content)
 
 
@@ -105,16 +115,21 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The pipeline put together: a simulated step, and the bytes of every rank."""
+    """The pipeline put together: a simulated step, and the bytes of every rank.
+
+    In ``timeline`` an action takes what is typical of its kind; ``pipeline_seconds`` is the median of the
+    steps with what actions took one by one.
+    """
 
     timeline: Timeline
+    pipeline_seconds: float
     outside_seconds: float
     ranks: tuple[RankBytes, ...]
 
     @property
     def step_seconds(self) -> float:
         """From the first action of a step to the first of the next: all ranks meet in the optimizer."""
-        return self.timeline.makespan + self.outside_seconds
+        return self.pipeline_seconds + self.outside_seconds
 
 
 def chosen_ranks(words: str, ranks: int) -> list[int]:
@@ -189,7 +204,40 @@ def put_together(
         )
         for rank, other in enumerate(source)
     )
-    return Rehearsal(timeline, max(one.outside_seconds for one in found.values()), ranks)
+    outside = max(one.outside_seconds for one in found.values())
+    return Rehearsal(timeline, _pipeline_seconds(timeline, found, source), outside, ranks)
+
+
+def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], source: Sequence[int]) -> float:
+    """The median over measured steps, each action as much longer or shorter as it was in that step.
+
+    Ranks with the same stand-in take it from different steps, lest they all be slow at once.
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    placement = schedule.placement
+    known = [
+        {
+            (placement.chunk_of(action.stage), action.kind, action.microbatch): place
+            for place, action in enumerate(schedule.orders[rank])
+        }
+        for rank in range(placement.ranks)
+    ]
+    steps = min(len(one.ratios) for one in found.values())
+
+    def seconds(step: int, action: Action) -> float:
+        rank, cost = placement.rank_of(action.stage), costs.stages[action.stage]
+        other = source[rank]
+        place = known[other].get((placement.chunk_of(action.stage), action.kind, action.microbatch))
+        if place is None:  # one rank's B is another's I and W
+            return cost.seconds(action.kind)
+        return cost.seconds(action.kind) * found[other].ratios[(step + rank - other) % steps][place]
+
+    if not steps:
+        return timeline.makespan
+    return median(
+        makespan(schedule, lambda action, step=step: seconds(step, action), costs.hop)  # type: ignore[misc]
+        for step in range(steps)
+    )
 
 
 def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageCosts:

@@ -141,7 +141,8 @@ def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessG
 
     RuntimeError where torch would serialize all messages of a group.
     """
-    world = dist.distributed_c10d._get_default_group()
+    world = dist.group.WORLD
+    assert world is not None
     if dist.get_backend(world) == "nccl" and world.bound_device_id is not None:
         raise RuntimeError(
             "init_process_group was called with device_id, under which torch runs all messages of a group "

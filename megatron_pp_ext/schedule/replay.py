@@ -5,6 +5,7 @@ rank and for at most one message, and the order in which all can be computed doe
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
@@ -12,6 +13,18 @@ from megatron_pp_ext.schedule.check import in_order_of_need
 from megatron_pp_ext.schedule.costs import Costs
 
 _KINDS = {kind: at for at, kind in enumerate(Kind)}
+
+
+def makespan(schedule: Schedule, seconds: Callable[[Action], float], hop: float) -> float:
+    """From the first start to the last end where every action takes seconds of its own."""
+    home = schedule.placement.rank_of
+    now = [0.0] * schedule.ranks
+    ends: dict[Action, float] = {}
+    for rank, action, inputs in in_order_of_need(schedule):
+        arrivals = (ends[need] + (hop if home(need.stage) != rank else 0.0) for need in inputs)
+        now[rank] = max((now[rank], *arrivals)) + seconds(action)
+        ends[delivers(action)] = now[rank]
+    return max(now)
 
 
 @dataclass(frozen=True, slots=True)

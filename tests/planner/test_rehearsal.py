@@ -69,6 +69,42 @@ def test_the_middle_stands_for_the_others() -> None:
     assert [stand_in(rank, [0, 3], 4) for rank in range(4)] == [0, 0, 3, 3]
 
 
+def test_ranks_wait_for_whoever_is_slower() -> None:
+    """Two ranks in turn slow and quick, never both: on average as quick as ever, and yet a longer step."""
+    schedule = catalog.build("1f1b", 2, 8)
+    length = len(schedule.orders[0])
+    turns = [tuple(1 + 0.5 * (-1) ** (place + late) for place in range(length)) for late in (0, 1)]
+    even = {
+        rank: replace(
+            measured(0), rank=rank, digest=schedule.digest, layers=(1, 1), stages=(StageCosts(1, 1, 1, 1.0),)
+        )
+        for rank in range(2)
+    }
+    uneven = {rank: replace(one, ratios=(turns[rank],)) for rank, one in even.items()}
+    calm, hasty = (put_together(found, schedule, None, 2) for found in (even, uneven))
+    assert calm.pipeline_seconds == calm.timeline.makespan == simulate(schedule, calm.timeline.costs).makespan
+    assert hasty.timeline.makespan == calm.timeline.makespan
+    assert hasty.pipeline_seconds > 1.05 * calm.pipeline_seconds
+    assert hasty.step_seconds == hasty.pipeline_seconds + hasty.outside_seconds
+
+
+def test_the_median_of_measured_steps() -> None:
+    length = len(SCHEDULE.orders[0])
+    steps = tuple((factor,) * length for factor in (1.0, 3.0, 2.0))
+    found = {rank: replace(measured(rank), ratios=steps) for rank in range(RANKS)}
+    rehearsal = put_together(found, SCHEDULE, None, RANKS)
+    assert rehearsal.pipeline_seconds == pytest.approx(2 * rehearsal.timeline.makespan)
+
+
+def test_stand_ins_take_other_steps() -> None:
+    """A slow moment of the rank in the middle is not one of all ranks that it stands for."""
+    length = len(SCHEDULE.orders[1])
+    slow = ((2.0,) * length, (1.0,) * length)
+    found = {rank: replace(measured(0), rank=rank, ratios=slow) for rank in (0, 1, 3)}
+    rehearsal = put_together(found, SCHEDULE, None, RANKS)
+    assert rehearsal.timeline.makespan < rehearsal.pipeline_seconds < 2 * rehearsal.timeline.makespan
+
+
 def test_all_ranks_put_together() -> None:
     found = {rank: measured(rank) for rank in range(RANKS)}
     rehearsal = put_together(found, SCHEDULE, None, RANKS)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.replay import Replay
+from megatron_pp_ext.schedule.replay import Replay, makespan
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -19,3 +19,14 @@ def test_spans_are_the_simulations(name):
     ]
     idle = 1 - sum(span.busy for span in spans) / (len(spans) * timeline.makespan)
     assert idle == pytest.approx(timeline.bubble)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_each_action_with_seconds_of_its_own(name):
+    schedule = catalog.build(name, 4, 9)
+    stages = schedule.placement.stages
+    costs = Costs(tuple(StageCosts(1 + s / 7, 1.1 + s / 9, 0.7 + s / 11) for s in range(stages)), 0.13)
+    found = makespan(schedule, lambda action: costs.stages[action.stage].seconds(action.kind), costs.hop)
+    assert found == pytest.approx(simulate(schedule, costs).makespan)
+    slow = makespan(schedule, lambda action: 1.0 + (action.microbatch == 3), 0.0)
+    assert slow > makespan(schedule, lambda action: 1.0, 0.0)
