@@ -121,8 +121,9 @@ def main(
     text = [
         "# Measured against predicted step time",
         "",
-        f"`python benchmarks/runtime.py --ranks {ranks} --repeats {repeats}` on {platform.machine()}, {os.cpu_count()} cores, {date.today()}. "
-        f"F = I = W, {repeats} steps of each system, alternating; m = 4p. Sleeping overshoots by 0.1 ms.",
+        f"`python benchmarks/runtime.py --ranks {ranks} --repeats {repeats}` on {platform.machine()}, "
+        f"{os.cpu_count()} cores, {date.today()}. F = I = W, {repeats} steps of each system, alternating; "
+        "m = 4p. Sleeping overshoots by 0.1 ms.",
     ]
     cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
     with tempfile.TemporaryDirectory() as folder:
