@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gpu import Bench
+from split import Block
 from tables import Row, table
 
 from megatron_pp_ext.runtime.executor import execute
@@ -26,21 +27,8 @@ LONGEST_GAP = 20e-6
 GOAL = 1.02
 
 
-class Block(torch.nn.Module):
-    """A transformer layer's feed-forward of plain torch layers."""
-
-    def __init__(self, hidden: int, linear: type[torch.nn.Linear]) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(hidden)
-        self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` [tokens, hidden] to the same."""
-        return input + self.down(torch.nn.functional.gelu(self.up(self.norm(input))))
-
-
 class EngineBlock(torch.nn.Module):
-    """The same of Transformer Engine's layers, which add into main_grad."""
+    """A ``Block`` of Transformer Engine's layers, which add into main_grad."""
 
     def __init__(self, hidden: int, splits: bool) -> None:
         super().__init__()
