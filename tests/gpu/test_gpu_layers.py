@@ -15,7 +15,7 @@ from megatron_pp_ext.runtime.split import STORE, SplitLinear
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no CUDA device"),
 ]
 
 TOKENS, WIDTH, OUT, MICROBATCHES = 256, 512, 1024, 3

@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no CUDA device"),
 ]
 
 ROWS, WIDTH, MICROBATCHES = 8, 64, 8
