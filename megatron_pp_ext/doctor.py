@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_pp_ext.integration.transformer_engine import FIRST_RELEASE
+
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
-FIRST_SPLITTING_TRANSFORMER_ENGINE = (2, 3)
-"""The first release of Transformer Engine whose layers can leave weight gradients for later."""
 
 
 def examine(console: Console, checkout: Path | None = None) -> int:
@@ -49,9 +49,9 @@ def lacking() -> Iterator[tuple[str, str]]:
     engine = _version("transformer-engine")
     if engine is None:
         yield "transformer-engine", "Megatron's default layers: give --transformer-impl local (--cpu does)"
-    elif _numbers(engine) < FIRST_SPLITTING_TRANSFORMER_ENGINE:
+    elif _numbers(engine) < _numbers(FIRST_RELEASE):
         yield (
-            f"transformer-engine {_dotted(FIRST_SPLITTING_TRANSFORMER_ENGINE)} or newer",
+            f"transformer-engine {FIRST_RELEASE} or newer",
             f"{engine} cannot split its backward: give --transformer-impl local, or update it",
         )
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:

@@ -20,7 +20,7 @@ from megatron_pp_ext.integration.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 
-FIRST_RELEASE = "2.3.0"
+FIRST_RELEASE = "2.3"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
 
 

@@ -11,6 +11,7 @@ what its actions took, one by one.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Self
@@ -234,10 +235,7 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
 
     if not steps:
         return timeline.makespan
-    return median(
-        makespan(schedule, lambda action, step=step: seconds(step, action), costs.hop)  # type: ignore[misc]
-        for step in range(steps)
-    )
+    return median(makespan(schedule, partial(seconds, step), costs.hop) for step in range(steps))
 
 
 def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageCosts:

@@ -20,6 +20,7 @@ def trace(tmp_path):
             2,
             (Reduction(0, row[-1].end - 1, row[-1].end + 2),),
             clock_error=1e-5 * rank,
+            device_bytes=2000 + rank,
         )
         for rank, row in enumerate(simulate(schedule, unit).events)
     ]
@@ -40,3 +41,8 @@ def test_idle_time_by_cause(trace, mpp):
 
 def test_clock_errors_are_in_the_file(trace):
     assert [record.clock_error for record in trace_file.read(trace).records] == [0, 1e-5]
+
+
+def test_what_devices_held(trace, mpp):
+    assert [record.device_bytes for record in trace_file.read(trace).records] == [2000, 2001]
+    assert "2,000  2,001" in mpp("trace", trace).output

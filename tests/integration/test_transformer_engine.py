@@ -7,6 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
+import training
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_pp_ext.integration.refusals import refuse_unsupported
 from megatron_pp_ext.integration.transformer_engine import (
@@ -191,6 +193,29 @@ def test_a_module_of_several_products_keeps_its_backward():
     assert isinstance(layer.wgrad_store, DeferringStore)
 
 
+def test_a_run_changes_its_layers_stores():
+    """A local linear layer passes for one of Transformer Engine's: it has a weight and a store."""
+
+    def stores(chunks):
+        return [
+            type(m.wgrad_store).__name__
+            for chunk in chunks
+            for m in chunk.modules()
+            if hasattr(m, "wgrad_store")
+        ]
+
+    def pretend(chunks):
+        training.initialize_by_layer(chunks)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, RowParallelLinear):
+                    module.wgrad_store, module.fuse_wgrad_accumulation = Never(), False
+
+    flags = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--train-iters", "1"]
+    for run in training.train(2, flags, initialize=pretend, grab=stores):
+        assert run.grabbed == 8 * ["DeferringStore"]
+
+
 ARGS = Namespace(
     pipeline_schedule="zb-h1",
     transformer_impl="transformer_engine",
@@ -200,7 +225,7 @@ ARGS = Namespace(
 
 
 def test_without_transformer_engine_a_split_is_refused():
-    with pytest.raises(ValueError, match=r"Engine 0\.0\.0 cannot .*install transformer-engine 2\.3\.0"):
+    with pytest.raises(ValueError, match=r"Engine 0\.0\.0 cannot .*install transformer-engine 2\.3 or newer"):
         refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=True)
     refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=False)
 

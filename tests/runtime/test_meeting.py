@@ -1,0 +1,61 @@
+"""Neighbours meet, each way, in one order on all ranks, before a schedule asks them to."""
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_pp_ext.runtime.channels import direction_groups
+
+
+def meetings(rank: int, ranks: int) -> list[tuple[int, int, str]]:
+    """(sender, receiver, group) of what this rank exchanged, in its order."""
+    dist.init_process_group("gloo")
+    seen = []
+    send, receive = dist.send, dist.recv
+
+    def watched_send(tensor, to, group):
+        seen.append((rank, to, group.group_desc))
+        send(tensor, to, group=group)
+
+    def watched_receive(tensor, source, group):
+        seen.append((source, rank, group.group_desc))
+        receive(tensor, source, group=group)
+
+    dist.send, dist.recv = watched_send, watched_receive
+    direction_groups(list(range(ranks)))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_neighbours_meet(ranks: int) -> None:
+    by_rank = run_ranks(meetings, ranks, ranks)
+    edges = {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+    expected = {
+        (sender, receiver, "PIPELINE_DOWN" if sender < receiver else "PIPELINE_UP")
+        for pair in edges
+        for sender, receiver in (pair, pair[::-1])
+    }
+    assert {one for seen in by_rank for one in seen} == expected
+    for rank, seen in enumerate(by_rank):
+        assert len(seen) == len(set(seen)) == sum(rank in one[:2] for one in expected)
+    # One order that all ranks keep: whoever comes first in it is never waited for by the one before.
+    done: set[tuple[int, int, str]] = set()
+    while len(done) < len(expected):
+        heads = [next((one for one in seen if one not in done), None) for seen in by_rank]
+        ready = {one for one in heads if one and heads.count(one) == 2}
+        assert ready, f"ranks wait for each other in a circle: {heads}"
+        done |= ready
+
+
+def refusal(rank: int) -> str:
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as error:
+        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        patch.setattr(type(dist.group.WORLD), "bound_device_id", "cuda:0")
+        direction_groups([0])
+    return str(error.value)
+
+
+def test_serialized_messages_are_refused() -> None:
+    (said,) = run_ranks(refusal, 1)
+    assert "call it without device_id" in said
