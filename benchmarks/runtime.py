@@ -3,9 +3,11 @@
     python benchmarks/runtime.py [--ranks 2,4,8] [--settings ...] [--repeats 3]
 
 Our executor under every family beside stock Megatron's and torch.distributed.pipelining's schedulers, on
-the same stages in the same processes, one after the other within each repeat.  Writes results/runtime.md.
+the same stages in the same processes, one after the other within each repeat, and beside what the machine
+itself adds (bare.py).  Writes results/runtime.md.
 """
 
+import gc
 import os
 import platform
 import time
@@ -17,9 +19,10 @@ from typing import Annotated
 import torch.distributed as dist
 import torch.multiprocessing
 import typer
+from bare import Wires, cores_awake, keep_freed_memory, sleep_precisely, wires
 from rich.progress import track
-from sleeping import Times
-from systems import SYSTEMS
+from sleeping import Times, calibrated
+from systems import SYSTEMS, System, World, bare
 from tables import table
 
 from megatron_pp_ext.schedule import catalog
@@ -35,6 +38,9 @@ SETTINGS = {
 }
 """Times of a whole stage, and the goal: measured over predicted."""
 
+_FITS = 64 << 10
+"""Bytes of a message that any socket takes at once."""
+
 
 def predicted(family: str, ranks: int, microbatches: int, times: Times) -> float:
     """Seconds of a step by the simulator, messages free."""
@@ -46,13 +52,31 @@ def predicted(family: str, ranks: int, microbatches: int, times: Times) -> float
     return simulate(schedule, Costs((stage,) * schedule.placement.stages)).makespan
 
 
-def measure(rank: int, ranks: int, microbatches: int, times: Times, repeats: int, file: str) -> None:
+def systems_for(times: Times) -> list[System]:
+    """All, but for plain sockets where their buffers would not hold a message."""
+    return [system for system in SYSTEMS if system.build is not bare or times.message_bytes <= _FITS]
+
+
+def measure(
+    rank: int, ranks: int, microbatches: int, times: Times, repeats: int, file: str, wires: Wires
+) -> None:
     """On one rank: run every system once to warm up and ``repeats`` times more; rank 0 writes seconds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    sleep_precisely()
+    keep_freed_memory()
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    world = World.join(rank, ranks, file, wires)
+    systems = systems_for(times)
+    told = {chunks: calibrated(times, chunks) for chunks in (1, 2)}
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked through within a step
     # Otherwise the progress of eight ranks would be mixed with what they log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    runs = [system.build(catalog.build(system.family, ranks, microbatches), times) for system in SYSTEMS]
+    runs = []
+    for system in systems:
+        schedule = catalog.build(system.family, ranks, microbatches)
+        slept = times if system.build is bare else told[schedule.placement.chunks]
+        runs.append(system.build(world, schedule, slept))
     spans: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
         for run in runs:
@@ -68,7 +92,7 @@ def measure(rank: int, ranks: int, microbatches: int, times: Times, repeats: int
             max(end for _, end in step) - min(start for start, _ in step)
             for step in zip(*everyone, strict=True)
         ]
-        Path(f"{file}.steps").write_text(" ".join(map(str, steps[len(SYSTEMS) :])))
+        Path(f"{file}.steps").write_text(" ".join(map(str, steps[len(systems) :])))
     dist.barrier()
     os._exit(0)  # torch's and Megatron's groups would take a second each to tear down
 
@@ -80,15 +104,16 @@ def rows_of(ranks: int, setting: str, repeats: int, folder: Path) -> list[tuple[
     file = folder / f"{ranks}-{list(SETTINGS).index(setting)}"
     torch.multiprocessing.start_processes(
         measure,
-        (ranks, microbatches, times, repeats, str(file)),
+        (ranks, microbatches, times, repeats, str(file), wires(ranks)),
         nprocs=ranks,
         start_method="fork",
     )
     steps = [float(word) for word in Path(f"{file}.steps").read_text().split()]
     rows: list[tuple[object, ...]] = []
-    for number, system in enumerate(SYSTEMS):
+    systems = systems_for(times)
+    for number, system in enumerate(systems):
         expected = predicted(system.family, ranks, microbatches, times)
-        taken = steps[number :: len(SYSTEMS)]
+        taken = steps[number :: len(systems)]
         ratio = median(taken) / expected
         met = "" if not system.name.startswith("ours") else "met" if ratio <= goal else f"goal {goal}"
         rows.append(
@@ -123,10 +148,12 @@ def main(
         "",
         f"`python benchmarks/runtime.py --ranks {ranks} --repeats {repeats}` on {platform.machine()}, "
         f"{os.cpu_count()} cores, {date.today()}. F = I = W, {repeats} steps of each system, alternating; "
-        "m = 4p. Sleeping overshoots by 0.1 ms.",
+        "m = 4p. F, I and W include what autograd takes for a sleeping layer, as measured on one alone. "
+        "Ranks are bound to cores, which idle-priority processes keep from halting, and keep the memory that "
+        "they free. Sockets alone: the same actions without torch, which only sleep and pass bytes.",
     ]
     cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, cores_awake():
         for count, name in track(cells, "measuring"):
             rows = rows_of(count, name, repeats, Path(folder))
             text += ["", f"## {name}, p = {count}", "", table(head, rows)]

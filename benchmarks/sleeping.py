@@ -5,12 +5,16 @@ each of them can run apart: one node of the autograd graph sleeps for I, another
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
 
+from megatron_pp_ext.runtime.memory import Owner
 from megatron_pp_ext.runtime.split import STORE
+
+_TRIES = 9
 
 
 @dataclass(frozen=True)
@@ -29,22 +33,24 @@ class Times:
 
 
 class _SleepInput(torch.autograd.Function):
+    """I ends when its time is over, counted from where the backward reached the layer."""
+
     @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.backward_seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, activation: torch.Tensor, layer: "SleepingLayer") -> torch.Tensor:
+        ctx.layer = layer
         return torch.empty_like(activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(ctx.backward_seconds)
-        return torch.empty_like(gradients[0]), None, None
+        gradient = torch.empty_like(gradients[0])
+        ctx.layer.sleep(ctx.layer.times.input_gradient)
+        return gradient, None
 
 
 class _SleepWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, weight: torch.Tensor, layer: "SleepingLayer") -> torch.Tensor:
+        ctx.seconds = layer.times.weight_gradient / layer.chunks
         return weight.clone()
 
     @staticmethod
@@ -58,13 +64,19 @@ class _Join(torch.autograd.Function):
     """An activation and a weight become one without arithmetic, whose cost would grow with the message."""
 
     @staticmethod
-    def forward(ctx: Any, activation: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, activation: torch.Tensor, weight: torch.Tensor, layer: "SleepingLayer"
+    ) -> torch.Tensor:
+        ctx.layer = layer
         # The same storage, but no view: Megatron frees outputs, and refuses to where they are views.
-        return activation.new_empty(0).set_(activation)
+        joined = activation.new_empty(0).set_(activation)
+        layer.sleep(layer.times.forward)
+        return joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], gradients[0].new_zeros(1)
+        ctx.layer.since = time.perf_counter()
+        return gradients[0], gradients[0].new_zeros(1), None
 
 
 class _Loss(torch.autograd.Function):
@@ -79,14 +91,14 @@ class _Loss(torch.autograd.Function):
 
 
 class SleepingLayer(torch.nn.Module):
-    """One chunk of a stage that has ``chunks`` of them."""
+    """One chunk of a stage that has ``chunks`` of them; for how long it sleeps see ``calibrated``."""
 
     def __init__(self, times: Times, chunks: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self._forward = times.forward / chunks
-        self._input, self._weight = times.input_gradient / chunks, times.weight_gradient / chunks
+        self.times, self.chunks = times, chunks
         self.given: torch.Tensor | None = None
+        self.since = 0.0
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
         """What Megatron calls before a forward that does not read data."""
@@ -94,13 +106,43 @@ class SleepingLayer(torch.nn.Module):
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape, some time later."""
+        self.since = time.perf_counter()
         if not activation.requires_grad:
             activation.requires_grad_()
-        slept = _SleepInput.apply(activation, self._forward, self._input)
-        return _Join.apply(slept, _SleepWeight.apply(self.weight, self._weight))
+        weight = _SleepWeight.apply(self.weight, self)
+        return _Join.apply(_SleepInput.apply(activation, self), weight, self)
+
+    def sleep(self, seconds: float) -> None:
+        """Until a chunk's part of a stage's ``seconds`` is over, counted from ``since``."""
+        time.sleep(max(0.0, self.since + seconds / self.chunks - time.perf_counter()))
 
 
 def loss_of(output: torch.Tensor, *_: Any) -> torch.Tensor:
     """Zero, whose gradient takes no time."""
     result: torch.Tensor = _Loss.apply(output)
     return result
+
+
+def calibrated(times: Times, chunks: int) -> Times:
+    """What a layer must be told so that its F, I and W take ``times``, autograd's part included.
+
+    A layer alone is measured, with the pauses that it has in a pipeline: code that has just slept runs
+    several times slower than code that is in the caches.
+    """
+    layer, slot = SleepingLayer(times, chunks), Owner(0, 0)
+    found: list[tuple[float, float, float]] = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        output = layer(torch.empty(times.shape, requires_grad=True))
+        forward = time.perf_counter()
+        with STORE.collecting(slot):
+            torch.autograd.backward(output, grad_tensors=torch.empty(times.shape))
+        input_gradient = time.perf_counter()
+        STORE.run(slot)
+        found.append((forward - start, input_gradient - forward, time.perf_counter() - input_gradient))
+    wanted = (times.forward, times.input_gradient, times.weight_gradient)
+    told = (
+        max(0.0, 2 * seconds - chunks * median(taken))
+        for seconds, taken in zip(wanted, zip(*found, strict=True), strict=True)
+    )
+    return replace(times, **dict(zip(("forward", "input_gradient", "weight_gradient"), told, strict=True)))

@@ -14,9 +14,11 @@ cpu.install()  # before anything imports Megatron
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
+from bare import Wires, walker  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from sleeping import SleepingLayer, Times, loss_of  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
@@ -33,15 +35,40 @@ CPU = torch.device("cpu")
 RunStep = Callable[[], object]
 
 
+class World(NamedTuple):
+    """The process groups of a rank, and its sockets to the others.
+
+    All systems share them: each of gloo's groups has a thread that wakes up a hundred times a second.
+    """
+
+    alone: dist.ProcessGroup
+    down: dist.ProcessGroup
+    up: dist.ProcessGroup
+    wires: Wires
+
+    @classmethod
+    def join(cls, rank: int, ranks: int, file: str, wires: Wires) -> "World":
+        """Collective: rank ``rank`` of ``ranks`` meets the others in ``file``."""
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+        alone, _ = dist.new_subgroups_by_enumeration([[other] for other in range(ranks)])
+        assert isinstance(alone, dist.ProcessGroup)
+        return cls(alone, *direction_groups(list(range(ranks))), wires)
+
+
 class System(NamedTuple):
-    """``build(schedule, times)`` is called in every rank; ``schedule`` is what its runner should follow."""
+    """``build(world, schedule, times)`` is called in every rank; ``schedule`` is what it should follow."""
 
     name: str
     family: str
-    build: Callable[[Schedule, Times], RunStep]
+    build: Callable[[World, Schedule, Times], RunStep]
 
 
-def ours(schedule: Schedule, times: Times) -> RunStep:
+def bare(world: World, schedule: Schedule, times: Times) -> RunStep:
+    """Sleeping and sockets alone."""
+    return walker(plan_rank(schedule, dist.get_rank()), schedule.placement.chunks, times, world.wires)
+
+
+def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
     """The executor on ``ModuleStage``; a new ``Channels`` a step, as in training."""
     ranks, rank = list(range(schedule.ranks)), dist.get_rank()
     chunks, last = schedule.placement.chunks, schedule.placement.stages - 1
@@ -54,22 +81,17 @@ def ours(schedule: Schedule, times: Times) -> RunStep:
         )
         for stage in schedule.placement.stages_of(rank)
     }
-    groups, plan = direction_groups(ranks), plan_rank(schedule, rank)
+    plan = plan_rank(schedule, rank)
 
     def run() -> None:
-        execute(plan, stages, Channels(ranks, *groups, times.shape, torch.float, CPU))
+        execute(plan, stages, Channels(ranks, world.down, world.up, times.shape, torch.float, CPU))
 
     return run
 
 
-def megatrons(schedule: Schedule, times: Times) -> RunStep:
+def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Stock's 1F1B or interleaved, with the overlap of messages that Megatron's arguments choose."""
     ranks, chunks = schedule.ranks, schedule.placement.chunks
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
     config = TransformerConfig(
         num_layers=schedule.placement.stages,
         hidden_size=times.shape[2],
@@ -96,8 +118,11 @@ def megatrons(schedule: Schedule, times: Times) -> RunStep:
         else stock.forward_backward_pipelining_without_interleaving
     )
     sequence, batch, _ = times.shape
+    everyone = dist.group.WORLD
     return partial(
         run,
+        p2p_communicator=P2PCommunicator(everyone, config),
+        pg_collection=ProcessGroupCollection(tp=world.alone, cp=world.alone, pp=everyone),
         forward_step_func=forward_step,
         data_iterator=[repeat(None)] * chunks,
         model=model,
@@ -108,7 +133,7 @@ def megatrons(schedule: Schedule, times: Times) -> RunStep:
     )
 
 
-def of_torch(class_name: str, schedule: Schedule, times: Times) -> RunStep:
+def of_torch(class_name: str, _: World, schedule: Schedule, times: Times) -> RunStep:
     """A schedule class of torch.distributed.pipelining."""
     placement, rank = schedule.placement, dist.get_rank()
     mine = placement.stages_of(rank)
@@ -127,6 +152,7 @@ def of_torch(class_name: str, schedule: Schedule, times: Times) -> RunStep:
 
 
 SYSTEMS = (
+    *(System(f"sockets alone, {name}", name, bare) for name in ("1f1b", "interleaved", "v-min", "v-zb")),
     *(System(f"ours {name}", name, ours) for name in catalog.NAMES),
     System("Megatron 1F1B", "1f1b", megatrons),
     System("Megatron interleaved", "interleaved", megatrons),

@@ -56,6 +56,7 @@ class Channels:
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         # Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
         self._wire = torch.device("cpu") if dist.get_backend(down) == "gloo" else device
+        self._through_host = self._wire.type != device.type
         self._expected: dict[int, deque[Message]] = {}
         self._posted: dict[int, deque[tuple[Message, torch.Tensor, dist.Work]]] = {}
         self._arrived: dict[Message, torch.Tensor] = {}
@@ -77,10 +78,12 @@ class Channels:
         The tensor's storage is kept until it has left; the caller may drop its own reference
         but must not write to it.
         """
-        payload = tensor.detach().contiguous().to(self._wire)
+        payload = tensor.detach().contiguous()
+        if self._through_host:
+            payload = payload.to(self._wire)
         if not self._shape:
             self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
-        elif tuple(payload.shape) != self._shape:
+        elif payload.shape != self._shape:
             raise ValueError(
                 f"a stage produced a message of shape {tuple(payload.shape)} where {self._shape} was agreed; "
                 "make all stages and microbatches hand on tensors of one shape"
@@ -103,7 +106,7 @@ class Channels:
                 tensor, work = self._receive(peer, tensor.tolist(), self._dtype)
             self._post_receives(peer)
             work.wait()
-            self._arrived[first] = tensor.to(self._device)
+            self._arrived[first] = tensor.to(self._device) if self._through_host else tensor
         return self._arrived.pop(message)
 
     def close(self) -> None:

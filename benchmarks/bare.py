@@ -1,0 +1,98 @@
+"""What the machine itself adds: ranks that sleep and pass bytes, with neither torch nor a scheduler.
+
+Each rank walks through its actions in order, reads its messages from sockets when it needs them and writes
+them when it has slept.  No runtime can follow a schedule more closely on this machine.
+"""
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from multiprocessing import get_context
+
+from sleeping import Times
+
+from megatron_pp_ext.runtime.plan import Message, RankPlan
+from megatron_pp_ext.schedule.actions import Action, Kind
+
+Wires = dict[tuple[int, int], tuple[socket.socket, socket.socket]]
+"""(sender, receiver) to the sender's and the receiver's end."""
+
+_TIMER_SLACK = 29
+"""The option of Linux's prctl(2) that says by how many nanoseconds a sleep may be prolonged."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Options of glibc's mallopt(3): free memory to give back, and blocks to ask the system for one by one."""
+
+
+def wires(ranks: int) -> Wires:
+    """Between all ranks, to be made before they are forked."""
+    return {pair: socket.socketpair() for pair in permutations(range(ranks), 2)}
+
+
+def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[[], None]:
+    """A function that runs one step of ``plan``; its messages must fit into the sockets' buffers."""
+    parts = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
+    parts[Kind.B] = times.input_gradient + times.weight_gradient
+    message = bytes(times.message_bytes)
+
+    def seconds(action: Action) -> float:
+        return parts[action.kind] / chunks
+
+    def run() -> None:
+        coming = {peer: iter(messages) for peer, messages in plan.incoming.items()}
+        here: set[Message] = set()
+        for step in plan.steps:
+            if step.source is not None and step.source_rank != plan.rank:
+                while step.source not in here:
+                    wires[step.source_rank, plan.rank][1].recv(len(message), socket.MSG_WAITALL)
+                    here.add(next(coming[step.source_rank]))
+            time.sleep(seconds(step.action))
+            if step.target is not None and step.target_rank != plan.rank:
+                wires[plan.rank, step.target_rank][0].sendall(message)
+
+    return run
+
+
+def sleep_precisely() -> None:
+    """Let this process's sleeps end on time; Linux prolongs them by 50 microseconds otherwise."""
+    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
+
+
+def keep_freed_memory() -> None:
+    """Let this process reuse the memory that it frees instead of giving it back, as torch does on a GPU."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(_MMAP_THRESHOLD, 2**30)
+
+
+@contextmanager
+def cores_awake() -> Iterator[None]:
+    """Keep every core from halting, by a process on each that anything else preempts.
+
+    The ranks sleep most of the time.  A virtual core that halts is woken by its host, which takes up to a
+    millisecond; cores of a cluster's nodes that train do not halt.
+    """
+    spinners = [get_context("fork").Process(target=_spin, args=(core,), daemon=True) for core in _cores()]
+    for spinner in spinners:
+        spinner.start()
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.join()
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
