@@ -57,6 +57,25 @@ def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[
     return run
 
 
+def core_seconds(message_bytes: int, count: int = 50) -> float:
+    """What both ends of a socket take of a core for one message, as the mean of ``count``."""
+    sender, receiver = socket.socketpair()
+    message, before = bytes(message_bytes), os.times()
+    reader = get_context("fork").Process(target=_read, args=(receiver, count * message_bytes))
+    reader.start()
+    for _ in range(count):
+        sender.sendall(message)
+    reader.join()
+    # The first four of ten: user and system time, of this process and of those that it has waited for.
+    return sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True)) / count
+
+
+def _read(receiver: socket.socket, left: int) -> None:
+    buffer = bytearray(1 << 20)
+    while left:
+        left -= receiver.recv_into(buffer, min(left, len(buffer)))
+
+
 def sleep_precisely() -> None:
     """Let this process's sleeps end on time; Linux prolongs them by 50 microseconds otherwise."""
     ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)

@@ -19,12 +19,13 @@ from typing import Annotated
 import torch.distributed as dist
 import torch.multiprocessing
 import typer
-from bare import Wires, cores_awake, keep_freed_memory, sleep_precisely, wires
+from bare import Wires, core_seconds, cores_awake, keep_freed_memory, sleep_precisely, wires
 from rich.progress import track
 from sleeping import Times, calibrated
 from systems import SYSTEMS, System, World, bare
 from tables import table
 
+from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
@@ -130,6 +131,23 @@ def rows_of(ranks: int, setting: str, repeats: int, folder: Path) -> list[tuple[
     return rows
 
 
+def copying(ranks: int, times: Times) -> str:
+    """How long a step's messages alone keep this machine's cores busy, where they are large."""
+    if times.message_bytes <= _FITS:
+        return ""
+    each = core_seconds(times.message_bytes)
+    taken = []
+    for family in ("1f1b", "interleaved", "v-zb"):
+        schedule = catalog.build(family, ranks, 4 * ranks)
+        plans = (plan_rank(schedule, rank) for rank in range(ranks))
+        count = sum(len(messages) for plan in plans for messages in plan.incoming.values())
+        taken.append(f"{1e3 * count * each / (os.cpu_count() or 1):.0f} ms ({family}, {count} messages)")
+    return (
+        f"Passing one message over a socket takes {1e3 * each:.1f} ms of a core: all of a step's keep the "
+        f"cores busy for {', '.join(taken)}.\n\n"
+    )
+
+
 def main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
     settings: Annotated[str, typer.Option(help="Which of them, by name.")] = ",".join(
@@ -156,7 +174,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, cores_awake():
         for count, name in track(cells, "measuring"):
             rows = rows_of(count, name, repeats, Path(folder))
-            text += ["", f"## {name}, p = {count}", "", table(head, rows)]
+            text += ["", f"## {name}, p = {count}", "", copying(count, SETTINGS[name][0]) + table(head, rows)]
     if write:
         RESULTS.write_text("\n".join(text) + "\n")
     else:

@@ -1,16 +1,15 @@
 """How long does a step of real arithmetic take under each schedule?
 
-    python benchmarks/train.py [--rounds 2] [--steps 2] [--hidden 512,1024]
+    python benchmarks/train.py [--rounds 2] [--steps 2] [--hidden 512]
 
 Trains GPTs on two CPU ranks, a core each, with a number of microbatches that grows within a run.  Runs of all
 schedules take turns; stock's own 1F1B and interleaved schedules are among them.  What the simulator predicts
-comes from the actions of one more run each, recorded in a trace.  Writes benchmarks/results/train.md.
+comes from the actions of one more run each, recorded in a trace.  Writes benchmarks/results/train-512.md.
 """
 
 import os
 import platform
 import re
-import sys
 import tempfile
 from collections import defaultdict
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
 
-RESULTS = Path(__file__).parent / "results" / "train.md"
+RESULTS = Path(__file__).parent / "results"
 MICROBATCHES = (2, 4, 8, 32)
 LAYERS = 4
 TRACED = 8
@@ -138,27 +137,27 @@ def rows_of(hidden: int, rounds: int, steps: int) -> list[Row]:
 def main(
     rounds: Annotated[int, typer.Option(help="Runs of each system; systems take turns.")] = 2,
     steps: Annotated[int, typer.Option(help="Steps that count, of each number of microbatches.")] = 2,
-    hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "512,1024",
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
 ) -> None:
     """Measure, and write the table."""
+    load = os.getloadavg()[0]
+    with two_cores():
+        rows = rows_of(hidden, rounds, steps)
+    head = ("m", "schedule", "step", "least", "of 1F1B's", "inner", "predicted", "inner/predicted")
     text = [
-        "# Steps of real arithmetic",
+        f"# Steps of real arithmetic, hidden size {hidden}",
         "",
         f"`python benchmarks/train.py --rounds {rounds} --steps {steps} --hidden {hidden}` on "
-        f"{platform.machine()}, {RANKS} cores, load {os.getloadavg()[0]:.1f} at the start, "
-        f"{datetime.now(UTC):%Y-%m-%d}: p = {RANKS}, {LAYERS} layers, {TOKENS} tokens, fp32.",
+        f"{platform.machine()}, {RANKS} cores, load {load:.1f} at the start, {datetime.now(UTC):%Y-%m-%d}: "
+        f"p = {RANKS}, {LAYERS} layers, {TOKENS} tokens, fp32.",
         "",
         f"Seconds. Medians of {rounds} x {steps} steps, systems in turns. Inner: forwards and backwards, of "
         "the rank that took longest; predicted: the same by the simulator, messages free, from the median "
         f"seconds of the actions in a recorded step of {TRACED} microbatches (flex: of as many).",
+        "",
+        table(head, rows),
     ]
-    head = ("m", "schedule", "step", "least", "of 1F1B's", "inner", "predicted", "inner/predicted")
-    with two_cores():
-        for size in map(int, hidden.split(",")):
-            rows = rows_of(size, rounds, steps)
-            print(*rows, sep="\n", file=sys.stderr)
-            text += ["", f"## Hidden size {size}", "", table(head, rows)]
-    RESULTS.write_text("\n".join(text) + "\n", encoding="utf-8")
+    (RESULTS / f"train-{hidden}.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

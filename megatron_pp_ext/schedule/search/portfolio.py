@@ -35,7 +35,7 @@ _VISITS = 80
 _ROUNDS = 4
 """A search starts afresh this often: four short walks find more than one that is four times as long.
 
-Large pipelines cannot afford to.
+Large pipelines cannot afford to.  In one of them a wave's legs may have pauses of their own.
 """
 
 _LONGEST = 500
@@ -54,16 +54,19 @@ def search(problem: Problem, trials: int, floor: int) -> Iterator[tuple[int, Ord
         rounds = max(_ROUNDS, _ROUNDS * trials // (2 * _LONGEST))
     for number in range(rounds):
         random = Random(f"{problem.placement.ranks}/{problem.microbatches}/{number}")
-        for proposal in _round(problem, share, floor, random):
+        each_leg = problem.placement.chunks > 2 and number % _ROUNDS == 1
+        for proposal in _round(problem, share, floor, random, each_leg=each_leg):
             yield proposal
             if proposal[0] <= floor:
                 return
 
 
-def _round(problem: Problem, trials: int, floor: int, random: Random) -> Iterator[tuple[int, Orders, str]]:
+def _round(
+    problem: Problem, trials: int, floor: int, random: Random, *, each_leg: bool
+) -> Iterator[tuple[int, Orders, str]]:
     ranks, microbatches = problem.placement.ranks, problem.microbatches
     short = problem.shortened(min(microbatches, max(2 * ranks, _SIZE // (3 * problem.placement.stages))))
-    found = tune(short, max(min(trials, _FEWEST), _scaled(trials, short)), random)
+    found = tune(short, max(min(trials, _FEWEST), _scaled(trials, short)), random, each_leg=each_leg)
     if short.microbatches < microbatches:
         found = best(problem, [plan for _, plan in found])
         if found:

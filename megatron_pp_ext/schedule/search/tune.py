@@ -28,6 +28,7 @@ _LONG = 1 << 50
 # of a microbatch's work: the period.  A short period makes a rank rather begin microbatches, a long
 # one rather finish them.
 _PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2), (2, 2), (4, 4))
+_LEG_PAUSES = (0, 0, 1, 2, 4, 8)
 _SLACKS = (0, 2, 8, 16, _LONG)
 _PATIENCES = (0, 2, 4)
 _PERIODS = (2, 3, 4, 4, 6, 8)
@@ -92,13 +93,14 @@ Found = tuple[int, Plan]
 """A makespan and the plan that has it."""
 
 
-def tune(problem: Problem, trials: int, random: Random) -> list[Found]:
+def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> list[Found]:
     """The best plans after ``trials`` list schedules, one a chain, shortest first; empty if none ran.
 
     A third of the trials are starting points, a third goes to all chains alike, and a sixth each to
-    the better two and to the best.
+    the better two and to the best.  With ``each_leg`` half of the starting points have a pause of its own
+    for every leg: a wave's legs need not go in pairs.
     """
-    found = best(problem, {_start(problem, random) for _ in range(max(1, trials // 3))})
+    found = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
     for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
         for chain, start in enumerate(found[:chains]):
             found[chain] = improve(problem, start, trials // (share * chains), random)
@@ -145,15 +147,18 @@ def _tick(problem: Problem) -> int:
     return max(1, _work(problem) // (3 * problem.placement.chunks))
 
 
-def _start(problem: Problem, random: Random) -> Plan:
+def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
     """A published kind of block or one between two of them, kept to more or less strictly."""
     legs = 2 * problem.placement.chunks
     quarter = _tick(problem) * _SUB // 4
     pauses = random.choice(_PAUSES)
     slack = random.choice(_SLACKS)
     patience = random.choice(_PATIENCES) * _tick(problem) // 4
+    by_leg = pauses * problem.placement.chunks
+    if each_leg and random.randrange(2):
+        by_leg = tuple(random.choice(_LEG_PAUSES) for _ in range(legs))
     return Plan(
-        pauses=tuple(pauses[leg % 2] * quarter for leg in range(legs)),
+        pauses=tuple(pause * quarter for pause in by_leg),
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
         period=_work(problem) * _SUB * random.choice(_PERIODS) // 4,
