@@ -3,6 +3,7 @@
 import json as json_format
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,13 @@ def partition(
         ),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="Bytes of every worker.  [default: no limit]")] = None,
+    state_per_weight: Annotated[
+        float,
+        typer.Option(
+            help="Bytes of gradients and optimizer state for each byte of weights, which count against "
+            "--memory: 3 for Adam in fp32."
+        ),
+    ] = 0.0,
     cost: Annotated[
         str, typer.Option(help="paper, or reference: what PipeDream's public optimizer computes.")
     ] = "paper",
@@ -47,7 +55,7 @@ def partition(
     """Cut a model into stages for pipelining without a flush, with replicas where they help.
 
     PipeDream's partitioner: the fewest seconds between microbatches, over all workers.  Weight
-    versions and microbatches in flight count against --memory.
+    versions and microbatches in flight count against --memory, and --state-per-weight.
     """
     from megatron_pp_ext.planner import profile_file
     from megatron_pp_ext.planner.layout import has_layout, layout_of
@@ -56,9 +64,12 @@ def partition(
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else memory
     model = profile_file.read(profile)
-    found = best_partition(model, machines, cost=cost, memory=limit, straight=straight)
+    best = partial(
+        best_partition, model, machines, cost=cost, memory=limit, state_per_weight=state_per_weight
+    )
+    found = best(straight=straight)
     if layout and not has_layout(found):
-        replicated, found = found, best_partition(model, machines, cost=cost, memory=limit, straight=True)
+        replicated, found = found, best(straight=True)
         _explain_straight(replicated, found)
     if json is not None:
         json.write_text(json_format.dumps(found.record(model), indent=1) + "\n", encoding="utf-8")

@@ -23,8 +23,8 @@ from megatron_pp_ext.planner.recurrence import Block, Hoarder, Level, Worker, hi
 class Stage:
     """Positions of ``layers`` in the profile, and on how many workers each runs them.
 
-    ``seconds`` is forward and backward of one microbatch on one replica; ``in_flight`` microbatches and as
-    many weight versions make ``memory_bytes`` on each worker.
+    ``seconds`` is forward and backward of one microbatch on one replica; ``in_flight`` microbatches, as
+    many weight versions and what goes with the weights make ``memory_bytes`` on each worker.
     """
 
     layers: tuple[int, ...]
@@ -87,32 +87,43 @@ def partition(
     *,
     cost: str = "paper",
     memory: float = math.inf,
+    state_per_weight: float = 0.0,
     straight: bool = False,
 ) -> Partition:
     """The partition with the fewest seconds between microbatches that uses every worker.
 
     ``levels`` go from the innermost outwards; ``cost`` is a name from ``COSTS``; ``memory`` is what a worker
-    has, in bytes; a ``straight`` pipeline has one worker a stage.  ValueError where a value is out of
-    its range, where there are more stages than layers, or where nothing fits in ``memory`` (says what would).
+    has, in bytes, of which gradients and optimizer state take ``state_per_weight`` for each byte of weights;
+    a ``straight`` pipeline has one worker a stage.  ValueError where a value is out of its range, where
+    there are more stages than layers, or where nothing fits in ``memory`` (says what would).
     """
-    _check(profile, levels, cost, memory, straight)
+    _check(profile, levels, cost, memory, state_per_weight, straight)
     states = states_of(profile)
-    solver = hierarchy(states, Worker(states, memory), levels, COSTS[cost], straight)
+    worker = Worker(states, memory, state_per_weight)
+    solver = hierarchy(states, worker, levels, COSTS[cost], straight)
     if math.isinf(solver.best):
-        least = hierarchy(states, Hoarder(states), levels, Footprint(), straight).best
+        hoarder = Hoarder(states, state_per_weight=state_per_weight)
+        least = hierarchy(states, hoarder, levels, Footprint(), straight).best
         raise ValueError(
             f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
             f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"
         )
     return Partition(
-        stages=_stages(states, solver.split(0, len(states) - 1, 0.0)),
+        stages=_stages(states, worker, solver.split(0, len(states) - 1, 0.0)),
         bottleneck_seconds=solver.best,
         data_parallel_seconds=_data_parallel(states, levels, cost),
         single_worker_seconds=profile.seconds,
     )
 
 
-def _check(profile: Profile, levels: Sequence[Level], cost: str, memory: float, straight: bool) -> None:
+def _check(
+    profile: Profile,
+    levels: Sequence[Level],
+    cost: str,
+    memory: float,
+    state_per_weight: float,
+    straight: bool,
+) -> None:
     if cost not in COSTS:
         raise ValueError(f"the cost {cost!r} is unknown: choose one of {', '.join(COSTS)}")
     if not levels:
@@ -127,6 +138,11 @@ def _check(profile: Profile, levels: Sequence[Level], cost: str, memory: float, 
             )
     if math.isnan(memory) or memory <= 0:
         raise ValueError(f"the memory is {memory:g}, but must be a number of bytes above 0: correct it")
+    if not math.isfinite(state_per_weight) or state_per_weight < 0:
+        raise ValueError(
+            f"the state per weight is {state_per_weight:g}, but must be a finite number of 0 or more: "
+            "give bytes of gradients and optimizer state for each byte of weights"
+        )
     workers, layers = math.prod(level.workers for level in levels), len(profile.layers)
     if straight and workers > layers:
         raise ValueError(
@@ -135,16 +151,15 @@ def _check(profile: Profile, levels: Sequence[Level], cost: str, memory: float, 
         )
 
 
-def _stages(states: States, blocks: Sequence[Block]) -> tuple[Stage, ...]:
+def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[Stage, ...]:
     depths = in_flight([block.replicas for block in blocks])
-    kept = states.kept + states.weights
     return tuple(
         Stage(
             layers=states.layers(block.start, block.end),
             replicas=block.replicas,
             seconds=float(states.seconds[block.end] - states.seconds[block.start]),
             in_flight=depth,
-            memory_bytes=depth * float(kept[block.end] - kept[block.start]),
+            memory_bytes=float(worker.bytes(block.start, block.end, np.array([depth]))[0, 0]),
         )
         for block, depth in zip(blocks, depths, strict=True)
     )

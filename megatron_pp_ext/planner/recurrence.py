@@ -80,12 +80,15 @@ class Solver(Protocol):
 
 
 class Worker:
-    """Level 0: a worker runs a whole block.  With ``memory`` bytes, only what fits in."""
+    """Level 0: a worker runs a whole block.  With ``memory`` bytes, only what fits in.
+
+    Beside weight versions and activations it keeps ``state_per_weight`` bytes for each byte of weights.
+    """
 
     workers = machines = 1
 
-    def __init__(self, states: States, memory: float = np.inf) -> None:
-        self._states, self._memory = states, memory
+    def __init__(self, states: States, memory: float = np.inf, state_per_weight: float = 0.0) -> None:
+        self._states, self._memory, self._state_per_weight = states, memory, state_per_weight
 
     def depths(self, behind: Array) -> Array:
         """See ``Solver``: the weight versions that a worker keeps, where that can be too many."""
@@ -100,8 +103,9 @@ class Worker:
 
     def bytes(self, start: int, end: int, depths: Array) -> Array:
         """What a worker keeps of these blocks, in the shape of ``seconds``."""
-        kept = self._states.kept + self._states.weights
-        return depths[:, np.newaxis] * (kept[end] - kept[start:end])
+        weights = self._states.weights[end] - self._states.weights[start:end]
+        kept = self._states.kept[end] - self._states.kept[start:end]
+        return depths[:, np.newaxis] * (kept + weights) + self._state_per_weight * weights
 
     def split(self, start: int, end: int, behind: float) -> list[Block]:
         """See ``Solver``."""

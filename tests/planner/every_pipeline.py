@@ -22,8 +22,11 @@ def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:
 
 
 class Oracle:
-    def __init__(self, profile: Profile, levels: list[Level], cost: str, straight: bool = False) -> None:
+    def __init__(
+        self, profile: Profile, levels: list[Level], cost: str, straight: bool = False, state: float = 0.0
+    ) -> None:
         self.profile, self.levels, self.cost, self.straight = profile, levels, cost, straight
+        self.state = state
         self.whole: Layers = frozenset(range(len(profile.layers)))
         self.cuts = [
             subset
@@ -45,7 +48,10 @@ class Oracle:
         return self._pipelines(frozenset(), self.whole, len(self.levels))
 
     def bytes(self, stages: Stages) -> list[float]:
-        """Of a worker of each stage: its weights and activations, once for every microbatch in flight."""
+        """Of a worker of each stage.
+
+        Its weights and activations, once for every microbatch in flight, and the weights' state once.
+        """
         found = []
         for number, (layers, replicas) in enumerate(stages):
             to_the_end = sum(count for _, count in stages[number:])
@@ -53,7 +59,8 @@ class Oracle:
             one = sum(
                 self.profile.layers[at].kept_bytes + self.profile.layers[at].parameter_bytes for at in layers
             )
-            found.append(in_flight * one)
+            weights = sum(self.profile.layers[at].parameter_bytes for at in layers)
+            found.append(in_flight * one + self.state * weights)
         return found
 
     def _pipelines(self, start: Layers, end: Layers, depth: int) -> Iterator[tuple[float, Stages]]:

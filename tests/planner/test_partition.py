@@ -1,6 +1,7 @@
 """The partitioner against the public optimizer's published answers and against trying every pipeline."""
 
 import math
+from functools import partial
 
 import pytest
 import vgg16
@@ -103,19 +104,26 @@ def test_graphs_are_cut_best(profile, workers, cost):
 
 
 @settings(max_examples=40, deadline=None)
-@given(profile=profiles(4, is_graph=True), levels=some_levels, cost=costs, share=st.floats(0.5, 2))
-def test_hierarchies_and_memory(profile, levels, cost, share):
-    """Nested machines, with a limit around the least that anything needs."""
-    oracle = Oracle(profile, levels, cost)
+@given(
+    profile=profiles(4, is_graph=True),
+    levels=some_levels,
+    cost=costs,
+    share=st.floats(0.5, 2),
+    state=st.sampled_from([0.0, 3.0]),
+)
+def test_hierarchies_and_memory(profile, levels, cost, share, state):
+    """Nested machines, with a limit around the least that anything needs, optimizer state included."""
+    oracle = Oracle(profile, levels, cost, state=state)
+    best = partial(partition, profile, levels, cost=cost, state_per_weight=state)
     least = oracle.least_memory()
     workers = math.prod(level.workers for level in levels)
     assert partition(profile, levels, cost=cost).bottleneck_seconds == pytest.approx(oracle.best())
     memory = share * least
     if memory < least:
         with pytest.raises(ValueError, match=f"raise it to at least {math.ceil(least)}$"):
-            partition(profile, levels, cost=cost, memory=max(memory, 1e-3))
+            best(memory=max(memory, 1e-3))
     elif memory > 0:
-        found = partition(profile, levels, cost=cost, memory=memory)
+        found = best(memory=memory)
         assert found.bottleneck_seconds == pytest.approx(oracle.best(memory))
         assert_consistent(found, profile, workers)
         stages = [(frozenset(stage.layers), stage.replicas) for stage in found.stages]
@@ -183,6 +191,7 @@ def test_a_limit_moves_the_cut():
         ([Level(41, 1e9)], {"straight": True}, "41 workers needs as many layers, but the profile has 40"),
         ([Level(2, 1e9)], {"memory": 0.0}, "the memory is 0, but must be a number of bytes above 0"),
         ([Level(2, 1e9)], {"memory": 1e9}, "a memory of 1e[+]09 bytes is infeasible"),
+        ([Level(2, 1e9)], {"state_per_weight": -1.0}, "the state per weight is -1, but must be a finite"),
         ([Level(2, 1e9)], {"cost": "mine"}, "the cost 'mine' is unknown: choose one of paper, reference"),
         ([], {}, "no machines"),
     ],
