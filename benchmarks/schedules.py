@@ -6,6 +6,7 @@ One process, no GPU; about a quarter of an hour on one core.  Every compiled sch
 ``schedule.simulate``; nothing comes from the cache.
 """
 
+import inspect
 import os
 import platform
 import resource
@@ -97,7 +98,7 @@ def main() -> None:
             start = time.process_time()
             text = section()
             print(f"{title}: {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)
-            parts += [f"## {title}", (section.__doc__ or "").strip() or "![frontier](schedules.png)", text]
+            parts += [f"## {title}", inspect.cleandoc(section.__doc__ or "") or "![frontier](schedules.png)", text]
     (RESULTS / "schedules.md").write_text("\n\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
 
