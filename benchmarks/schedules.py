@@ -98,7 +98,8 @@ def main() -> None:
             start = time.process_time()
             text = section()
             print(f"{title}: {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)
-            parts += [f"## {title}", inspect.cleandoc(section.__doc__ or "") or "![frontier](schedules.png)", text]
+            about = inspect.cleandoc(section.__doc__ or "![frontier](schedules.png)")
+            parts += [f"## {title}", about, text]
     (RESULTS / "schedules.md").write_text("\n\n".join(parts).rstrip() + "\n", encoding="utf-8")
 
 
