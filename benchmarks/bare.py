@@ -6,41 +6,40 @@ them when it has slept.  No runtime can follow a schedule more closely on this m
 
 import ctypes
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from multiprocessing import get_context
+from threading import Thread
 
 from sleeping import Times
 
 from megatron_pp_ext.runtime.plan import Message, RankPlan
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Kind
 
 Wires = dict[tuple[int, int], tuple[socket.socket, socket.socket]]
 """(sender, receiver) to the sender's and the receiver's end."""
 
-_TIMER_SLACK = 29
-"""The option of Linux's prctl(2) that says by how many nanoseconds a sleep may be prolonged."""
+_PARENT_DEATH_SIGNAL, _TIMER_SLACK = 1, 29
+"""Options of Linux's prctl(2): the signal to get when the parent ends, nanoseconds to prolong a sleep by."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3): free memory to give back, and blocks to ask the system for one by one."""
 
 
-def wires(ranks: int) -> Wires:
+def wire_up(ranks: int) -> Wires:
     """Between all ranks, to be made before they are forked."""
     return {pair: socket.socketpair() for pair in permutations(range(ranks), 2)}
 
 
 def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[[], None]:
     """A function that runs one step of ``plan``; its messages must fit into the sockets' buffers."""
-    parts = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
-    parts[Kind.B] = times.input_gradient + times.weight_gradient
+    seconds = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
+    seconds[Kind.B] = times.input_gradient + times.weight_gradient
     message = bytes(times.message_bytes)
-
-    def seconds(action: Action) -> float:
-        return parts[action.kind] / chunks
 
     def run() -> None:
         coming = {peer: iter(messages) for peer, messages in plan.incoming.items()}
@@ -50,7 +49,7 @@ def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[
                 while step.source not in here:
                     wires[step.source_rank, plan.rank][1].recv(len(message), socket.MSG_WAITALL)
                     here.add(next(coming[step.source_rank]))
-            time.sleep(seconds(step.action))
+            time.sleep(seconds[step.action.kind] / chunks)
             if step.target is not None and step.target_rank != plan.rank:
                 wires[plan.rank, step.target_rank][0].sendall(message)
 
@@ -60,14 +59,13 @@ def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[
 def core_seconds(message_bytes: int, count: int = 50) -> float:
     """What both ends of a socket take of a core for one message, as the mean of ``count``."""
     sender, receiver = socket.socketpair()
-    message, before = bytes(message_bytes), os.times()
-    reader = get_context("fork").Process(target=_read, args=(receiver, count * message_bytes))
+    message, reader = bytes(message_bytes), Thread(target=_read, args=(receiver, count * message_bytes))
+    before = time.process_time()
     reader.start()
     for _ in range(count):
         sender.sendall(message)
     reader.join()
-    # The first four of ten: user and system time, of this process and of those that it has waited for.
-    return sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True)) / count
+    return (time.process_time() - before) / count
 
 
 def _read(receiver: socket.socket, left: int) -> None:
@@ -92,8 +90,8 @@ def keep_freed_memory() -> None:
 def cores_awake() -> Iterator[None]:
     """Keep every core from halting, by a process on each that anything else preempts.
 
-    The ranks sleep most of the time.  A virtual core that halts is woken by its host, which takes up to a
-    millisecond; cores of a cluster's nodes that train do not halt.
+    The ranks sleep most of the time, and a virtual core that halts is woken by its host, which takes long;
+    cores of a cluster's nodes that train do not halt.
     """
     spinners = [get_context("fork").Process(target=_spin, args=(core,), daemon=True) for core in _cores()]
     for spinner in spinners:
@@ -106,11 +104,18 @@ def cores_awake() -> Iterator[None]:
             spinner.join()
 
 
+def stay_on_a_core(rank: int) -> None:
+    """Bind this process to one of the cores that it may use; ranks take turns over them."""
+    cores = _cores()
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
 def _spin(core: int) -> None:
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while True:

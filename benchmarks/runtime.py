@@ -19,7 +19,15 @@ from typing import Annotated
 import torch.distributed as dist
 import torch.multiprocessing
 import typer
-from bare import Wires, core_seconds, cores_awake, keep_freed_memory, sleep_precisely, wires
+from bare import (
+    Wires,
+    core_seconds,
+    cores_awake,
+    keep_freed_memory,
+    sleep_precisely,
+    stay_on_a_core,
+    wire_up,
+)
 from rich.progress import track
 from sleeping import Times, calibrated
 from systems import SYSTEMS, System, World, bare
@@ -64,7 +72,7 @@ def measure(
     torch.set_num_threads(1)
     sleep_precisely()
     keep_freed_memory()
-    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    stay_on_a_core(rank)
     world = World.join(rank, ranks, file, wires)
     systems = systems_for(times)
     told = {chunks: calibrated(times, chunks) for chunks in (1, 2)}
@@ -104,7 +112,7 @@ def rows_of(ranks: int, setting: str, repeats: int, folder: Path) -> list[tuple[
     file = folder / f"{ranks}-{list(SETTINGS).index(setting)}"
     torch.multiprocessing.start_processes(
         measure,
-        (ranks, microbatches, times, repeats, str(file), wires(ranks)),
+        (ranks, microbatches, times, repeats, str(file), wire_up(ranks)),
         nprocs=ranks,
         start_method="fork",
     )

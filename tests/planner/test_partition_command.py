@@ -80,6 +80,10 @@ def test_profile_shows_and_converts(mpp, tmp_path):
         ("partition vgg16.txt --workers 0 --bandwidth 1e9", "the number of workers is 0"),
         ("partition vgg16.txt --workers 2 --bandwidth 0", "the bandwidth is 0"),
         ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory 0", "the memory is 0"),
+        (
+            "partition vgg16.txt --workers 2 --bandwidth 1e9 --state-per-weight -1",
+            "the state per weight is -1",
+        ),
         ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory 1e6", "raise it to at least"),
         ("partition vgg16.txt --workers 41 --bandwidth 1e9 --straight", "but the profile has 40"),
         ("partition vgg16.txt --levels 4x25e9 --bandwidth 1e9", "contradict each other"),

@@ -11,6 +11,7 @@ from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.search.evaluate import run
 from megatron_pp_ext.schedule.search.problem import problem_of
 from megatron_pp_ext.schedule.search.rebuild import rebuild
+from megatron_pp_ext.schedule.search.tune import tune
 from megatron_pp_ext.schedule.search.window import Window, rests
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -68,3 +69,15 @@ def test_rests_are_the_longest_ways_to_the_end():
     timed = run(problem, orders)
     assert timed.makespan == 17
     assert rests(problem, orders, timed) == [[17], [15], [11], [5], [3], [6]]
+
+
+def test_each_leg_of_a_wave_may_pause_as_it_likes():
+    """So few trials that all plans but the best are as they started."""
+
+    def pairs(each_leg):
+        problem = problem_of(wave(2, 4), 4, Costs.unit(wave(2, 4)), [8] * 2)
+        found = [one for seed in range(10) for one in tune(problem, 11, Random(seed), each_leg=each_leg)[1:]]
+        return {plan.pauses == plan.pauses[:2] * 4 for _, plan in found}
+
+    assert pairs(each_leg=False) == {True}
+    assert pairs(each_leg=True) == {True, False}
