@@ -1,7 +1,7 @@
 """What the machine itself adds: ranks that sleep and pass bytes, with neither torch nor a scheduler.
 
-Each rank walks through its actions in order, reads its messages from sockets when it needs them and writes
-them when it has slept.  No runtime can follow a schedule more closely on this machine.
+Each rank walks through its actions in order, takes its messages when it needs them and sends
+them when it has slept.  No runtime can follow a schedule more closely on this machine over that transport.
 """
 
 import ctypes
@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from multiprocessing import get_context
 from threading import Thread
+from typing import Protocol
 
 from sleeping import Times
 
@@ -35,25 +36,45 @@ def wire_up(ranks: int) -> Wires:
     return {pair: socket.socketpair() for pair in permutations(range(ranks), 2)}
 
 
-def walker(plan: RankPlan, chunks: int, times: Times, wires: Wires) -> Callable[[], None]:
-    """A function that runs one step of ``plan``; its messages must fit into the sockets' buffers."""
+class Transport(Protocol):
+    """Passes messages whose content nobody looks at, in order, between two ranks."""
+
+    def send(self, peer: int) -> None:
+        """Give a message for ``peer`` away and return at once."""
+
+    def receive(self, peer: int) -> None:
+        """Wait for the next message of ``peer``."""
+
+
+class Sockets:
+    """Plain sockets, for messages that fit into their buffers."""
+
+    def __init__(self, rank: int, wires: Wires, message_bytes: int) -> None:
+        self._rank, self._wires, self._message = rank, wires, bytes(message_bytes)
+
+    def send(self, peer: int) -> None:
+        """Into the socket's buffer."""
+        self._wires[self._rank, peer][0].sendall(self._message)
+
+    def receive(self, peer: int) -> None:
+        """Out of the socket's buffer, by the rank itself."""
+        self._wires[peer, self._rank][1].recv(len(self._message), socket.MSG_WAITALL)
+
+
+def walk(plan: RankPlan, chunks: int, times: Times, transport: Transport) -> None:
+    """Run one step of ``plan``."""
     seconds = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
     seconds[Kind.B] = times.input_gradient + times.weight_gradient
-    message = bytes(times.message_bytes)
-
-    def run() -> None:
-        coming = {peer: iter(messages) for peer, messages in plan.incoming.items()}
-        here: set[Message] = set()
-        for step in plan.steps:
-            if step.source is not None and step.source_rank != plan.rank:
-                while step.source not in here:
-                    wires[step.source_rank, plan.rank][1].recv(len(message), socket.MSG_WAITALL)
-                    here.add(next(coming[step.source_rank]))
-            time.sleep(seconds[step.action.kind] / chunks)
-            if step.target is not None and step.target_rank != plan.rank:
-                wires[plan.rank, step.target_rank][0].sendall(message)
-
-    return run
+    coming = {peer: iter(messages) for peer, messages in plan.incoming.items()}
+    here: set[Message] = set()
+    for step in plan.steps:
+        if step.source is not None and step.source_rank != plan.rank:
+            while step.source not in here:
+                transport.receive(step.source_rank)
+                here.add(next(coming[step.source_rank]))
+        time.sleep(seconds[step.action.kind] / chunks)
+        if step.target is not None and step.target_rank != plan.rank:
+            transport.send(step.target_rank)
 
 
 def core_seconds(message_bytes: int, count: int = 50) -> float:

@@ -3,8 +3,8 @@
     python benchmarks/runtime.py [--ranks 2,4,8] [--settings ...] [--repeats 3]
 
 Our executor under every family beside stock Megatron's and torch.distributed.pipelining's schedulers, on
-the same stages in the same processes, one after the other within each repeat, and beside what the machine
-itself adds (bare.py).  Writes results/runtime.md.
+the same stages in the same processes, one after the other within each repeat, and beside the same actions
+without any scheduler: what the machine and gloo's messages add.  Writes results/runtime.md.
 """
 
 import gc
@@ -30,7 +30,7 @@ from bare import (
 )
 from rich.progress import track
 from sleeping import Times, calibrated
-from systems import SYSTEMS, System, World, bare
+from systems import SYSTEMS, System, World, gloo, sockets
 from tables import table
 
 from megatron_pp_ext.schedule import catalog
@@ -62,7 +62,7 @@ def predicted(family: str, ranks: int, microbatches: int, times: Times, hop: flo
 
 def systems_for(times: Times) -> list[System]:
     """All, but for plain sockets where their buffers would not hold a message."""
-    return [system for system in SYSTEMS if system.build is not bare or times.message_bytes <= _FITS]
+    return [system for system in SYSTEMS if system.build is not sockets or times.message_bytes <= _FITS]
 
 
 def measure(
@@ -83,7 +83,7 @@ def measure(
     runs = []
     for system in systems:
         schedule = catalog.build(system.family, ranks, microbatches)
-        slept = times if system.build is bare else told[schedule.placement.chunks]
+        slept = times if system.build in (sockets, gloo) else told[schedule.placement.chunks]
         runs.append(system.build(world, schedule, slept))
     spans: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
@@ -172,7 +172,8 @@ def main(
         f"{os.cpu_count()} cores, {date.today()}. F = I = W, {repeats} steps of each system, alternating; "
         "m = 4p. F, I and W include what autograd takes for a sleeping layer, as measured on one alone. "
         "Ranks are bound to cores, which idle-priority processes keep from halting, and keep the memory that "
-        "they free. Sockets alone: the same actions without torch, which only sleep and pass bytes.",
+        "they free. Alone: the same actions with nothing but sleep and messages, over sockets without torch, "
+        "and over torch's process groups (gloo), which is what any scheduler on them has to take.",
     ]
     cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
     with tempfile.TemporaryDirectory() as folder, cores_awake():

@@ -3,6 +3,7 @@
 Each is built once in every rank and gives back a function that runs one training step.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
@@ -14,7 +15,7 @@ cpu.install()  # before anything imports Megatron
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from bare import Wires, walker  # noqa: E402
+from bare import Sockets, Wires, walk  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
@@ -24,9 +25,9 @@ from sleeping import SleepingLayer, Times, loss_of  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.pipelining import schedules as torchs  # noqa: E402
 
-from megatron_pp_ext.runtime.channels import Channels, direction_groups  # noqa: E402
+from megatron_pp_ext.runtime.channels import RECEIVES_AHEAD, Channels, direction_groups  # noqa: E402
 from megatron_pp_ext.runtime.executor import execute  # noqa: E402
-from megatron_pp_ext.runtime.plan import plan_rank  # noqa: E402
+from megatron_pp_ext.runtime.plan import RankPlan, plan_rank  # noqa: E402
 from megatron_pp_ext.runtime.stage import ModuleStage  # noqa: E402
 from megatron_pp_ext.schedule import catalog  # noqa: E402
 from megatron_pp_ext.schedule.actions import Schedule  # noqa: E402
@@ -63,9 +64,66 @@ class System(NamedTuple):
     build: Callable[[World, Schedule, Times], RunStep]
 
 
-def bare(world: World, schedule: Schedule, times: Times) -> RunStep:
+class Gloo:
+    """The messages of a step as torch's process groups pass them, with nothing around them.
+
+    One group a direction and two receives posted ahead on each, as our channels have them.
+    """
+
+    def __init__(self, world: World, times: Times, plan: RankPlan) -> None:
+        self._world, self._times, self._rank = world, times, plan.rank
+        self._left = {peer: len(messages) for peer, messages in plan.incoming.items()}
+        self._posted: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {
+            peer: deque() for peer in self._left
+        }
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        for peer in self._left:
+            self._post(peer)
+
+    def send(self, peer: int) -> None:
+        """One new tensor a message, kept until the message has left."""
+        tensor = torch.empty(self._times.shape)
+        group = self._world.down if self._rank < peer else self._world.up
+        self._sent.append((group.send([tensor], peer, 0), tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def receive(self, peer: int) -> None:
+        """What was posted first."""
+        work, _ = self._posted[peer].popleft()
+        self._post(peer)
+        work.wait()
+
+    def _post(self, peer: int) -> None:
+        group = self._world.down if peer < self._rank else self._world.up
+        while self._left[peer] and len(self._posted[peer]) < RECEIVES_AHEAD:
+            tensor = torch.empty(self._times.shape)
+            self._posted[peer].append((group.recv([tensor], peer, 0), tensor))
+            self._left[peer] -= 1
+
+    def flush(self) -> None:
+        """Wait for what was sent."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+def sockets(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Sleeping and sockets alone."""
-    return walker(plan_rank(schedule, dist.get_rank()), schedule.placement.chunks, times, world.wires)
+    plan = plan_rank(schedule, dist.get_rank())
+    transport = Sockets(plan.rank, world.wires, times.message_bytes)
+    return partial(walk, plan, schedule.placement.chunks, times, transport)
+
+
+def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
+    """Sleeping and torch's messages alone: no autograd, no executor."""
+    plan = plan_rank(schedule, dist.get_rank())
+
+    def run() -> None:
+        transport = Gloo(world, times, plan)
+        walk(plan, schedule.placement.chunks, times, transport)
+        transport.flush()
+
+    return run
 
 
 def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
@@ -151,8 +209,11 @@ def of_torch(class_name: str, _: World, schedule: Schedule, times: Times) -> Run
     return lambda: runner.step(*given, **wanted)
 
 
+BARE = ("1f1b", "interleaved", "v-min", "v-zb")
+
 SYSTEMS = (
-    *(System(f"sockets alone, {name}", name, bare) for name in ("1f1b", "interleaved", "v-min", "v-zb")),
+    *(System(f"sockets alone, {name}", name, sockets) for name in BARE),
+    *(System(f"gloo alone, {name}", name, gloo) for name in BARE),
     *(System(f"ours {name}", name, ours) for name in catalog.NAMES),
     System("Megatron 1F1B", "1f1b", megatrons),
     System("Megatron interleaved", "interleaved", megatrons),

@@ -108,16 +108,25 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         (input,), weight = ctx.saved_tensors, ctx.weight
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        rows, input_rows = _rows(gradient), _rows(input)
 
         def add_weight_gradient() -> None:
-            product = gradient.flatten(0, -2).t().matmul(input.flatten(0, -2))
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+            product = rows.t().mm(input_rows)
+            if weight.grad is None:
+                weight.grad = product
+            else:
+                weight.grad.add_(product)
 
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             STORE.defer(add_weight_gradient, input, gradient)
-        input_gradient = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
-        bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return input_gradient, None, bias_gradient
+        input_gradient = gradient.matmul(weight) if needs_input else None
+        return input_gradient, None, rows.sum(0) if ctx.has_bias else None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a matrix; one as it is, without the microseconds that a view takes."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.size(-1))
 
 
 class SplitLinear(torch.nn.Linear):
