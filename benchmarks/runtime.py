@@ -30,7 +30,7 @@ from bare import (
 )
 from rich.progress import track
 from sleeping import Times, calibrated
-from systems import SYSTEMS, System, World, gloo, sockets
+from systems import SYSTEMS, System, World, executor, gloo, sockets
 from tables import table
 
 from megatron_pp_ext.schedule import catalog
@@ -75,7 +75,8 @@ def measure(
     stay_on_a_core(rank)
     world = World.join(rank, ranks, file, wires)
     systems = systems_for(times)
-    told = {chunks: calibrated(times, chunks) for chunks in (1, 2)}
+    told = [{chunks: calibrated(times, chunks) for chunks in (1, 2)} if rank == 0 else {}]
+    dist.broadcast_object_list(told)
     gc.collect()
     gc.freeze()  # what is imported need not be looked through within a step
     # Otherwise the progress of eight ranks would be mixed with what they log.
@@ -83,7 +84,8 @@ def measure(
     runs = []
     for system in systems:
         schedule = catalog.build(system.family, ranks, microbatches)
-        slept = times if system.build in (sockets, gloo) else told[schedule.placement.chunks]
+        is_bare = system.build in (sockets, gloo, executor)
+        slept = times if is_bare else told[0][schedule.placement.chunks]
         runs.append(system.build(world, schedule, slept))
     spans: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
@@ -172,8 +174,9 @@ def main(
         f"{os.cpu_count()} cores, {date.today()}. F = I = W, {repeats} steps of each system, alternating; "
         "m = 4p. F, I and W include what autograd takes for a sleeping layer, as measured on one alone. "
         "Ranks are bound to cores, which idle-priority processes keep from halting, and keep the memory that "
-        "they free. Alone: the same actions with nothing but sleep and messages, over sockets without torch, "
-        "and over torch's process groups (gloo), which is what any scheduler on them has to take.",
+        "they free. Alone: the same actions with nothing but sleep and messages, over sockets without torch; "
+        "over torch's process groups (gloo), which is what any scheduler on them has to take; and by our "
+        "executor, with neither module nor autograd.",
     ]
     cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
     with tempfile.TemporaryDirectory() as folder, cores_awake():

@@ -14,7 +14,7 @@ import torch
 from megatron_pp_ext.runtime.memory import Owner
 from megatron_pp_ext.runtime.split import STORE
 
-_TRIES = 9
+_TRIES = 25
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,39 @@ def loss_of(output: torch.Tensor, *_: Any) -> torch.Tensor:
     return result
 
 
+class SleepingStage:
+    """What our executor runs (``runtime.executor.Stage``), with neither a module nor autograd."""
+
+    def __init__(self, times: Times, chunks: int) -> None:
+        self._times, self._chunks = times, chunks
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        """Sleep."""
+        return self._after(self._times.forward)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Sleep."""
+        return self._after(self._times.input_gradient + self._times.weight_gradient)
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Sleep."""
+        return self._after(self._times.input_gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Sleep."""
+        time.sleep(self._times.weight_gradient / self._chunks)
+
+    def _after(self, seconds: float) -> torch.Tensor:
+        time.sleep(seconds / self._chunks)
+        return torch.empty(self._times.shape)
+
+
 def calibrated(times: Times, chunks: int) -> Times:
     """What a layer must be told so that its F, I and W take ``times``, autograd's part included.
 
     A layer alone is measured, with the pauses that it has in a pipeline: code that has just slept runs
-    several times slower than code that is in the caches.
+    several times slower than code that is in the caches.  Other ranks must not run meanwhile: waiting
+    for a core is not autograd's part.
     """
     layer, slot = SleepingLayer(times, chunks), Owner(0, 0)
     found: list[tuple[float, float, float]] = []

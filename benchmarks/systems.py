@@ -4,7 +4,7 @@ Each is built once in every rank and gives back a function that runs one trainin
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from megatron.core.pipeline_parallel import schedules as stock  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from sleeping import SleepingLayer, Times, loss_of  # noqa: E402
+from sleeping import SleepingLayer, SleepingStage, Times, loss_of  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.pipelining import schedules as torchs  # noqa: E402
 
 from megatron_pp_ext.runtime.channels import RECEIVES_AHEAD, Channels, direction_groups  # noqa: E402
-from megatron_pp_ext.runtime.executor import execute  # noqa: E402
+from megatron_pp_ext.runtime.executor import Stage, execute  # noqa: E402
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank  # noqa: E402
 from megatron_pp_ext.runtime.stage import ModuleStage  # noqa: E402
 from megatron_pp_ext.schedule import catalog  # noqa: E402
@@ -126,9 +126,14 @@ def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
     return run
 
 
+def executor(world: World, schedule: Schedule, times: Times) -> RunStep:
+    """Our executor and channels without autograd."""
+    chunks, mine = schedule.placement.chunks, schedule.placement.stages_of(dist.get_rank())
+    return _execution(world, schedule, times, {stage: SleepingStage(times, chunks) for stage in mine})
+
+
 def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
-    """The executor on ``ModuleStage``; a new ``Channels`` a step, as in training."""
-    ranks, rank = list(range(schedule.ranks)), dist.get_rank()
+    """Our executor on ``ModuleStage``."""
     chunks, last = schedule.placement.chunks, schedule.placement.stages - 1
     stages = {
         stage: ModuleStage(
@@ -137,9 +142,14 @@ def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
             first_inputs=(lambda _: torch.empty(times.shape)) if stage == 0 else None,
             loss=loss_of if stage == last else None,
         )
-        for stage in schedule.placement.stages_of(rank)
+        for stage in schedule.placement.stages_of(dist.get_rank())
     }
-    plan = plan_rank(schedule, rank)
+    return _execution(world, schedule, times, stages)
+
+
+def _execution(world: World, schedule: Schedule, times: Times, stages: Mapping[int, Stage]) -> RunStep:
+    """With a new ``Channels`` a step, as in training."""
+    plan, ranks = plan_rank(schedule, dist.get_rank()), list(range(schedule.ranks))
 
     def run() -> None:
         execute(plan, stages, Channels(ranks, world.down, world.up, times.shape, torch.float, CPU))
@@ -214,6 +224,7 @@ BARE = ("1f1b", "interleaved", "v-min", "v-zb")
 SYSTEMS = (
     *(System(f"sockets alone, {name}", name, sockets) for name in BARE),
     *(System(f"gloo alone, {name}", name, gloo) for name in BARE),
+    *(System(f"executor alone, {name}", name, executor) for name in BARE),
     *(System(f"ours {name}", name, ours) for name in catalog.NAMES),
     System("Megatron 1F1B", "1f1b", megatrons),
     System("Megatron interleaved", "interleaved", megatrons),
