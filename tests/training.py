@@ -117,6 +117,11 @@ def has_flag(flag: str) -> bool:
     return patching.megatron_release() >= NEWEST or flag in megatron_flags()
 
 
+def since(release: patching.Release, why: str) -> pytest.MarkDecorator:
+    """A mark for tests that older releases of Megatron cannot pass, ``why`` being what they lack."""
+    return pytest.mark.skipif(patching.megatron_release() < release, reason=why)
+
+
 def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) -> Run:
     run = Run()
     sys.argv = ["pretrain_gpt.py", *argv]
