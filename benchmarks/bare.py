@@ -1,7 +1,7 @@
 """What the machine itself adds: ranks that sleep and pass bytes, with neither torch nor a scheduler.
 
 Each rank walks through its actions in order, takes its messages when it needs them and sends
-them when it has slept.  No runtime can follow a schedule more closely on this machine over that transport.
+them when it has slept.  The sleep is a full one, whenever it began: a late core makes the action longer.
 """
 
 import ctypes
