@@ -175,8 +175,8 @@ def main(
         "m = 4p. F, I and W include what autograd takes for a sleeping layer, as measured on one alone. "
         "Ranks are bound to cores, which idle-priority processes keep from halting, and keep the memory that "
         "they free. Alone: the same actions with nothing but sleep and messages, over sockets without torch; "
-        "over torch's process groups (gloo), without a scheduler; and by our executor, with neither module nor "
-        "autograd.",
+        "over torch's process groups (gloo), without a scheduler; and by our executor, with neither module "
+        "nor autograd.",
     ]
     cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
     with tempfile.TemporaryDirectory() as folder, cores_awake():
