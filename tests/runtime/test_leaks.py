@@ -40,8 +40,9 @@ class Forgetful(ModuleStage):
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, _ = self._in_flight[microbatch]
         if microbatch == MICROBATCHES - 1:
-            # Not from the heap, on which the process may have room from before.
-            memory = mmap.mmap(-1, MESSAGE_BYTES)
+            # Not from the heap, on which the process may have room from before; private, since what is
+            # shared is not counted.
+            memory = mmap.mmap(-1, MESSAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.write(b"x" * MESSAGE_BYTES)
             self.kept += [activation, memory]
         return super().backward(microbatch, gradient)
