@@ -46,9 +46,13 @@ MODEL = (
     f"--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0 "
     "--eval-interval 100000 --distributed-timeout-minutes 5"
 ).split()
+TWO_VERSIONS = ("--pipeline-schedule", "pipedream-2bw")
+LOW = ("--lr", "1e-4")
 RUNS = {
     "1f1b (stock), 8 microbatches an update": (32, ()),
-    "pipedream-2bw, 8 microbatches an update": (32, ("--pipeline-schedule", "pipedream-2bw")),
+    "pipedream-2bw, 8 microbatches an update": (32, TWO_VERSIONS),
+    "1f1b (stock), 8, a fifth of the learning rate": (32, LOW),
+    "pipedream-2bw, 8, a fifth of the learning rate": (32, (*TWO_VERSIONS, *LOW)),
     "1f1b (stock), 1 microbatch an update": (4, ()),
     "pipedream, 1 microbatch an update": (4, ("--pipeline-schedule", "pipedream")),
 }

@@ -30,7 +30,7 @@ from bare import (
 )
 from rich.progress import track
 from sleeping import Times, calibrated
-from systems import SYSTEMS, System, World, executor, gloo, sockets
+from systems import SYSTEMS, System, World, sockets
 from tables import table
 
 from megatron_pp_ext.schedule import catalog
@@ -84,8 +84,7 @@ def measure(
     runs = []
     for system in systems:
         schedule = catalog.build(system.family, ranks, microbatches)
-        is_bare = system.build in (sockets, gloo, executor)
-        slept = times if is_bare else told[0][schedule.placement.chunks]
+        slept = times if system.is_bare else told[0][schedule.placement.chunks]
         runs.append(system.build(world, schedule, slept))
     spans: list[tuple[float, float]] = []
     for _ in range(repeats + 1):

@@ -57,11 +57,15 @@ class World(NamedTuple):
 
 
 class System(NamedTuple):
-    """``build(world, schedule, times)`` is called in every rank; ``schedule`` is what it should follow."""
+    """``build(world, schedule, times)`` is called in every rank; ``schedule`` is what it should follow.
+
+    A bare one has no autograd, so its ``times`` are not shortened by what autograd takes.
+    """
 
     name: str
     family: str
     build: Callable[[World, Schedule, Times], RunStep]
+    is_bare: bool = False
 
 
 class Gloo:
@@ -222,9 +226,9 @@ def of_torch(class_name: str, _: World, schedule: Schedule, times: Times) -> Run
 BARE = ("1f1b", "interleaved", "v-min", "v-zb")
 
 SYSTEMS = (
-    *(System(f"sockets alone, {name}", name, sockets) for name in BARE),
-    *(System(f"gloo alone, {name}", name, gloo) for name in BARE),
-    *(System(f"executor alone, {name}", name, executor) for name in BARE),
+    *(System(f"sockets alone, {name}", name, sockets, is_bare=True) for name in BARE),
+    *(System(f"gloo alone, {name}", name, gloo, is_bare=True) for name in BARE),
+    *(System(f"executor alone, {name}", name, executor, is_bare=True) for name in BARE),
     *(System(f"ours {name}", name, ours) for name in catalog.NAMES),
     System("Megatron 1F1B", "1f1b", megatrons),
     System("Megatron interleaved", "interleaved", megatrons),
