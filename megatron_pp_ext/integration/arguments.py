@@ -155,6 +155,11 @@ def _read_compiled(args: Namespace, chunks: int | None) -> sources.Source:
             "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak on its "
             "first rank, such as 0.5, or a number of bytes, or choose auto"
         )
+    if name == "auto" and args.fp16 and args.loss_scale is None:
+        raise ValueError(
+            "--pipeline-schedule auto measures what memory is free after the first update, and the dynamic "
+            "loss scale of --fp16 skips the first ones; use --bf16, set --loss-scale, or choose flex"
+        )
     if chunks is None:
         can_halve = not layers.has_given_ends(args) and not layers.pattern(args)
         chunks = 2 if can_halve and spread(args) % (2 * ranks) == 0 else 1

@@ -10,10 +10,9 @@ from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import active, sources, trace
 from megatron_pp_ext.integration.data_parallel import last_actions
-from megatron_pp_ext.integration.forward_backward import PipelineRunner, message_channels
+from megatron_pp_ext.integration.forward_backward import PipelineRunner, message_channels, message_groups
 from megatron_pp_ext.integration.stage import StepInputs, model_stages
 from megatron_pp_ext.integration.updates import Updates
-from megatron_pp_ext.runtime.channels import direction_groups
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
@@ -76,9 +75,7 @@ class _Flight:
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
         self.most_version_bytes = 0
-        self._channels = message_channels(
-            group, direction_groups(dist.get_process_group_ranks(group)), shape, inputs.config
-        )
+        self._channels = message_channels(group, message_groups(group), shape, inputs.config)
         self._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
         if not self._updates.waits and args.clip_grad:
             print_rank_0(
@@ -92,6 +89,12 @@ class _Flight:
 
     def update(self, inputs: StepInputs, recorder: Recorder | None) -> None:
         """Run the forwards and backwards of one update, and keep the weights that are used once more."""
+        if inputs.microbatches != self._updates.interval:
+            raise RuntimeError(
+                f"this step has {inputs.microbatches} microbatches while updates every "
+                f"{self._updates.interval} are under way; keep the global batch size as it is, or choose a "
+                "schedule that flushes, such as 1f1b"
+            )
         plan = self._plan()
         self._stage.inputs, self._stage.last = inputs, last_actions(plan)[self._rank]
         self.done += 1

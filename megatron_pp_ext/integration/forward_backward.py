@@ -9,6 +9,7 @@ what it does for one microbatch is stock's own ``forward_step`` and ``backward_s
 import functools
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.training import get_args
 from torch.utils._pytree import tree_map_only
 
 from megatron_pp_ext.integration import active, mtp_metrics, profile, trace, transformer_engine
@@ -169,14 +171,14 @@ class PipelineRunner:
 
     def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
         if self._groups is None:
-            self._groups = direction_groups(dist.get_process_group_ranks(group))
+            self._groups = message_groups(group)
         return message_channels(group, self._groups, shape, config)
 
     def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:
         key = microbatches, forward_only, self._phase()
         if key not in self._plans:
             schedule = self._schedule(microbatches, forward_only, group)
-            require_same_on_all(schedule, group)
+            require_same_on_all(schedule)
             self._plans[key] = plan_rank(schedule, group.rank())
         return self._plans[key]
 
@@ -211,6 +213,12 @@ class PipelineRunner:
         return losses, tokens
 
 
+def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups for messages between the ranks of the pipeline ``group``, as patient as Megatron's own."""
+    patience = timedelta(minutes=get_args().distributed_timeout_minutes)
+    return direction_groups(dist.get_process_group_ranks(group), patience)
+
+
 def message_channels(
     group: dist.ProcessGroup, directions: tuple[dist.ProcessGroup, dist.ProcessGroup], shape: Any, config: Any
 ) -> Channels:
@@ -228,12 +236,16 @@ def _refuse_multimodule(*given: Any) -> None:
         )
 
 
-def require_same_on_all(schedule: Schedule, group: dist.ProcessGroup) -> None:
-    """Two ranks that run different schedules would wait for each other for ever."""
-    digests: list[str | None] = [None] * group.size()
-    dist.all_gather_object(digests, schedule.digest, group=group)
-    if len(set(digests)) > 1:
+def require_same_on_all(schedule: Schedule) -> None:
+    """Two ranks that run different schedules would wait for each other for ever.
+
+    Those of another pipeline too, with which a rank shares experts, a context or a reduction.
+    """
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, schedule.digest)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
         raise RuntimeError(
-            f"the ranks of this pipeline built different schedules for {schedule.name!r} "
-            f"({digests}); they must run the same version of megatron_pp_ext with the same flags"
+            f"ranks 0 and {other} of this job built different schedules for {schedule.name!r} ({digests[0]} "
+            f"and {digests[other]}); all must run the same megatron_pp_ext with the same flags and files"
         )

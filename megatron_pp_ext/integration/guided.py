@@ -138,7 +138,7 @@ class GuidedRunner(PipelineRunner):
             return asked_for
         world = dist.group.WORLD
         assert world is not None
-        require_same_on_all(found, world)
+        require_same_on_all(found)
         print_rank_0(
             f"{about}: predicted {1e3 * before:.4g} ms with {source.name}, {1e3 * after:.4g} ms with the "
             f"compiled schedule ({_change(before, after)}), which runs from now on"

@@ -169,9 +169,10 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
             return stock(model, *args, **kwargs)
         tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
         if tied is not None:
-            first, last = tied
-            first.main_grad.add_(last.main_grad)
-            last.main_grad.copy_(first.main_grad)
+            first, last = (getattr(weight, "main_grad", None) for weight in tied)
+            if first is not None and last is not None:  # neither has one where the embedding is frozen
+                first.add_(last)
+                last.copy_(first)
 
     return allreduce
 

@@ -6,6 +6,7 @@ schedule's effect.
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.enums import LayerType
@@ -33,6 +34,19 @@ def _predicts_apart(args: Namespace) -> bool:
     return any(LayerType.mtp in stage for stage in (layers.layout(args) or [])[:-1])
 
 
+def _captures_graphs(settings: Any) -> bool:
+    return getattr(settings, "cuda_graph_impl", None) not in (None, "none")
+
+
+def _gathers_weights(args: Namespace, kind: str = "") -> bool:
+    shards = getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or 0
+    ranks = (args.expert_tensor_parallel_size if kind else None) or args.tensor_model_parallel_size
+    return bool(shards > ranks)
+
+
+_GRAPHS = "graphs are captured in stock's order of microbatches"
+_GATHERED = "a weight that is gathered for each use has no gradient to leave for later"
+
 _ALWAYS = (
     Refusal("--use-megatron-fsdp", is_set("use_megatron_fsdp"), "FSDP reduces gradients by its own hooks"),
     Refusal("--use-torch-fsdp2", is_set("use_torch_fsdp2"), "FSDP reduces gradients by its own hooks"),
@@ -44,11 +58,10 @@ _ALWAYS = (
     Refusal(
         "--delay-wgrad-compute", is_set("delay_wgrad_compute"), "schedules split the backward themselves"
     ),
-    Refusal(
-        "--cuda-graph-impl",
-        lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"),
-        "graphs are captured in stock's order of microbatches",
-    ),
+    Refusal("--cuda-graph-impl", _captures_graphs, _GRAPHS),
+    # Two older names, which Megatron turns into the first.
+    Refusal("--enable-cuda-graph", is_set("enable_cuda_graph"), _GRAPHS),
+    Refusal("--external-cuda-graph", is_set("external_cuda_graph"), _GRAPHS),
     Refusal(
         "--hybrid-context-parallel",
         is_set("hybrid_context_parallel"),
@@ -58,6 +71,11 @@ _ALWAYS = (
         "--fine-grained-activation-offloading",
         is_set("fine_grained_activation_offloading"),
         "it moves activations in stock's order of microbatches",
+    ),
+    Refusal(
+        "--moe-paged-stash",
+        is_set("moe_paged_stash"),
+        "it lays out its pages in stock's order of microbatches",
     ),
     Refusal(
         "--defer-embedding-wgrad-compute",
@@ -105,12 +123,9 @@ _SPLIT = (
         is_set("overlap_dispatch_backward_with_experts_wgrad"),
         "schedules defer weight gradients themselves",
     ),
+    Refusal("--tensor-parallel-num-weight-shards", _gathers_weights, _GATHERED),
     Refusal(
-        "--tensor-parallel-num-weight-shards",
-        lambda args: (
-            (getattr(args, "tensor_parallel_num_weight_shards", None) or 0) > args.tensor_model_parallel_size
-        ),
-        "a weight that is gathered for each use has no gradient to leave for later",
+        "--expert-tensor-parallel-num-weight-shards", partial(_gathers_weights, kind="expert_"), _GATHERED
     ),
 )
 
@@ -134,9 +149,11 @@ _CONFIG = {
 
 def refuse_unsupported_config(config: Any) -> None:
     """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
-    for name, reason in _CONFIG.items():
-        if getattr(config, name, None):
-            raise ValueError(f"--pipeline-schedule does not support {name} in the model's config: {reason}")
+    unsupported = {name: reason for name, reason in _CONFIG.items() if getattr(config, name, None)}
+    if _captures_graphs(config):
+        unsupported["cuda_graph_impl"] = _GRAPHS
+    for name, reason in unsupported.items():
+        raise ValueError(f"--pipeline-schedule does not support {name} in the model's config: {reason}")
 
 
 def refuse_unsupported(args: Namespace, placement: Placement, splits_backward: bool) -> None:

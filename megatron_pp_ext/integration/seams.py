@@ -33,7 +33,7 @@ def all_seams(cpu: bool = False) -> tuple[Seam, ...]:
 def launch_seams(cpu: bool) -> tuple[Seam, ...]:
     """What lets a training script run where it otherwise would not, under any schedule."""
     from megatron_pp_ext.cpu.seams import cpu_seams
-    from megatron_pp_ext.integration import dataset_helpers
+    from megatron_pp_ext.integration import dataset_helpers, skipped_steps
 
     return (
         Seam(
@@ -42,6 +42,13 @@ def launch_seams(cpu: bool) -> tuple[Seam, ...]:
             {_17: ""},
             dataset_helpers.skip_if_built,
             "a wheel has the helpers built and no Makefile",
+        ),
+        Seam(
+            "megatron.training.training",
+            "dummy_train_step",
+            {_17: "data_iterator"},
+            skipped_steps.pass_over,
+            "--iterations-to-skip on every rank that reads samples, and on those that do not",
         ),
         *(cpu_seams() if cpu else ()),
     )

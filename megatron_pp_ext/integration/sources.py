@@ -20,6 +20,7 @@ from megatron_pp_ext.integration.model_costs import estimate
 from megatron_pp_ext.integration.transformer_engine import require_first_first
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -81,8 +82,9 @@ def never_flushing(name: str, ranks: int) -> Source:
 def from_file(path: Path, ranks: int, first_first: bool = False) -> Source:
     """A schedule written by ``mpp schedule --csv``, by hand, or by torch.distributed.pipelining.
 
-    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, or, with ``first_first``, if
-    a stage begins its weight gradients with another microbatch than 0.
+    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, if its stages take the
+    microbatches forward in different orders, or, with ``first_first``, if a stage begins its weight gradients
+    with another microbatch than 0.
     """
     schedule = csv_file.read(path)
     if schedule.ranks != ranks:
@@ -90,6 +92,7 @@ def from_file(path: Path, ranks: int, first_first: bool = False) -> Source:
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
             "set one to the other"
         )
+    require_one_forward_order(schedule)
     if first_first:
         require_first_first(schedule)
 

@@ -68,12 +68,21 @@ _WAITING = (
     ),
 )
 
+_SKIPS = "stages have read differently far, so that to skip a step would part samples from their labels"
+
 _NEVER = (
     Refusal(
         "--rampup-batch-size",
         is_set("rampup_batch_size"),
         "the microbatches of an update cannot change while some are in flight",
     ),
+    Refusal(
+        "--step-batch-size-schedule",
+        is_set("step_batch_size_schedule"),
+        "the microbatches of an update cannot change while some are in flight",
+    ),
+    Refusal("--iterations-to-skip", is_set("iterations_to_skip"), _SKIPS),
+    Refusal("--result-rejected-tracker-filename", is_set("result_rejected_tracker_filename"), _SKIPS),
     Refusal(
         "--overlap-param-gather",
         is_set("overlap_param_gather"),

@@ -13,6 +13,7 @@ messages on streams of its own, against the compute stream by events: nothing he
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -60,13 +61,19 @@ class Channels:
         self._expected: dict[int, deque[Message]] = {}
         self._posted: dict[int, deque[tuple[Message, torch.Tensor, dist.Work]]] = {}
         self._arrived: dict[Message, torch.Tensor] = {}
-        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sending: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
+        self._opened = 0
 
     def open(self, plan: RankPlan) -> None:
         """Learn what will be sent here in this step and post the first receives.
 
         What an earlier step left in flight comes first.
         """
+        self._opened += 1
+        # Gloo's sends end for nobody who does not wait for them.  Every step takes each rank's next message
+        # to its neighbours, so these have arrived.
+        while self._sending and self._sending[0][0] < self._opened - len(self._peers):
+            self._sending.popleft()[1].wait()
         for peer, messages in plan.incoming.items():
             self._expected.setdefault(peer, deque()).extend(messages)
             self._posted.setdefault(peer, deque())
@@ -89,7 +96,7 @@ class Channels:
                 "make all stages and microbatches hand on tensors of one shape"
             )
         self._send(peer, payload)
-        while self._sending and self._sending[0][0].is_completed():
+        while self._sending and self._sending[0][1].is_completed():
             self._sending.popleft()
 
     def receive(self, peer: int, message: Message) -> torch.Tensor:
@@ -112,7 +119,7 @@ class Channels:
     def close(self) -> None:
         """Wait until every message has left; RuntimeError if one that came was never asked for."""
         while self._sending:
-            self._sending.popleft()[0].wait()
+            self._sending.popleft()[1].wait()
         left_over = [*self._arrived, *(entry[0] for queue in self._posted.values() for entry in queue)]
         if left_over:
             raise RuntimeError(f"messages that nobody asked for at the end of the step: {left_over}")
@@ -128,7 +135,7 @@ class Channels:
 
     def _send(self, peer: int, tensor: torch.Tensor) -> None:
         work = self._to[peer].send([tensor], self._peers[peer], 0)
-        self._sending.append((work, tensor))
+        self._sending.append((self._opened, work, tensor))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         tensor = torch.empty(shape, dtype=dtype, device=self._wire)
@@ -136,8 +143,12 @@ class Channels:
         return tensor, work
 
 
-def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def direction_groups(
+    ranks: list[int], patience: timedelta | None = None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
+
+    A message that takes longer than ``patience`` is an error; None leaves it to the backend.
 
     Collective over the whole world, since making any group is: every rank calls it with its
     own pipeline's ranks.  Neighbours, and the pipeline's two ends, have exchanged a message on return.
@@ -155,8 +166,8 @@ def direction_groups(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessG
     dist.all_gather_object(gathered, ranks)
     mine = None
     for pipeline in sorted({tuple(other) for other in gathered if other is not None}):
-        down = dist.new_group(pipeline, group_desc="PIPELINE_DOWN")
-        up = dist.new_group(pipeline, group_desc="PIPELINE_UP")
+        down = dist.new_group(pipeline, timeout=patience, group_desc="PIPELINE_DOWN")
+        up = dist.new_group(pipeline, timeout=patience, group_desc="PIPELINE_UP")
         if pipeline == tuple(ranks):
             assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
             mine = (down, up)

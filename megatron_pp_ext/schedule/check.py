@@ -58,6 +58,26 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
         raise InvalidSchedule(_deadlock(schedule, position, done))
 
 
+def require_one_forward_order(schedule: Schedule) -> None:
+    """Raise InvalidSchedule unless all stages take the microbatches forward in one order.
+
+    Valid schedules need not; but a stage that reads its samples one after the other, as Megatron's do, would
+    pair one microbatch's output with another one's labels.
+    """
+    placement = schedule.placement
+    forwards: list[list[int]] = [[] for _ in range(placement.stages)]
+    for action in schedule:
+        if action.kind is Kind.F:
+            forwards[action.stage].append(action.microbatch)
+    for stage, order in enumerate(forwards):
+        for place, (first, here) in enumerate(zip(forwards[0], order, strict=True)):
+            if first != here:
+                raise InvalidSchedule(
+                    f"place {place} of the forwards is microbatch {first} on stage 0 and {here} on stage "
+                    f"{stage}, but each reads the next sample: give all stages one order of F"
+                )
+
+
 def _check_actions(schedule: Schedule) -> None:
     """Every action is a known one, stands where its stage lives, and stands there once."""
     placement = schedule.placement

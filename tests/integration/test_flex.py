@@ -70,6 +70,10 @@ REFUSED = {
         "--pipeline-memory-limit 0.5 has no meaning for --pipeline-schedule v-half",
     ),
     "no such file": (f"{PP4} --pipeline-schedule csv:/nowhere.csv", "No such file"),
+    "free memory before the first update": (
+        f"{PP4} --pipeline-schedule auto --fp16",
+        "auto measures .* and the dynamic loss scale .* skips the first ones; use --bf16",
+    ),
     "no such costs": (
         f"{PP4} --pipeline-schedule auto --pipeline-costs /nowhere.json",
         "No such file",
@@ -90,6 +94,15 @@ def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pyt
     csv_file.write(catalog.build("1f1b", 2, 4), file)
     with pytest.raises(ValueError, match="for 2 ranks, got --pipeline-model-parallel-size 4"):
         read(monkeypatch, f"{PP4} --pipeline-schedule csv:{file}")
+
+
+def test_a_file_that_parts_samples_from_labels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "swapped.csv"
+    file.write_text("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ValueError, match="each reads the next sample: give all stages one order of F"):
+        read(monkeypatch, f"--pipeline-model-parallel-size 2 --pipeline-schedule csv:{file}")
 
 
 def test_placement_follows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from megatron.core.utils import get_model_config
 from ranks import RankError, run_ranks
 
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration import active, forward_backward, sources
+from megatron_pp_ext.integration import active, flush_free, forward_backward, sources, updates
 from megatron_pp_ext.schedule.families import one_f_one_b
+from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.view import trace_file
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -198,6 +200,13 @@ def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:
     with pytest.raises(RankError, match=message):
         run(4, (*MODEL, *SGD, *TIGHT))
     assert run(4, (*MODEL, *SGD, "--train-iters", "2", *flags_of(4, 4, "previous")))
+
+
+def test_another_number_of_microbatches_under_way_is_refused() -> None:
+    flight = object.__new__(flush_free._Flight)
+    flight._updates = updates.Updates(4, Weights.PREVIOUS, waits=False)
+    with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
+        flight.update(SimpleNamespace(microbatches=2), None)
 
 
 def note_samples(file: str) -> None:

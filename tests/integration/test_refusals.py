@@ -115,6 +115,7 @@ def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
         "--decoder-first-pipeline-num-layers": " 2",
         "--decoder-last-pipeline-num-layers": " 2",
         "--tensor-parallel-num-weight-shards": " 2",
+        "--expert-tensor-parallel-num-weight-shards": " 2",
         "--pipeline-model-parallel-layout": " Et|ttt|ttttm|L"
         if schedule == "1f1b"
         else " Et|t|t|t|t|t|ttm|L",

@@ -1,11 +1,13 @@
 """Features that the table of ``features`` cannot hold, and those whose stand-ins on a CPU need a proof."""
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from comparison import Result, assert_same_bits, run, stock
+from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from training import initialize_by_layer, since, train
 
@@ -120,7 +122,43 @@ def test_sequences_of_several_lengths(schedule: str) -> None:
     assert_same_bits(ours, run(4, flags, initialize=_with_lengths_of_their_own))
 
 
-def test_counting_microbatches_in_stocks_order_is_refused() -> None:
-    config = SimpleNamespace(num_microbatches_with_partial_activation_checkpoints=1)
-    with pytest.raises(ValueError, match="does not support num_microbatches_with_partial_activation_checkp"):
-        refuse_unsupported_config(config)
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
+)
+def test_what_goes_by_stocks_order_is_refused(setting: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
+        refuse_unsupported_config(SimpleNamespace(**{setting: value}))
+    refuse_unsupported_config(SimpleNamespace(cuda_graph_impl="none"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
+    """On every tensor-parallel rank, each of which reads, and for every chunk of a rank."""
+    skips = (*PP2, "--iterations-to-skip", "2", "--train-iters", "4", "--pipeline-schedule", schedule)
+    theirs = stock(2, *PP2, "--iterations-to-skip", "2", "--train-iters", "4")
+    assert run(2, skips).losses == theirs.losses
+    assert run(4, (*skips, *TP2)).losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def _frozen_at_both_ends(init: Callable[..., None]) -> Callable[..., None]:
+    def build(model: GPTModel, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embedding.", "output_layer.")))
+
+    return build
+
+
+def _losses_and_norms(schedule: Sequence[str]) -> tuple[list[float], list[float | None]]:
+    last = train(2, [*PP2, "--clip-grad", "0", *schedule])[-1]
+    return last.losses, last.grad_norms
+
+
+@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+def test_a_frozen_embedding_has_no_gradients_to_sum(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPTModel, "__init__", _frozen_at_both_ends(GPTModel.__init__))
+    losses, norms = _losses_and_norms(["--pipeline-schedule", schedule])
+    expected, expected_norms = _losses_and_norms([])
+    assert losses == expected
+    assert norms == pytest.approx(expected_norms)

@@ -28,6 +28,8 @@ REFUSED = {
     f"{ONE} --exit-duration-in-mins 5": "--exit-duration-in-mins",
     f"{ONE} --timing-log-level 1": "--timing-log-level: .*; add --no-barrier-with-level-1-timing",
     f"{TWO} --rampup-batch-size 4 4 8": "--rampup-batch-size: .*; leave one of the two out$",
+    f"{ONE} --iterations-to-skip 3": "--iterations-to-skip: stages have read differently far",
+    f"{ONE} --result-rejected-tracker-filename x": "--result-rejected-tracker-filename: stages have read",
     f"{ONE} --overlap-param-gather": "--overlap-param-gather",
     f"{ONE} --moe-router-enable-expert-bias": "the bias has no versions",
     f"{PP4} --pipeline-schedule 1f1b --pipeline-update-interval 2": "update-interval has no meaning for",

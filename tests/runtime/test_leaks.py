@@ -26,6 +26,7 @@ RANKS, MICROBATCHES, STEPS, WARM_UP = 2, 2, 500, 100
 ROWS, WIDTH = 64, 64
 MESSAGE_BYTES = 4 * ROWS * WIDTH
 HALF = (STEPS - WARM_UP) // 2
+UNDER_WAY = WARM_UP // 2, WARM_UP - 10
 NOISE = HALF * MESSAGE_BYTES // 2
 """What an allocator may keep for itself: half of what a message a step would come to."""
 
@@ -64,6 +65,11 @@ def stages_of(rank: int, make: type[ModuleStage], chunks: tuple[int, ...], stage
     }
 
 
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
 def take_steps(rank: int, name: str, make: type[ModuleStage]) -> dict[str, int]:
     """Take all steps, and tell what is more after them than after the warm-up."""
     dist.init_process_group("gloo")
@@ -81,6 +87,7 @@ def take_steps(rank: int, name: str, make: type[ModuleStage]) -> dict[str, int]:
     if versions is not None:
         take = partial(_never_flush, rank, stages[rank], versions, channels, recorder)
     optimizer = torch.optim.SGD(parameters, lr=1e-6, momentum=0.9)
+    under_way: list[int] = []
 
     def steps(first: int, last: int, take: Callable[[int], None]) -> tuple[int, int]:
         for step in range(first, last):
@@ -88,8 +95,9 @@ def take_steps(rank: int, name: str, make: type[ModuleStage]) -> dict[str, int]:
             recorder.forget()
             take(step)
             optimizer.step()
-        gc.collect()
-        alive = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+            if step in UNDER_WAY:
+                under_way.append(tensors_alive())
+        alive = tensors_alive()
         memory = psutil.Process().memory_info()
         return alive, memory.rss - memory.shared  # without the libraries' code, read when it is first run
 
@@ -98,6 +106,7 @@ def take_steps(rank: int, name: str, make: type[ModuleStage]) -> dict[str, int]:
     more_tensors, *size = steps(WARM_UP + HALF, STEPS, take)
     return {
         "tensors": more_tensors - tensors,
+        "tensors while microbatches are in flight": under_way[1] - under_way[0],
         # What leaks does so in both halves; an allocator takes what it wants once.
         "resident": min(after - before for before, after in pairwise([*sizes, *size])),
         "activations": recorder.meter.live_bytes,

@@ -1,6 +1,9 @@
 """Neighbours meet, each way, in one order on all ranks, before a schedule asks them to."""
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -45,6 +48,22 @@ def test_all_neighbours_meet(ranks: int) -> None:
         ready = {one for one in heads if one and heads.count(one) == 2}
         assert ready, f"ranks wait for each other in a circle: {heads}"
         done |= ready
+
+
+def wait_for_nothing(rank: int) -> str:
+    """Rank 1 asks for a message that rank 0 does not send."""
+    dist.init_process_group("gloo")
+    down, _ = direction_groups([0, 1], patience=timedelta(seconds=2))
+    if rank == 0:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        down.recv([torch.empty(1)], 0, 0).wait()
+    return str(error.value)
+
+
+def test_patience_ends() -> None:
+    _, said = run_ranks(wait_for_nothing, 2)
+    assert "Timed out" in said
 
 
 def refusal(rank: int) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.check import InvalidSchedule, check
+from megatron_pp_ext.schedule.check import InvalidSchedule, check, require_one_forward_order
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop
 from megatron_pp_ext.schedule.simulate import simulate
@@ -48,6 +48,20 @@ def test_sound_schedules_pass():
     check(WHOLE)
     check(HALVED)
     check(written("0F0 0I0 0W0", "1F0 1B0", microbatches=1))
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_published_families_read_samples_in_one_order(name):
+    require_one_forward_order(catalog.build(name, 4, 8))
+
+
+def test_another_order_of_forwards_is_valid_but_reads_other_samples():
+    swapped = written("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0", microbatches=2)
+    check(swapped)
+    with pytest.raises(
+        InvalidSchedule, match="place 0 of the forwards is microbatch 0 on stage 0 and 1 on"
+    ):
+        require_one_forward_order(swapped)
 
 
 @pytest.mark.parametrize(
