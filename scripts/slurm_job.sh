@@ -15,6 +15,10 @@
 
 set -euo pipefail
 
+if [[ "${DRY_RUN:-0}" == 1 && -z "${SLURM_JOB_ID:-}" ]]; then # outside a job: one node, whose name nobody knows yet
+    SLURM_JOB_ID=0 SLURM_JOB_NUM_NODES="${SLURM_JOB_NUM_NODES:-1}" MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
+fi
+
 : "${SCRIPT:?set it to the training script, such as Megatron-LM/pretrain_gpt.py}"
 : "${PYTHON:=python3}"
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-8}}"

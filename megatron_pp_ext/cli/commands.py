@@ -170,7 +170,10 @@ def trace(
     """
     from megatron_pp_ext.view import terminal, trace_file
 
-    steps = {f"{file.stem}: {(step := trace_file.read(file)).name}": step for file in files}
+    stems = [file.stem for file in files]
+    titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]
+    read = map(trace_file.read, files)
+    steps = {f"{title}: {step.name}": step for title, step in zip(titles, read, strict=True)}
     show({title: step.timeline() for title, step in steps.items()}, pictures.paths)
     peaks = Table("step", "measured peak of live activation bytes, rank by rank")
     for title, step in steps.items():

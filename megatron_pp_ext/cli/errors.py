@@ -12,8 +12,8 @@ class OneLineErrors(TyperGroup):
     """A command group that says what is wrong with its input and no more.
 
     ValueError and OSError carry messages made for users everywhere in this project; what the
-    parser of the command line has to say gets the same form.  Any other exception is a bug, and
-    shows its traceback.
+    parser of the command line has to say gets the same form, and so do numbers beyond all that exists.
+    Any other exception is a bug, and shows its traceback.
     """
 
     def main(
@@ -30,6 +30,8 @@ class OneLineErrors(TyperGroup):
             _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
         except ValueError as error:
             _leave(str(error), 2)
+        except OverflowError as error:
+            _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
             # Typer comes with click or with a copy of it, so that the parser's exceptions have no
             # one name to catch them by; they are the ones that format themselves.

@@ -48,8 +48,7 @@ def estimate(
     from megatron_pp_ext.planner.plan import plan_of
     from megatron_pp_ext.planner.whole import estimate_plan
 
-    if margin < 0:
-        raise ValueError(f"--margin is {margin:g}, but must be 0 or more: raise it")
+    ask.require_at_least("--margin", margin, 0)
     machine = systems.read(system)
     args, _ = described(flags, model)
     cut = stages = None

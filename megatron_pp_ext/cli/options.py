@@ -39,6 +39,12 @@ Png = Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="F
 Trace = Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", metavar="FILE")]
 
 
+def require_at_least(flag: str, value: float, least: float) -> None:
+    """ValueError unless ``value``, which ``flag`` gave, is a finite number of ``least`` or more."""
+    if not least <= value < math.inf:
+        raise ValueError(f"{flag} is {value:g}, but must be {least:g} or more, and finite: correct it")
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """The cost flags of a command: the same seconds for every stage, or a file."""

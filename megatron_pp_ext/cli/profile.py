@@ -1,7 +1,9 @@
 """``mpp profile``: what each layer of a model costs."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,15 +71,19 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
     """Train for a few steps; ValueError for a run that failed."""
-    words = training_flags(file, flags)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    file.unlink(missing_ok=True)
-    ended = subprocess.run(command(launcher, script, words), check=False, stdout=sys.stderr)
-    if ended.returncode or not file.exists():
-        raise ValueError(
-            f"the profiled run ended with status {ended.returncode} and no profile: read what it said "
-            "above, and correct the model's flags"
-        )
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{file}: no such folder; make it first")
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        written = Path(folder, file.name)
+        words = training_flags(written, flags)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        ended = subprocess.run(command(launcher, script, words), check=False, stdout=sys.stderr)
+        if ended.returncode or not written.exists():
+            raise ValueError(
+                f"the profiled run ended with status {ended.returncode} and no profile: read what it said "
+                "above, and correct the model's flags"
+            )
+        shutil.copyfile(written, file)
 
 
 def _show(model: "Profile") -> None:

@@ -15,7 +15,15 @@ from megatron_pp_ext.cli.estimate import Flags, Margin, ModelFile, SystemName, d
 from megatron_pp_ext.cli.report import console
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.search import Result, Search
+    from megatron_pp_ext.planner.search import Compiles, Result, Search
+
+STAGES = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""Arguments that fit one number of stages."""
 
 
 @app.command()
@@ -71,15 +79,19 @@ def search(
     from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.candidate import settled_in
     from megatron_pp_ext.planner.launch import flags as flags_of
-    from megatron_pp_ext.planner.search import Search
+    from megatron_pp_ext.planner.layers import pattern
+    from megatron_pp_ext.planner.search import Compiles, Search
     from megatron_pp_ext.planner.space import Space
 
     pictures = ask.Pictures(svg, png).paths
-    for name, value in (("--gpus", gpus), ("--top", top), ("--memory", 1 if memory is None else memory)):
-        if value < 1:
-            raise ValueError(f"{name} is {value:g}, but must be 1 or more: raise it")
-    if margin < 0:
-        raise ValueError(f"--margin is {margin:g}, but must be 0 or more: raise it")
+    for name, value, least in (
+        ("--gpus", gpus, 1),
+        ("--top", top, 1),
+        ("--memory", 1 if memory is None else memory, 1),
+        ("--margin", margin, 0),
+        ("--timeout", timeout, 0),
+    ):
+        ask.require_at_least(name, value, least)
     machine = systems.read(system)
     sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
     args, words = described(flags, model, sizes)
@@ -90,7 +102,20 @@ def search(
     if measure:
         where.check(steps, timeout)
     names, compiles = _schedules(schedules, args.pipeline_schedule)
+    for name in STAGES:
+        if getattr(args, name, None) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} says what the stages are, which a search changes: leave it out, "
+                "or ask mpp estimate"
+            )
+    if "|" in (pattern(args) or ""):
+        raise ValueError(
+            "a | in --hybrid-layer-pattern says what the stages are, which a search changes: leave them out, "
+            "or ask mpp estimate"
+        )
     fixed = settled_in(words)
+    if compiles is Compiles.ONLY:
+        fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
     space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed)
     limit = memory or machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))
@@ -131,8 +156,9 @@ def run_with_bar(search: "Search") -> "Result":
         return search.run(progress)
 
 
-def _schedules(asked: str | None, flag: str | None) -> tuple[Sequence[str], bool]:
-    """The families to try, and whether to have schedules compiled as well."""
+def _schedules(asked: str | None, flag: str | None) -> tuple[Sequence[str], "Compiles"]:
+    """The families to try, and whether to have schedules compiled."""
+    from megatron_pp_ext.planner.search import Compiles
     from megatron_pp_ext.planner.space import SCHEDULES
     from megatron_pp_ext.schedule import catalog
 
@@ -141,7 +167,9 @@ def _schedules(asked: str | None, flag: str | None) -> tuple[Sequence[str], bool
             f"--schedules {asked} and --pipeline-schedule {flag} contradict each other: leave one out"
         )
     if not asked and not flag:
-        return SCHEDULES, True
+        return SCHEDULES, Compiles.TOO
     names = [name.strip() for name in (asked or flag or "").split(",")]
     families = [catalog.entry(name).name for name in names if name != "flex"]
-    return families or SCHEDULES, "flex" in names
+    if not families:
+        return SCHEDULES, Compiles.ONLY
+    return families, Compiles.TOO if "flex" in names else Compiles.NEVER

@@ -9,10 +9,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_pp_ext.integration.refusals import Refusal, is_set
+from megatron_pp_ext.planner.plan import update_interval
+from megatron_pp_ext.planner.programs import FLUSH_FREE, PIPEDREAM, TWO_VERSIONS
 from megatron_pp_ext.schedule.families.pipedream import Weights
 
-PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
-NAMES = (PIPEDREAM, TWO_VERSIONS)
+NAMES = FLUSH_FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def read(args: Namespace, microbatches: int) -> Updates:
         args.pipeline_model_parallel_size,
         args.pipeline_update_interval,
     )
-    interval = _interval(name, ranks, asked, microbatches)
+    interval = update_interval(name, ranks, asked, microbatches)
     for refusal in (*_NEVER, *(() if args.pipeline_allow_waits else _WAITING)):
         if refusal.is_set(args):
             may_wait = "" if refusal in _NEVER else ", or allow it with --pipeline-allow-waits"
@@ -137,21 +138,3 @@ def refuse_flags(args: Namespace) -> None:
                 f"{flag} has no meaning for --pipeline-schedule {args.pipeline_schedule}; leave it out, or "
                 f"choose {PIPEDREAM}"
             )
-
-
-def _interval(name: str, ranks: int, asked: int | None, microbatches: int) -> int:
-    if asked is not None and asked < 1:
-        raise ValueError(f"--pipeline-update-interval is {asked}, but must be 1 or more")
-    interval = asked or (microbatches if name == TWO_VERSIONS else 1)
-    if interval != microbatches:
-        raise ValueError(
-            f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
-            f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
-            f"--pipeline-update-interval to {microbatches}"
-        )
-    if name == TWO_VERSIONS and interval < ranks:
-        raise ValueError(
-            f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
-            f"{ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
-        )
-    return interval

@@ -6,6 +6,7 @@ one.  Without Megatron at hand it is made from a JSON object: ``{"num_layers": 9
 """
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -76,9 +77,44 @@ DEFAULTS: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_schedule": None,
     "pipeline_memory_limit": None,
+    "pipeline_update_interval": None,
+    "pipeline_vertical_sync": False,
 }
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+_SIZES = (
+    *_NEEDED,
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "max_position_embeddings",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
+    "micro_batch_size",
+    "global_batch_size",
+    "recompute_num_layers",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+"""Whole numbers of 1 or more, or None where there is none."""
+
+_CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "recompute_granularity": (None, "full", "selective"),
+    "recompute_method": (None, "uniform", "block"),
+}
+"""Where another word would be taken for the default."""
 
 
 def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
@@ -118,14 +154,25 @@ def read(path: Path, sizes: Mapping[str, int | None] | None = None) -> tuple[Nam
 
 
 def require_complete(args: Namespace, where: str) -> None:
-    """ValueError where a size is missing or is none."""
-    needed = [name for name in _NEEDED if name != "num_layers" or not args.hybrid_layer_pattern]
-    for name in needed:
-        value = getattr(args, name)
-        if value is None:
+    """ValueError where a size is missing or is none, or where Megatron knows no such word or switch."""
+    for name in _NEEDED:
+        if getattr(args, name) is None and (name != "num_layers" or not args.hybrid_layer_pattern):
             raise ValueError(f"{where} has no {flag(name)}: give it")
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where} has {flag(name)} {value}, but it must be 1 or more: correct it")
+    for name, default in DEFAULTS.items():
+        value = getattr(args, name, default)
+        if name in _SIZES and value is not None and not _is_size(value):
+            rule = "a whole number of 1 or more"
+        elif name in _CHOICES and value not in _CHOICES[name]:
+            rule = f"one of {', '.join(choice for choice in _CHOICES[name] if choice)}"
+        elif isinstance(default, bool) and not isinstance(value, bool):
+            rule = "true or false"
+        elif name == "pipeline_memory_limit" and value is not None and not _is_amount(value):
+            rule = "a number above 0"
+        elif name == "moe_layer_freq" and args.num_experts and not _is_frequency(value, args.num_layers):
+            rule = "a whole number of 1 or more, or a list of 0 and 1, one a layer"
+        else:
+            continue
+        raise ValueError(f"{where} has {flag(name)} {value!r}, but it must be {rule}: correct it")
     if not args.kv_channels and args.hidden_size % args.num_attention_heads:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
@@ -133,6 +180,20 @@ def require_complete(args: Namespace, where: str) -> None:
         )
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16 contradict each other: leave one out")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_frequency(value: object, layers: int | None) -> bool:
+    if isinstance(value, list):
+        return len(value) == layers and all(one in (0, 1) for one in value)
+    return _is_size(value)
 
 
 def flag(name: str) -> str:

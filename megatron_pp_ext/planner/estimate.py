@@ -8,9 +8,9 @@ under the first forward.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron_pp_ext.planner.memory import versions
 from megatron_pp_ext.planner.programs import FLUSH_FREE, Program, program
 from megatron_pp_ext.planner.workload import Workload
+from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.replay import Span
 
 MARGIN = 0.05
@@ -69,13 +69,18 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
-def memory(work: Workload, order: Program, name: str, margin: float = MARGIN) -> tuple[RankMemory, ...]:
-    """What every rank keeps under the schedule ``order``, called ``name``."""
+def memory(
+    work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
+) -> tuple[RankMemory, ...]:
+    """What every rank keeps in steps of ``microbatches`` under the schedule ``order``, called ``name``."""
     found = []
+    ranks = work.placement.ranks
+    if name in FLUSH_FREE:
+        order = program(name, ranks, ranks, 1)  # a full pipeline, however few microbatches an update has
     peaks = order.in_flight.peaks(work.parts)
     for rank, (state, activations) in enumerate(zip(work.states, peaks, strict=True)):
         loss = work.loss_workspace if rank == work.head_rank else 0.0
-        older = _older_versions(name, rank, work.placement.ranks)
+        older = _older_versions(work, name, rank, microbatches)
         found.append(
             RankMemory(
                 weights=state.weights,
@@ -99,8 +104,13 @@ def estimate(
     bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     if name in FLUSH_FREE:
         # Nothing drains between steps: a step takes what its microbatches add to a long run.
-        longer = program(name, work.placement.ranks, 2 * microbatches, 1).replay.spans(work.costs)
-        makespan = max(span.end for span in longer) - makespan
+        ranks = work.placement.ranks
+        full = max(microbatches, 2 * ranks)
+        short, longer = (
+            max(span.end for span in program(name, ranks, count, 1).replay.spans(work.costs))
+            for count in (full, full + microbatches)
+        )
+        makespan = longer - short
         bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     step = makespan + waits_around(work, spans)
     args = work.args
@@ -110,10 +120,10 @@ def estimate(
     return Estimate(
         step_seconds=step,
         pipeline_seconds=makespan,
-        bubble=bubble,
+        bubble=max(0.0, bubble),  # that of a single rank may round to below nothing
         utilisation=work.operations(microbatches) / (step * gpus * work.system.peak(dtype)),
         tokens_per_second=tokens / step,
-        ranks=memory(work, order, name, margin),
+        ranks=memory(work, order, name, microbatches, margin),
     )
 
 
@@ -140,8 +150,10 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
     return before + after + work.tied_seconds + update
 
 
-def _older_versions(name: str, rank: int, ranks: int) -> float:
+def _older_versions(work: Workload, name: str, rank: int, microbatches: int) -> int:
     """Versions of a rank's weights beside the newest: what its microbatches in flight still need."""
-    if name == "pipedream-2bw":
-        return 1.0
-    return float(versions(ranks - 1 - rank)) - 1 if name == "pipedream" else 0.0
+    if name not in FLUSH_FREE:
+        return 0
+    latest = pipedream.Weights.SAME if work.args.pipeline_vertical_sync else pipedream.Weights.LATEST
+    weights = latest if name == "pipedream" else pipedream.Weights.PREVIOUS
+    return pipedream.most_versions(weights, rank, work.placement.ranks, microbatches)

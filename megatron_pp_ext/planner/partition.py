@@ -18,6 +18,9 @@ from megatron_pp_ext.planner.memory import in_flight
 from megatron_pp_ext.planner.profile import Profile
 from megatron_pp_ext.planner.recurrence import Block, Hoarder, Level, Worker, hierarchy
 
+MOST_WORKERS = 4096
+"""Of one level: time and memory grow with their square."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -131,6 +134,11 @@ def _check(
     for level in levels:
         if level.workers < 1:
             raise ValueError(f"the number of workers is {level.workers}, but must be 1 or more: raise it")
+        if level.workers > MOST_WORKERS:
+            raise ValueError(
+                f"the number of workers is {level.workers}, but at most {MOST_WORKERS} of one level can be "
+                "looked at: give machines within machines, a level each"
+            )
         if not math.isfinite(level.bandwidth) or level.bandwidth <= 0:
             raise ValueError(
                 f"the bandwidth is {level.bandwidth:g}, but must be a finite number above 0: "

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_pp_ext.planner.layers import spread
-from megatron_pp_ext.planner.programs import FLUSH_FREE, NO_PIPELINE
+from megatron_pp_ext.planner.programs import FLUSH_FREE, NO_PIPELINE, PIPEDREAM, TWO_VERSIONS
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement, linear
 
@@ -36,15 +36,7 @@ def plan_of(args: Namespace, world_size: int, stages: int | None = None) -> Plan
             f"nearest that work are {nearest}"
         )
     data = world_size // model
-    require_divisible(args)
-    experts = args.expert_model_parallel_size * (
-        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    )
-    if (world_size // ranks) % experts:
-        raise ValueError(
-            f"expert parallelism of {experts} (with its tensor parallelism) does not divide the "
-            f"{world_size // ranks} ranks of a pipeline stage: lower --expert-model-parallel-size"
-        )
+    require_divisible(args, world_size // ranks)
     if not args.micro_batch_size:
         raise ValueError("the model has no --micro-batch-size: give it")
     batch = args.global_batch_size or args.micro_batch_size * data
@@ -57,11 +49,39 @@ def plan_of(args: Namespace, world_size: int, stages: int | None = None) -> Plan
             f"{data} data-parallel ranks: nearest that work are {nearest}"
         )
     name = _schedule(args, ranks, stages)
+    if name in FLUSH_FREE:
+        update_interval(name, ranks, args.pipeline_update_interval, batch // each)
     return Plan(name, _placement(args, name, ranks, stages), data, batch // each)
 
 
-def require_divisible(args: Namespace) -> None:
-    """ValueError unless tensor, context and expert parallelism cut the model into equal parts."""
+def update_interval(name: str, ranks: int, asked: int | None, microbatches: int) -> int:
+    """How many microbatches lie between two updates of a schedule that never flushes.
+
+    ``asked`` is --pipeline-update-interval and ``microbatches`` those of a global batch, which is what
+    Megatron takes for an update; ValueError unless they are the same, and enough for the schedule.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"--pipeline-update-interval is {asked}, but must be 1 or more")
+    interval = asked or (microbatches if name == TWO_VERSIONS else 1)
+    if interval != microbatches:
+        raise ValueError(
+            f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
+            f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
+            f"--pipeline-update-interval to {microbatches}"
+        )
+    if name == TWO_VERSIONS and interval < ranks:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
+            f"{ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
+        )
+    return interval
+
+
+def require_divisible(args: Namespace, stage_ranks: int) -> None:
+    """ValueError unless tensor, context and expert parallelism cut the model into equal parts.
+
+    ``stage_ranks`` hold a pipeline stage, its replicas included.
+    """
     tensor, context, expert = (
         args.tensor_model_parallel_size,
         args.context_parallel_size,
@@ -94,6 +114,12 @@ def require_divisible(args: Namespace) -> None:
     ):
         if not is_cut:
             raise ValueError(f"--{flag} {value} does not divide {what}: change one of them")
+    experts = expert * (args.expert_tensor_parallel_size or tensor)
+    if stage_ranks % experts:
+        raise ValueError(
+            f"expert parallelism of {experts} (with its tensor parallelism) does not divide the "
+            f"{stage_ranks} ranks of a pipeline stage: lower --expert-model-parallel-size"
+        )
 
 
 def _schedule(args: Namespace, ranks: int, stages: int | None) -> str:

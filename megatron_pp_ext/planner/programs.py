@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.replay import Replay
 NO_PIPELINE = "none"
 """What the order of a single rank is called, which does one microbatch after the other."""
 
-FLUSH_FREE = ("pipedream", "pipedream-2bw")
+FLUSH_FREE = PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
 """1F1B's order without an end: a stage updates its weights as its own backwards come in."""
 
 
@@ -58,12 +58,18 @@ def compiled(
 ) -> tuple[Program, Placement]:
     """The shortest order found within ``limit`` (``flex``), and where it puts the stages.
 
-    ``limit`` is in bytes of activations a rank or, up to 8, a fraction of what 1F1B keeps on its first.
+    ``limit`` is as for ``in_bytes``.
     """
-    if limit <= _LARGEST_FRACTION:
-        limit *= min(ranks, microbatches) * costs.merged(ranks).stages[0].activation
+    limit = in_bytes(limit, ranks, microbatches, costs)
     schedule = compile_schedule(ranks, microbatches, costs, limit, trials=trials).timeline.schedule
     return Program.of(schedule), schedule.placement
+
+
+def in_bytes(limit: float, ranks: int, microbatches: int, costs: Costs) -> float:
+    """A limit of ``flex`` in bytes a rank; up to 8 it is a fraction of what 1F1B keeps on its first."""
+    if limit > _LARGEST_FRACTION:
+        return limit
+    return limit * min(ranks, microbatches) * costs.merged(ranks).stages[0].activation
 
 
 def _alone(microbatches: int) -> Schedule:

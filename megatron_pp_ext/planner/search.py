@@ -12,11 +12,12 @@ memory  weights, gradients and optimizer state, and one microbatch's activations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from megatron_pp_ext.planner.candidate import Candidate
 from megatron_pp_ext.planner.estimate import MARGIN, Estimate, RankMemory, estimate, memory
 from megatron_pp_ext.planner.layers import spread
-from megatron_pp_ext.planner.programs import compiled, placement_of, program
+from megatron_pp_ext.planner.programs import compiled, in_bytes, placement_of, program
 from megatron_pp_ext.planner.space import Space
 from megatron_pp_ext.planner.stages import Pieces
 from megatron_pp_ext.planner.system import System
@@ -30,6 +31,9 @@ WHOLE = ("none", "gpipe", "1f1b", "interleaved", "breadth-first", "1f1b-v")
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
 """The fractions of the memory for which the frontier has the shortest step."""
 
+
+_NEIGHBOURS = 64
+"""How many nodes fewer or more GPUs are looked at, where a number of them does not work."""
 
 COMPILED, COMPILE_TRIALS = 2, 100
 """For how many of the best layouts ``flex`` is compiled, and how many orders that may try."""
@@ -69,6 +73,14 @@ class Result:
     replayed: int = 0
 
 
+class Compiles(Enum):
+    """Whether orders are compiled: not at all, beside the best of the families, or in their place."""
+
+    NEVER = "never"
+    TOO = "too"
+    ONLY = "only"
+
+
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and how much there is."""
 
@@ -83,7 +95,7 @@ class Search:
         limit: float,
         margin: float = MARGIN,
         top: int = 10,
-        compiles: bool = False,
+        compiles: Compiles = Compiles.NEVER,
     ) -> None:
         self._space, self._system, self._limit, self._margin, self._top = space, system, limit, margin, top
         self._compiles = compiles
@@ -112,7 +124,7 @@ class Search:
             if one.least <= room and (found := self._look_at(one.candidate, room)):
                 self._offer(found)
         progress("replaying", len(bounded), len(bounded))
-        if self._compiles:
+        if self._compiles is not Compiles.NEVER:
             self._compile(progress)
         if not self.result.best:
             raise ValueError(self._nothing_fits())
@@ -149,21 +161,32 @@ class Search:
             if spread(self._space.args) % (2 * one.candidate.pipeline) == 0
         ]
         chosen = list(dict.fromkeys(cuts))[:COMPILED]
+        infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
+        has_some = bool(self.result.best)
+        if self._compiles is Compiles.ONLY:
+            self.result.best.clear()
+            self._shortest.clear()
         for number, cut in enumerate(chosen):
             progress("compiling", number, len(chosen))
             work = self._work(cut, cut.placement)
             limit = self._left(work)
+            if asked := self._space.args.pipeline_memory_limit:
+                limit = min(limit, int(in_bytes(asked, cut.pipeline, cut.microbatches, work.costs)))
             if limit <= 0:
+                infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
                 continue
             try:
                 order, placement = compiled(cut.pipeline, cut.microbatches, work.costs, limit, COMPILE_TRIALS)
-            except InfeasibleLimit:
+            except InfeasibleLimit as error:
+                infeasible = str(error)
                 continue
             work = self._work(cut, placement)
             found = estimate(work, order, "flex", cut.microbatches, self._margin)
             self.result.replayed += 1
             if found.fullest.total <= self._limit:
                 self._offer(Evaluated(replace(cut, limit=limit), found))
+        if has_some and not self.result.best:
+            raise ValueError(f"flex finds nothing: {infeasible}")
 
     def _left(self, work: Workload) -> int:
         """Bytes of activations that the rank with the least room has."""
@@ -215,7 +238,8 @@ class Search:
         name, ranks, chunks = candidate.schedule, candidate.pipeline, candidate.chunks
         # More microbatches need no less memory; a short order is built sooner.
         short = program(name, ranks, min(candidate.microbatches, 2 * ranks), chunks)
-        fullest = max(memory(work, short, name, self._margin), key=lambda rank: rank.total)
+        kept = memory(work, short, name, candidate.microbatches, self._margin)
+        fullest = max(kept, key=lambda rank: rank.total)
         if fullest.total <= limit:
             self.result.replayed += 1
             order = program(name, ranks, candidate.microbatches, chunks)
@@ -270,7 +294,7 @@ class Search:
             fills_nodes = gpus <= space.gpus_per_node or gpus % space.gpus_per_node == 0
             return fills_nodes and any(any(True for _ in tried.orders(cut)) for cut in tried.cuts())
 
-        distances = range(1, max(64, space.gpus))
+        distances = range(1, _NEIGHBOURS * space.gpus_per_node)
         below = next((space.gpus - d for d in distances if d < space.gpus and works(space.gpus - d)), None)
         above = next((space.gpus + d for d in distances if works(space.gpus + d)), None)
         nearest = " and ".join(str(number) for number in (below, above) if number)

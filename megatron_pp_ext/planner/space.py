@@ -1,5 +1,6 @@
 """All legal ways to run a model on so many GPUs."""
 
+import math
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class Space:
                         cut = Candidate(
                             tensor, context, expert, pipeline, data, 1, self.batch // data, Recompute("none")
                         )
-                        if _is_legal(cut.described(args)):
+                        if _is_legal(cut.described(args), self.gpus // pipeline):
                             yield cut
 
     def refined(self, cut: Candidate) -> Iterator[Candidate]:
@@ -76,7 +77,8 @@ class Space:
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Numbers of chunks a rank, with the schedules that have them and whose stages the layers fill."""
         if cut.pipeline == 1:
-            yield 1, [NO_PIPELINE]
+            if "pipeline_schedule" not in self.fixed:
+                yield 1, [NO_PIPELINE]
             return
         layers = spread(self.args)
         asked = (
@@ -109,13 +111,14 @@ class Space:
         return [size for size in _divisors(count) if ranks % size == 0] if count else [1]
 
 
-def _is_legal(args: Namespace) -> bool:
+def _is_legal(args: Namespace, stage_ranks: int) -> bool:
     try:
-        require_divisible(args)
+        require_divisible(args, stage_ranks)
     except ValueError:
         return False
     return True
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return low + [number // size for size in reversed(low) if size * size != number]

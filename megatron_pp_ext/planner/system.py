@@ -70,6 +70,8 @@ class System:
             *((f"peak_rates {dtype}", rate) for dtype, rate in self.peak_rates.items()),
         ):
             _require_positive(self.name, name, value)
+        for name, link in (("node", self.node), ("network", self.network)):
+            _require_positive(self.name, f"{name}.latency_seconds", link.latency_seconds, or_zero=True)
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
             raise ValueError(f"system {self.name}: matrix_rates has neither bf16 nor fp32: give one a row")
         for dtype, rows in self.matrix_rates.items():
@@ -160,7 +162,7 @@ class System:
         try:
             links = {name: Link(**content[name]) for name in ("node", "network")}
             return cls(**{**content, **links})
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error} does not fit: write the fields of a system") from None
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
@@ -208,7 +210,8 @@ def _require_rows(where: str, name: str, rows: Sequence[Sequence[float]], column
             _require_positive(where, f"{name} {column}", value)
 
 
-def _require_positive(where: str, name: str, value: Any) -> None:
+def _require_positive(where: str, name: str, value: Any, or_zero: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"system {where}: {name} is {value!r}, but must be a number above 0: correct it")
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        rule = "0 or more" if or_zero else "above 0"
+        raise ValueError(f"system {where}: {name} is {value!r}, but must be a number {rule}: correct it")

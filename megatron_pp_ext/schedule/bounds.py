@@ -87,7 +87,7 @@ def _window(
         first_gradient - route.starts[stages[0]],
         _most(limit, min(cost.activation for cost in own), max(cost.forward for cost in own)),
     )
-    if early >= forward:
+    if early >= forward * (1 - 1e-9):  # equal but for rounding: no F is left to follow the first gradient
         return first_gradient + backward
     late = min(
         backward,

@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.search.problem import TOLERANCE, Orders, Problem, 
 from megatron_pp_ext.schedule.search.published import published
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-VERSION = 5
+VERSION = 6
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000

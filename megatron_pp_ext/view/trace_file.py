@@ -100,6 +100,8 @@ def read(path: Path) -> RecordedStep:
                 begin = started.pop(event["id"])
                 seconds = (begin["ts"] / 1e6, event["ts"] / 1e6)
                 reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
+        if not all(events):
+            raise ValueError("a rank did nothing")
         peaks = zip(pipeline["peak_bytes"], pipeline["peak_microbatches"], strict=True)
         rest = zip(pipeline["clock_errors"], pipeline["device_bytes"], strict=True)
         return RecordedStep(
@@ -110,7 +112,7 @@ def read(path: Path) -> RecordedStep:
                 for rank, peak, reduced, others in zip(events, peaks, reductions, rest, strict=True)
             ),
         )
-    except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace written by --pipeline-trace ({error!r})") from error
 
 

@@ -83,6 +83,10 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         ((*SEARCH, "--system", "h1000"), {}, "did you mean 'h100'?"),
         ((*SEARCH, "--memory", 1e6), {}, "the model fits nowhere:"),
         ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be 1 or more"),
+        ((*SEARCH, "--memory", "inf"), {}, "--memory is inf, but must be 1 or more, and finite"),
+        ((*SEARCH, "--margin", "nan"), {}, "--margin is nan, but must be 0 or more"),
+        (("estimate", "--margin", "nan"), {"seq_length": 512}, "--margin is nan"),
+        (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "a | in --hybrid-layer-pattern says what the sta"),
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
         (SEARCH, {"seq_length": 1024}, "--seq-length is 512, but 1024 in"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
@@ -101,6 +105,14 @@ def test_bad_input_is_one_line(mpp, model, words, changed, message):
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+def test_what_describes_the_stages_is_refused(mpp):
+    flags = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 512"
+    flags += " --tokenizer-type NullTokenizer --vocab-size 64 --micro-batch-size 1"
+    result = mpp(*SEARCH, "--", *flags.split(), "--decoder-first-pipeline-num-layers", 1)
+    assert result.exit_code == 2
+    assert "--decoder-first-pipeline-num-layers says what the stages are" in result.stderr
 
 
 def test_a_model_is_given_once(mpp, model):

@@ -39,6 +39,14 @@ def test_idle_time_by_cause(trace, mpp):
     assert second == dict(zip(causes.split(), (1500, 2500, 500, 500, 2000, 0, 0.01), strict=True))
 
 
+def test_files_of_one_name_are_told_apart(trace, tmp_path, mpp):
+    other = tmp_path / "other" / "step.json"
+    other.parent.mkdir()
+    other.write_text(trace.read_text())
+    output = mpp("trace", trace, other).output
+    assert output.count("a step of 16,000.00 ms") == 2
+
+
 def test_clock_errors_are_in_the_file(trace):
     assert [record.clock_error for record in trace_file.read(trace).records] == [0, 1e-5]
 

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.planner import space as space_module
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.description import describe
 from megatron_pp_ext.planner.estimate import estimate
+from megatron_pp_ext.planner.plan import plan_of
 from megatron_pp_ext.planner.programs import program
 from megatron_pp_ext.planner.reasons import why
-from megatron_pp_ext.planner.search import WHOLE, Evaluated, Search, bounds
+from megatron_pp_ext.planner.search import WHOLE, Compiles, Evaluated, Search, bounds
 from megatron_pp_ext.planner.space import Space
 from megatron_pp_ext.planner.workload import Workload
 from megatron_pp_ext.schedule import catalog
@@ -80,11 +82,48 @@ def test_flex_fits_and_is_no_slower_than_a_family_of_its_layout(tmp_path, monkey
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     where = space(gpus=2, batch=6, schedules=("v-half",), fixed=("pipeline_model_parallel_size",),
                   pipeline_model_parallel_size=2)  # fmt: skip
-    named, compiled = (Search(where, A100, 60e9, compiles=c).run() for c in (False, True))
+    named, compiled, only = (Search(where, A100, 60e9, compiles=which).run() for which in Compiles)
+    assert {one.candidate.schedule for one in only.best} == {"flex"}
     assert compiled.best[0].estimate.step_seconds <= named.best[0].estimate.step_seconds
     flex = [one for one in compiled.best if one.candidate.schedule == "flex"]
     assert flex
     assert all(one.estimate.fullest.total <= 60e9 for one in flex)
+
+
+def test_a_limit_of_the_user_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    about = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "flex"}
+
+    def search(limit):
+        where = space(gpus=2, batch=6, fixed=tuple(about), **about, pipeline_memory_limit=limit)
+        return Search(where, A100, 60e9, compiles=Compiles.ONLY).run().best[0]
+
+    free, kept = search(None), search(0.75)
+    assert kept.candidate.limit < free.candidate.limit
+    assert max(rank.activations for rank in kept.estimate.ranks) <= kept.candidate.limit
+    with pytest.raises(ValueError, match=r"flex finds nothing: memory limit .* raise the limit to at least"):
+        search(0.6)
+
+
+def test_a_schedule_of_the_user_needs_a_pipeline():
+    candidates = list(everything(space(schedules=("v-half",), fixed=("pipeline_schedule",))))
+    assert {one.schedule for one in candidates} == {"v-half"}
+    assert all(one.pipeline > 1 for one in candidates)
+
+
+@pytest.mark.parametrize("fixed", [{"expert_model_parallel_size": 8}, {"expert_tensor_parallel_size": 2}])
+def test_every_candidate_is_a_legal_plan(fixed):
+    where = space(gpus=8, batch=16, schedules=("1f1b",), fixed=tuple(fixed), num_experts=8, **fixed)
+    candidates = list(everything(where))
+    assert candidates
+    for candidate in candidates:
+        plan = plan_of(candidate.described(where.args), 8)
+        assert (plan.data, plan.microbatches) == (candidate.data, candidate.microbatches)
+
+
+def test_divisors_rise():
+    for number in (1, 2, 12, 36, 97, 1024):
+        assert space_module._divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
 def test_losers_say_where_they_lose():

@@ -107,21 +107,32 @@ def test_a_v_puts_embedding_and_output_layer_on_the_first_rank():
 
 
 def test_pipedream_keeps_older_versions():
-    work_, order = work(4), program("pipedream", 4, 8, 1)
-    ranks = estimate(work_, order, "pipedream", 8).ranks
-    assert [rank.versions / rank.weights for rank in ranks] == [3, 2, 1, 0]
-    double = estimate(work_, order, "pipedream-2bw", 8).ranks
-    assert [rank.versions / rank.weights for rank in double] == [1, 1, 1, 1]
+    def versions(name, microbatches, **changed):
+        order = program(name, 4, microbatches, 1)
+        ranks = estimate(work(4, **changed), order, name, microbatches).ranks
+        return [rank.versions / rank.weights for rank in ranks]
+
+    assert versions("pipedream", 1) == [3, 2, 1, 0]
+    assert versions("pipedream", 2) == [2, 1, 1, 0]
+    assert versions("pipedream", 8) == [1, 1, 1, 0]
+    assert versions("pipedream", 1, pipeline_vertical_sync=True) == [3, 3, 3, 3]
+    assert versions("pipedream-2bw", 8) == [1, 1, 1, 1]
+
+
+def test_a_pipeline_that_never_flushes_is_full_however_few_its_microbatches():
+    few, many = (estimate(work(4), program("pipedream", 4, m, 1), "pipedream", m).ranks for m in (1, 16))
+    assert [rank.activations for rank in few] == [rank.activations for rank in many]
 
 
 def test_without_a_flush_a_step_is_its_work():
     """A long run's step has no bubble: the busiest rank's microbatches, and what follows the pipeline."""
     work_ = work(4)
-    found = estimate(work_, program("pipedream", 4, 16, 1), "pipedream", 16)
     busiest = max(
         p.forward_seconds + p.input_gradient_seconds + p.weight_gradient_seconds for p in work_.by_rank
     )
-    assert found.pipeline_seconds == pytest.approx(16 * busiest)
+    for m in (1, 3, 16):
+        found = estimate(work_, program("pipedream", 4, m, 1), "pipedream", m)
+        assert found.pipeline_seconds == pytest.approx(m * busiest)
 
 
 def test_what_is_recomputed_takes_time_and_saves_memory():
@@ -170,6 +181,10 @@ class _Deaf(SystemClock):
             2, "v-half has 2 chunk.* other flags ask for 4",
         ),
         ({"pipeline_schedule": "auto", "pipeline_model_parallel_size": 2}, 2, "cannot be estimated"),
+        ({"pipeline_schedule": "pipedream", "pipeline_model_parallel_size": 2}, 2,
+         "updates every 1 .* makes 64 a step"),
+        ({"num_experts": 8, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 2}, 8,
+         "does not divide the 4 ranks of a pipeline stage"),
         ({"pipeline_schedule": "flex", "pipeline_model_parallel_size": 2}, 2, "needs --pipeline-memory"),
     ],
 )  # fmt: skip
@@ -177,6 +192,25 @@ def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
     with pytest.raises(ValueError, match=message):
         args = describe({**SMALL, **changed})
         estimate_plan(args, A100, plan_of(args, gpus))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tensor_model_parallel_size": 0}, "size 0, but it must be a whole number of 1 or more"),
+        ({"hidden_size": "1024"}, "--hidden-size '1024', but it must be a whole number"),
+        ({"ffn_hidden_size": -4096}, "--ffn-hidden-size -4096, but it must be a whole number"),
+        ({"micro_batch_size": True}, "--micro-batch-size True"),
+        ({"recompute_granularity": "ful"}, "granularity 'ful', but it must be one of full, selective"),
+        ({"swiglu": "no"}, "--swiglu 'no', but it must be true or false"),
+        ({"pipeline_memory_limit": "0.5"}, "--pipeline-memory-limit '0.5', but it must be a number above 0"),
+        ({"num_experts": 8, "moe_layer_freq": [1, 0]}, "a list of 0 and 1, one a layer"),
+        ({"num_experts": 8, "moe_layer_freq": 0}, "--moe-layer-freq 0, but it must be a whole number"),
+    ],
+)
+def test_what_no_model_has_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        describe({**SMALL, **changed})
 
 
 def test_unknown_and_missing_names_are_refused():

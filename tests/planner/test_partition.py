@@ -186,6 +186,7 @@ def test_a_limit_moves_the_cut():
     ("levels", "options", "message"),
     [
         ([Level(0, 1e9)], {}, "the number of workers is 0, but must be 1 or more"),
+        ([Level(5000, 1e9)], {}, "5000, but at most 4096 of one level can be looked at"),
         ([Level(2, 0)], {}, "the bandwidth is 0, but must be a finite number above 0"),
         ([Level(2, math.nan)], {}, "the bandwidth is nan"),
         ([Level(41, 1e9)], {"straight": True}, "41 workers needs as many layers, but the profile has 40"),

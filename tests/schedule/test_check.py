@@ -58,9 +58,7 @@ def test_published_families_read_samples_in_one_order(name):
 def test_another_order_of_forwards_is_valid_but_reads_other_samples():
     swapped = written("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0", microbatches=2)
     check(swapped)
-    with pytest.raises(
-        InvalidSchedule, match="place 0 of the forwards is microbatch 0 on stage 0 and 1 on"
-    ):
+    with pytest.raises(InvalidSchedule, match="place 0 of the forwards is microbatch 0 on stage 0 and 1 on"):
         require_one_forward_order(swapped)
 
 

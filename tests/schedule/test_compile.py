@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from published import MORE_UNIT_COST, UNIT_COST
 
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.bounds import lower_bound
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.compile import (
     InfeasibleLimit,
@@ -97,6 +98,27 @@ def test_any_costs_and_limits(pipeline):
         for key in {(action.stage, action.kind) for action in order}:
             ours = [action.microbatch for action in order if (action.stage, action.kind) == key]
             assert ours == list(range(microbatches))
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(5, 5, 3), (8, 3, 3), (6, 3, 6), (6, 12, 5)])
+def test_bounds_do_not_depend_on_the_unit_of_time(p, m, chunks):
+    """Sums of tenths are not equal where those of ones are: what is as long must be taken for it."""
+    ones, tenths = (
+        lower_bound(loop(p, chunks), m, uniform(loop(p, chunks), (t, t, t, 0)), [100.0 * p] * p)
+        for t in (1, 0.1)
+    )
+    assert tenths == pytest.approx(ones / 10)
+
+
+@pytest.mark.parametrize("chunks", [3, 5])
+@pytest.mark.parametrize("seconds", [0.1, 1 / 3])
+def test_no_family_beats_its_bound(chunks, seconds):
+    for p, m in ((4, 4), (5, 5), (8, 3), (6, 12)):
+        schedule = catalog.build("interleaved-zb", p, m, chunks)
+        costs = uniform(schedule.placement, (seconds, seconds, seconds, 0))
+        timeline = simulate(schedule, costs)
+        bound = lower_bound(schedule.placement, m, costs, timeline.peak_activations)
+        assert bound <= timeline.makespan * NOISE
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,12 @@ def test_the_scripts_arguments_arrive(script: Path, job: dict[str, str]) -> None
     ]
 
 
+@BOTH
+def test_a_dry_run_needs_no_job(script: Path) -> None:
+    words = dry_run(script, {"PATH": os.environ["PATH"], "SCRIPT": "train.py", "SLURM_SUBMIT_DIR": str(ROOT)})
+    assert {"srun", "--nodes=1", "train.py"} <= set(words)
+
+
 def test_torchrun_starts_eight_ranks_on_two_nodes(job: dict[str, str]) -> None:
     words = dry_run(PER_NODE, job)
     step, ranks = words[: words.index("bash")], words[words.index("bash") :]

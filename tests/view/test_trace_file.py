@@ -101,6 +101,12 @@ def test_what_is_no_recorded_trace_is_refused(timeline, tmp_path):
     trace_file.write_timeline(tmp_path / "simulated.json", timeline)
     (tmp_path / "garbage.json").write_text("{")
     (tmp_path / "binary.json").write_bytes(b"\xff\x00")
-    for name in ("simulated", "garbage", "binary"):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    about = {"schedule": "1f1b", "ranks": 1, "chunks": 1}
+    lists = ("peak_bytes", "peak_microbatches", "clock_errors", "device_bytes")
+    for name, shape in (("shapeless", "circle"), ("idle", "linear")):
+        content = {"pipeline": {**about, "shape": shape, **{key: [0] for key in lists}}}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": [], "otherData": content}))
+    for name in ("simulated", "garbage", "binary", "deep", "shapeless", "idle"):
         with pytest.raises(ValueError, match="is not a trace written by --pipeline-trace"):
             trace_file.read(tmp_path / f"{name}.json")
