@@ -70,8 +70,8 @@ class Channels:
         What an earlier step left in flight comes first.
         """
         self._opened += 1
-        # Gloo's sends end for nobody who does not wait for them.  Every step takes each rank's next message
-        # to its neighbours, so these have arrived.
+        # Gloo's sends end for nobody who does not wait for them.  Those of p steps ago have arrived: without
+        # them no microbatch of the last step had come this far.
         while self._sending and self._sending[0][0] < self._opened - len(self._peers):
             self._sending.popleft()[1].wait()
         for peer, messages in plan.incoming.items():
