@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # called megatron there would win over the script's own.
     if not sys.flags.safe_path:
         sys.path.pop(0)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     sys.argv = [script, *arguments]
     prepare(cpu)
     runpy.run_path(script, run_name="__main__")

@@ -11,6 +11,7 @@ document, so no tokenizer has to be trained or downloaded: Megatron reads the da
 
 import argparse
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -41,8 +42,9 @@ class TextDataError(ValueError):
 def prepare(source: Path | None, prefix: Path) -> Prepared:
     """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
 
-    Each file is a document. Megatron splits training from validation data by document, so a source that is
-    one file is cut into pieces first.
+    Both are replaced once they are whole, and what Megatron has kept beside data of that name is removed; a
+    --data-cache-path of one's own is not. Each file is a document. Megatron splits training from validation
+    data by document, so a source that is one file is cut into pieces first.
     """
     # Imports Megatron, which takes seconds: after the checks that need nothing.
     files, skipped = _text_files(source)
@@ -52,7 +54,8 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
 
     dtype = DType.optimal_dtype(VOCAB_SIZE)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    unfinished = prefix.with_name(f"{prefix.name}.part")
+    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
     documents = tokens = 0
     for path in track(files, description=f"writing {prefix}.bin", console=Console(stderr=True)):
         text = path.read_bytes()
@@ -61,7 +64,12 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
             builder.add_document(document, [len(document)])
             documents += 1
             tokens += len(document)
-    builder.finalize(f"{prefix}.idx")
+    builder.finalize(f"{unfinished}.idx")
+    # Megatron keeps its shuffled order of the documents there, and would go on reading by the old one.
+    for indices in prefix.glob("cache/*_indices"):
+        shutil.rmtree(indices)
+    for suffix in ("bin", "idx"):
+        os.replace(f"{unfinished}.{suffix}", f"{prefix}.{suffix}")
     return Prepared(documents, tokens, skipped)
 
 

@@ -61,9 +61,8 @@ def main(
     iterations: Annotated[int, typer.Option(min=3, help="Training steps, the start included.")] = 16,
 ) -> None:
     """Run the demo."""
-    out = out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out = out.resolve()
+    make_room(out, text)
     console.print(f"[bold]Text[/bold] {text or 'the sources of the Python standard library'}")
     try:
         data = prepare(text, out / "data" / "text")
@@ -102,6 +101,19 @@ def main(
     picture.draw({f"{name}, measured (seconds)": step.timeline() for name, step in steps.items()}, drawing)
     console.print(f"\nThe last step of both, as it really ran: [bold]{drawing}[/bold]")
     console.print(f"The same to zoom into at ui.perfetto.dev: {out}/*.trace.json")
+
+
+def make_room(out: Path, text: Path | None) -> None:
+    """An empty folder ``out``: what an earlier demo left there is deleted, and nothing else ever is."""
+    mark = out / ".demo"
+    if out.exists() and not mark.is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SystemExit(f"demo: {out} holds what no demo wrote; give another folder, or empty it yourself")
+    if text is not None and out in text.resolve().parents:
+        raise SystemExit(f"demo: {text} is in {out}, which the demo empties; give another folder")
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    mark.touch()
 
 
 def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps: int) -> Losses:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.system import Link, System
 
@@ -34,8 +35,7 @@ def calibrate(
     On the GPUs with NCCL, else on the CPU with gloo, a rank a core.  All ranks measure at the same time.
     """
     model = systems.read(like) if like is not None else None
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{file}: no such folder; make it first")
+    require_folder(file)
     import torch
 
     from megatron_pp_ext.calibration import ranks

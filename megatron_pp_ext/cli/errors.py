@@ -1,7 +1,11 @@
 """Bad input ends in one line on stderr and exit code 2."""
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -23,7 +27,8 @@ class OneLineErrors(TyperGroup):
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         try:
-            sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
+            with _ended_as_by_the_keyboard():
+                sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
         except typer.Abort:
             _leave("stopped", 1)
         except OSError as error:
@@ -39,6 +44,27 @@ class OneLineErrors(TyperGroup):
             if message is None:
                 raise
             _leave(message(), 2)
+
+
+@contextmanager
+def _ended_as_by_the_keyboard() -> Iterator[None]:
+    """Take what a batch system or a lost terminal sends for Ctrl-C, at which a command ends its runs."""
+    here = os.getpid()
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() != here:
+            os._exit(128 + number)  # a process that was forked ends as it would have without this
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(message: str, code: int) -> None:

@@ -9,7 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.training_run import command, short_run, whole_number
+from megatron_pp_ext.cli.training_run import command, short_run, whole_number, without_files
 from megatron_pp_ext.planner.jobs import WARM_UP, Job, Result, State, Submit, local, run_all
 from megatron_pp_ext.planner.launch import BATCH_SCRIPT
 from megatron_pp_ext.planner.slurm import Slurm
@@ -114,4 +114,5 @@ def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int
         if not torch.cuda.is_available():
             # No allocator to ask: the recorder tells the peaks of activations.
             changed["--pipeline-trace"] = Job(name, (), folder).trace
-    return Job(name, tuple(where.words(short_run(flags, WARM_UP + steps, changed))), folder)
+    kept = list(without_files(flags))
+    return Job(name, tuple(where.words(short_run(kept, WARM_UP + steps, changed))), folder)

@@ -13,6 +13,8 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.cli.training_run import command, short_run, whole_number, words_of
+from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.planner.jobs import end
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.profile import Profile
@@ -71,17 +73,20 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
     """Train for a few steps; ValueError for a run that failed."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{file}: no such folder; make it first")
+    require_folder(file)
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         written = Path(folder, file.name)
         words = training_flags(written, flags)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        ended = subprocess.run(command(launcher, script, words), check=False, stdout=sys.stderr)
-        if ended.returncode or not written.exists():
+        run = subprocess.Popen(command(launcher, script, words), stdout=sys.stderr, start_new_session=True)
+        try:
+            status = run.wait()
+        finally:
+            end(run)
+        if status or not written.exists():
             raise ValueError(
-                f"the profiled run ended with status {ended.returncode} and no profile: read what it said "
-                "above, and correct the model's flags"
+                f"the profiled run ended with status {status} and no profile: read what it said above, and "
+                "correct the model's flags"
             )
         shutil.copyfile(written, file)
 

@@ -3,7 +3,7 @@
 import json as json_format
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import batched
 from math import gcd
@@ -16,16 +16,21 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.training_run import command, run_all, short_run, whole_number, words_of
+from megatron_pp_ext.cli.training_run import (
+    command,
+    run_all,
+    short_run,
+    whole_number,
+    without_files,
+    words_of,
+)
+from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import csv_file
 
 _WARM_UP = 1
 """The first step counts bytes; the others are timed."""
-
-_DROPPED = ("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline")
-"""Files of the real run."""
 
 
 @app.command()
@@ -67,6 +72,9 @@ def rehearse(
 
     mpp rehearse -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half --num-layers 32 ...
     """
+    for output in (json, costs, trace):
+        if output is not None:
+            require_folder(output)
     machine = systems.read(system) if system is not None else None
     words = words_of(flags)
     size = whole_number(words, "--pipeline-model-parallel-size")
@@ -149,20 +157,10 @@ def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
 
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
     """``flags``, and what makes a rehearsal of them that writes ``file``."""
-    kept = list(_without_files(flags))
+    kept = list(without_files(flags))
     still = ["--loss-scale", "1"] if "--fp16" in words_of(flags) else []
     changed = {"--rehearse-pipeline": file}
     return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *still]
-
-
-def _without_files(flags: Sequence[str]) -> Iterator[str]:
-    following = iter(flags)
-    for flag in following:
-        name, equals, _ = flag.partition("=")
-        if name not in _DROPPED:
-            yield flag
-        elif not equals:
-            next(following, None)
 
 
 def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[str, object]:

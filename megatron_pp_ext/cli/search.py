@@ -13,6 +13,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.estimate import Flags, Margin, ModelFile, SystemName, described
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.files import require_folder
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search import Compiles, Result, Search
@@ -84,6 +85,9 @@ def search(
     from megatron_pp_ext.planner.space import Space
 
     pictures = ask.Pictures(svg, png).paths
+    for output in (json, html, *pictures):
+        if output is not None:
+            require_folder(output)
     for name, value, least in (
         ("--gpus", gpus, 1),
         ("--top", top, 1),
@@ -132,6 +136,11 @@ def search(
             commands.setdefault(one.candidate.name, flags_of(one.candidate, words))
         measured = run(commands, where, jobs, steps, timeout)
         show_measured(measured, estimated)
+        fastest = ranked(measured)[0]
+        if fastest.step_seconds:
+            name = fastest.name
+            one = next(one for one in found.best if one.candidate.name == name)
+            whole.show_command("To run the fastest measured:", one)
         content["measured"] = [asdict(result) for result in ranked(measured)]
     if json is not None:
         json.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -49,8 +49,12 @@ class Report:
                 f"{size / 1e9:.1f} GB of it {name}",
                 style="dim",
             )
-        console.print("To run the best:")
-        console.print(self._command(result.best[0]), soft_wrap=True)
+        self.show_command("To run the best:", result.best[0])
+
+    def show_command(self, title: str, one: Evaluated) -> None:
+        """How to start ``one``, under ``title``."""
+        console.print(title)
+        console.print(self._command(one), soft_wrap=True)
 
     def content(self) -> dict[str, Any]:
         """The numbers, as they go into a JSON file."""

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,21 @@ def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> l
     length = [] if is_long else ["--train-iters", str(steps)]
     changed = {**changed, "--exit-interval": steps, "--eval-iters": 0, "--eval-interval": 1000}
     return [*flags, *data, *length, *(str(word) for change in changed.items() for word in change)]
+
+
+_FILES = ("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline")
+"""Of the real run, which a short one is to leave alone."""
+
+
+def without_files(flags: Iterable[str]) -> Iterator[str]:
+    """``flags`` without those that name files of the real run."""
+    following = iter(flags)
+    for flag in following:
+        name, equals, _ = flag.partition("=")
+        if name not in _FILES:
+            yield flag
+        elif not equals:
+            next(following, None)
 
 
 def command(launcher: Sequence[str], script: Path | None, flags: Sequence[str]) -> list[str]:

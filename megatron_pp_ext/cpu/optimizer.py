@@ -1,6 +1,6 @@
 """Let the distributed optimizer resume with torch's Adam and fp32 weights.
 
-Seams: three methods of ``DistributedOptimizer`` in ``megatron.core.optimizer.distrib_optimizer``.
+Seams: four methods of ``DistributedOptimizer`` in ``megatron.core.optimizer.distrib_optimizer``.
 
 On a GPU machine Megatron's Adam comes from Apex or Transformer Engine, which count steps once a group.
 Without them it is torch's, which counts steps once a parameter. With that, Megatron saves a distributed
@@ -49,6 +49,17 @@ def give_own_counters(load_state_dict: Callable[..., Any]) -> Callable[..., Any]
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
         return result
+
+    return wrapped
+
+
+def load_without_gradients(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Load what was saved in one file into weights that are fp32, the model's own, and require gradients."""
+
+    @functools.wraps(load)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return load(self, *args, **kwargs)
 
     return wrapped
 

@@ -49,6 +49,13 @@ def cpu_seams() -> tuple[Seam, ...]:
         ),
         Seam(
             "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer.load_parameter_state_from_dp_zero",
+            {_17: "self state_dict update_legacy_format"},
+            optimizer.load_without_gradients,
+            "resuming torch's Adam under the distributed optimizer",
+        ),
+        Seam(
+            "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer._set_main_param_and_optimizer_states",
             {_17: "self model_param tensors"},
             optimizer.keep_own_step,

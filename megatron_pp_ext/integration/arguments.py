@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import active, layers, profile, profile_steps, rehearse, sources, updates
 from megatron_pp_ext.integration.checkpoints import describe
 from megatron_pp_ext.integration.refusals import refuse_unsupported
@@ -77,6 +78,8 @@ def read_flags(args: Namespace) -> active.Pipeline | None:
     ranks = args.pipeline_model_parallel_size
     chunks = _chunks_asked_for(args)
     profile.refuse_flags(args)
+    if args.pipeline_trace is not None:
+        require_writable("--pipeline-trace", args.pipeline_trace)
     rehearse.refuse_flags(args)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = "1f1b" if chunks in (None, 1) else "interleaved"

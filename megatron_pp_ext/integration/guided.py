@@ -45,6 +45,7 @@ class GuidedRunner(PipelineRunner):
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
         self._asked_for: dict[tuple[int, bool], Schedule] = {}
+        self._is_over = False
         self._gain = _Gain()
 
     def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
@@ -66,10 +67,11 @@ class GuidedRunner(PipelineRunner):
         if step > self._steps.last and self._costs is None:
             if self._measured_steps:
                 self._costs = self._measure(group)
-            elif not self._training_steps:
+            elif not self._is_over:
+                self._is_over = True
                 print_rank_0(
-                    f"megatron_pp_ext: --pipeline-profile-steps {self._steps} are over in step {step}, with "
-                    "which this run begins; nothing is measured"
+                    f"megatron_pp_ext: --pipeline-profile-steps {self._steps} are over in step {step}, and "
+                    "none of them was run; nothing is measured"
                 )
         super()._run(inputs, group, shape, recorder)
         if step in self._steps:

@@ -26,7 +26,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import active
+from megatron_pp_ext.integration.trace import going_on_without
 from megatron_pp_ext.planner.profile import Layer, Profile
 from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
@@ -53,6 +55,7 @@ def refuse_flags(args: Namespace) -> None:
             raise ValueError(f"--profile-pipeline cannot measure layers beside {flag}; {fix}")
     if not args.profile_pipeline.absolute().parent.is_dir():
         raise ValueError(f"--profile-pipeline {args.profile_pipeline}: no such folder; make it first")
+    require_writable("--profile-pipeline", args.profile_pipeline)
 
 
 def profiled_step(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +80,8 @@ def profiled_step(stock: Callable[..., Any]) -> Callable[..., Any]:
             stages = gather(_profiler.layers(), group)
             if stages is not None:
                 everywhere = sorted(itertools.chain(*stages), key=operator.itemgetter(0))
-                Profile.chain(layer for _, layer in everywhere).write(path)
+                with going_on_without(path):
+                    Profile.chain(layer for _, layer in everywhere).write(path)
         return result
 
     return step

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,7 +93,22 @@ def recording(
         _backward_of.clear()
         _chunk_of.clear()
     if records is not None and pipeline.trace is not None:
-        trace_file.write(pipeline.trace, pipeline.name, pipeline.placement, records)
+        with going_on_without(pipeline.trace):
+            trace_file.write(pipeline.trace, pipeline.name, pipeline.placement, records)
+
+
+@contextmanager
+def going_on_without(path: Path) -> Iterator[None]:
+    """Train on where ``path`` cannot be written, and say so once: what is looked at must not end a run."""
+    try:
+        yield
+    except OSError as error:
+        _say_once(f"megatron_pp_ext: {path} cannot be written ({error.strerror or error}); training goes on")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, flush=True)
 
 
 def traced_step(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,11 @@ GRACE_SECONDS = 40
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _MEMORY = re.compile(r"memory \(MB\).*?max allocated: ([0-9.]+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|oom.kill", re.IGNORECASE)
-_REASON = re.compile(r"(megatron_pp_ext: |\w*(Error|Exception): |.*: error: )")
+_REASON = re.compile(r"(megatron_pp_ext: |\w*(Error|Exception)(: |$)|.*: error: )")
+_TORCHRUN_FAILED = re.compile(
+    r"^E\d{4} .*torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\)", re.MULTILINE
+)
+_MARKS = re.compile(r"[\^~=-]+")
 
 
 class State(StrEnum):
@@ -173,11 +177,11 @@ def _run(job: Job, timeout: float, lock: IO[str]) -> State:
         except subprocess.TimeoutExpired:
             return State.TIMEOUT
         finally:
-            _end(process)
+            end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a job and all that it started, which share a session."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End what was started in a session of its own; torchrun, whose ranks have others, ends these itself."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, how)
@@ -214,11 +218,19 @@ def read(job: Job) -> Result:
 def _problem(job: Job, state: State, said: str) -> str:
     if state is State.TIMEOUT:
         return f"took too long: {job.log}"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # What torchrun adds is of every failure alike, but for a rank that was killed and could say nothing.
+    own, code, *_ = [*_TORCHRUN_FAILED.split(said, maxsplit=1), ""]
     if state is State.OOM:
-        lines = [line for line in lines if _OUT_OF_MEMORY.search(line)]
-    told = [line for line in lines if _REASON.match(line)] or lines or ["it said nothing"]
-    return f"{told[-1]} ({job.log})"
+        own, code = "\n".join(filter(_OUT_OF_MEMORY.search, said.splitlines())), ""
+    lines = [line for line in map(str.strip, own.splitlines()) if line and not _MARKS.fullmatch(line)]
+    at = max((at for at, line in enumerate(lines) if _REASON.match(line)), default=len(lines) - 1)
+    if code == "-9":
+        told = "a rank was killed, as happens where the machine's memory ends"
+    else:
+        told = lines[at] if lines else "it said nothing"
+    if told.endswith(("Error", "Exception")) and at:
+        told = f"{lines[at - 1]}: {told}"
+    return f"{told} ({job.log})"
 
 
 def _said(job: Job) -> str:

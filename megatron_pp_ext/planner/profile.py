@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_pp_ext.files import write_whole
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -139,7 +141,7 @@ class Profile:
         content: dict[str, Any] = {"layers": rows}
         if not self.is_chain:
             content["edges"] = [[self.layers[a].name, self.layers[b].name] for a, b in self.edges]
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(text: str) -> Profile:

@@ -9,12 +9,12 @@ read back.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
 from megatron_pp_ext.schedule.measured import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -155,9 +155,7 @@ def _write(
     events += _flows(placement, tracks)
     events += _reductions(tracks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps({"traceEvents": events, "otherData": about}))
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps({"traceEvents": events, "otherData": about}))
 
 
 def _flows(placement: Placement, tracks: list[_Track]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """One line on stderr, exit code 2, no traceback, nothing on stdout."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -57,6 +59,32 @@ def refusal(result):
 def test_refusals(line, message, mpp, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in refusal(mpp(*line.split()))
+
+
+def test_an_output_is_looked_at_before_anything_runs(mpp):
+    line = "rehearse --costs nowhere/c.json -- --pipeline-model-parallel-size 2"
+    assert "nowhere/c.json: no such folder; make it first" in refusal(mpp(*line.split()))
+
+
+def test_what_a_batch_system_sends_ends_a_command_as_ctrl_c_does():
+    program = (
+        "import os, signal, typer\n"
+        "from megatron_pp_ext.cli.errors import OneLineErrors\n"
+        "app = typer.Typer(cls=OneLineErrors)\n"
+        "@app.callback()\n"
+        "def group(): ...\n"
+        "@app.command()\n"
+        "def run():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        print('went on')\n"
+        "    finally:\n"
+        "        print('tidied up')\n"
+        "app(['run'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode in (1, 130)
+    assert ended.stdout == "tidied up\n"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ FLAGS = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
 
 
 def test_a_local_job_is_a_short_run_of_torchrun(tmp_path: Path) -> None:
-    job = measure._job("a", FLAGS, Where("local", 2, 8, None), tmp_path / "a", 5)
+    flags = [*FLAGS, "--save", "of the real run", "--load=of the real run"]
+    job = measure._job("a", flags, Where("local", 2, 8, None), tmp_path / "a", 5)
     words = list(job.command)
+    assert "of the real run" not in " ".join(words)
     assert words[:6] == [
         sys.executable,
         "-m",

@@ -6,6 +6,9 @@ import subprocess
 
 import pytest
 
+from megatron_pp_ext.cli import measure
+from megatron_pp_ext.planner.jobs import Result, State
+
 MODEL = {
     "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32000, "bf16": True,
     "micro_batch_size": 1,
@@ -84,6 +87,7 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         ((*SEARCH, "--memory", 1e6), {}, "the model fits nowhere:"),
         ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be 1 or more"),
         ((*SEARCH, "--memory", "inf"), {}, "--memory is inf, but must be 1 or more, and finite"),
+        ((*SEARCH, "--json", "nowhere/x.json"), {}, "nowhere/x.json: no such folder; make it first"),
         ((*SEARCH, "--margin", "nan"), {}, "--margin is nan, but must be 0 or more"),
         (("estimate", "--margin", "nan"), {"seq_length": 512}, "--margin is nan"),
         (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "a | in --hybrid-layer-pattern says what the sta"),
@@ -113,6 +117,23 @@ def test_what_describes_the_stages_is_refused(mpp):
     result = mpp(*SEARCH, "--", *flags.split(), "--decoder-first-pipeline-num-layers", 1)
     assert result.exit_code == 2
     assert "--decoder-first-pipeline-num-layers says what the stages are" in result.stderr
+
+
+def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
+    """Not the one that was estimated to be."""
+
+    def run(commands, *_):
+        seconds = {name: 9.0 - number for number, name in enumerate(commands)}
+        return {name: Result(name, State.COMPLETED, seconds[name]) for name in commands}
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(measure.Where, "check", lambda *_: None)
+    output = mpp(*SEARCH, "--top", 2, "--measure", "--model", model()).output
+    estimated, measured = output.split("To run the best:")[1].split("To run the fastest measured:")
+    best, fastest = (text.strip().splitlines()[0] for text in (estimated, measured))
+    assert best.startswith("torchrun ")
+    assert fastest.startswith("torchrun ")
+    assert best != fastest
 
 
 def test_a_model_is_given_once(mpp, model):

@@ -4,13 +4,15 @@ import subprocess
 
 
 def test_a_run_that_fails_leaves_the_profile_that_was_there(mpp, tmp_path, monkeypatch):
+    real = subprocess.Popen
+
     def fail(words, **_):
         assert str(file) not in words
-        return subprocess.CompletedProcess(words, 7)
+        return real(["sh", "-c", "exit 7"], start_new_session=True)
 
     file = tmp_path / "gold.json"
     file.write_text("precious")
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     result = mpp("profile", file, "--", "--num-layers", 2)
     assert result.exit_code == 2
     assert "the profiled run ended with status 7 and no profile" in result.stderr

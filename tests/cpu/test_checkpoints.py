@@ -33,6 +33,13 @@ def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list
     assert second == pytest.approx(run.losses[3], rel=0 if ranks > 1 else 1e-6, abs=0)
 
 
+def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path) -> None:
+    flags = ["--use-distributed-optimizer", "--train-iters", "4", "--ckpt-format", "torch"]
+    train(2, [*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
+    went_on = train(2, [*flags, "--load", str(tmp_path)])[-1]
+    assert went_on.losses == train(2, flags)[-1].losses[2:]
+
+
 @pytest.mark.parametrize("reshardable", [True, False])
 def test_a_distributed_optimizer_goes_on(tmp_path: Path, reshardable: bool) -> None:
     """In another layout where the checkpoint allows that, else in its own; torch's Adam keeps its step."""

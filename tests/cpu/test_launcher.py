@@ -59,6 +59,19 @@ def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path == [str(tmp_path), "installed packages"]
 
 
+def test_a_link_stands_for_the_script_that_it_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "prepare", lambda cpu: None)
+    monkeypatch.setattr(sys, "path", ["current folder", "installed packages"])
+    monkeypatch.setattr(sys, "argv", ["launcher"])
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "beside_the_script.py").touch()
+    (tmp_path / "checkout" / "script.py").write_text("import beside_the_script\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "checkout" / "script.py")
+    launcher.main([str(tmp_path / "link.py")])
+
+
 @pytest.mark.checkout
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not name a Megatron-LM checkout")
 def test_a_checkouts_own_script_trains_as_ours_does() -> None:

@@ -31,6 +31,22 @@ def test_a_folder_gives_a_document_a_file(tmp_path: Path) -> None:
     assert documents(prefix) == list(texts.values())
 
 
+def test_other_text_under_the_same_name_is_trained_on(tmp_path: Path) -> None:
+    """Megatron keeps its order of the documents by name, whatever they hold."""
+    texts = {"old": b"a short text\n" * 90, "new": b"quite another one, and longer\n" * 900}
+    losses = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+        for data in ("data", f"{name} data"):
+            prepare(tmp_path / name, tmp_path / data)
+            flags = ["--data-path", str(tmp_path / data), "--vocab-size", "257", "--split", "100,0,0"]
+            losses[name, data] = train(1, flags)[0].losses
+    for name in texts:
+        assert losses[name, "data"] == losses[name, f"{name} data"]
+    assert losses["old", "data"] != losses["new", "data"]
+    assert not list(tmp_path.glob("*.part*"))
+
+
 def test_one_file_is_cut_at_line_ends(tmp_path: Path) -> None:
     text = b"".join(b"line %d\n" % number for number in range(5000)) + b"no line end"
     (tmp_path / "text").write_bytes(text)

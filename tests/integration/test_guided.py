@@ -167,6 +167,12 @@ def test_growing_batches_evaluation_and_checkpoints(log: Path, uneven: None, tmp
     assert "are over in step" in log.read_text().removeprefix(told)
 
 
+def test_measured_steps_that_are_skipped_are_told_of(log: Path) -> None:
+    flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b"]
+    train(2, [*flags, "--pipeline-profile-steps", "2-3", "--iterations-to-skip", "2", "3"])
+    assert "2-3 are over in step 4, and none of them was run" in log.read_text()
+
+
 def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one microbatch there is nothing to gain, and within a limit that is too low nothing at all."""
 

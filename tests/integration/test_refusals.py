@@ -30,6 +30,11 @@ REFUSED = {
         "--pipeline-trace x.json",
         "--pipeline-trace needs a pipeline of 2 ranks or more",
     ),
+    "trace into a folder": (f"{PP4} --pipeline-trace /", "--pipeline-trace / is a folder; give a file in it"),
+    "trace below a file": (
+        f"{PP4} --pipeline-trace {__file__}/x.json",
+        "test_refusals.py is no folder to write in; give another path",
+    ),
     "odd layers for a V": (
         f"{PP4} --pipeline-schedule v-half --num-layers 12",
         "has 8 stages: --num-layers 12 does not fill them evenly; set it to 8 or 16",

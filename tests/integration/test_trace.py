@@ -1,11 +1,13 @@
 """--pipeline-trace: what ran is what was scheduled, and memory peaks where the simulator says."""
 
+import errno
 from pathlib import Path
 
 import pytest
 from test_parity import MAIN_FAMILIES
 from training import train
 
+from megatron_pp_ext import files
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -36,6 +38,20 @@ def test_bytes_follow_the_schedule(tmp_path: Path) -> None:
         peak[name] = trace_file.read(file).records[1].peak_bytes
     # Rank 1 holds 3 whole stages under 1f1b; a V holds the same everywhere: 4 under V-ZB, 2 under V-Min.
     assert peak["v-min"] < 0.8 * peak["1f1b"] < peak["1f1b"] < peak["v-zb"]
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-trace", "--profile-pipeline"])
+def test_a_full_disk_does_not_end_a_run(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "measured.json"
+    file.write_text("of an earlier run")
+    monkeypatch.setattr(files.os, "replace", fail)
+    ranks = train(2, ["--pipeline-model-parallel-size", "2", flag, str(file)])
+    assert len(ranks[-1].losses) == 3
+    assert file.read_text() == "of an earlier run"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(

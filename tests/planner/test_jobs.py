@@ -84,6 +84,31 @@ def test_a_killed_search_does_not_run_a_job_twice_at_once(tmp_path: Path) -> Non
         os.kill(int(started.read_text()), 9)
 
 
+TORCHRUN = """E1122 06:24:47 11399 torch/distributed/elastic/api.py:1002] failed (exitcode: CODE)
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "problem"),
+    [
+        ("no good", "1", "no good ("),
+        ("assert 1 == None\n       ^^^^^^^^^\nAssertionError", "1", "assert 1 == None: AssertionError ("),
+        ("ValueError: bad\nbye", "1", "ValueError: bad ("),
+        ("training ...", "-9", "a rank was killed"),
+        ("", "1", "it said nothing"),
+    ],
+)
+def test_what_a_run_said_is_told_and_not_what_torchrun_adds(
+    said: str, code: str, problem: str, tmp_path: Path
+) -> None:
+    failing = job(tmp_path, "one", f"cat <<'E'\n{said}\n{TORCHRUN.replace('CODE', code)}\nE\nexit 1")
+    (result,) = run_all([failing], local, 5.0).values()
+    assert result.problem.startswith(problem)
+
+
 def test_two_jobs_cannot_share(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two jobs have the same name: give each its own"):
         run_all([job(tmp_path, "a", "true"), job(tmp_path / "b", "a", "true")], local, 1.0)
