@@ -1,10 +1,13 @@
 """What a script can ask of the forward-backward function itself, and the schedules cannot do."""
 
 import pytest
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+from ranks import run_ranks
 
 from megatron_pp_ext.integration import active, forward_backward, sources
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import linear
 
 
@@ -34,3 +37,17 @@ def test_several_modules_are_refused(pipeline):
         stock_schedules.get_forward_backward_func(2, None, modules)
     with pytest.raises(ValueError, match="does not support MIMO"):
         stock_schedules.get_forward_backward_func()(**contract(pg_collection=modules))
+
+
+def compare(rank: int) -> str:
+    """Ranks 0 and 1 are one pipeline, 2 and 3 another, with another schedule."""
+    dist.init_process_group("gloo")
+    forward_backward.require_same_on_all(catalog.build("1f1b", 2, 4))
+    with pytest.raises(RuntimeError) as error:
+        forward_backward.require_same_on_all(catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4))
+    return str(error.value)
+
+
+def test_all_pipelines_of_a_job_run_one_schedule() -> None:
+    for said in run_ranks(compare, 4):
+        assert "ranks 0 and 2 of this job built different schedules" in said

@@ -2,6 +2,7 @@
 
 import pytest
 from test_refusals import read
+from training import has_flag
 
 from megatron_pp_ext.schedule.families.pipedream import Weights
 
@@ -42,6 +43,13 @@ def test_refused_in_one_line(flags, monkeypatch):
     with pytest.raises(ValueError, match=REFUSED[flags]) as error:
         read(monkeypatch, flags)
     assert "\n" not in str(error.value)
+
+
+def test_batches_that_grow_are_refused(monkeypatch):
+    if not has_flag("--step-batch-size-schedule"):
+        pytest.skip("this Megatron has no --step-batch-size-schedule")
+    with pytest.raises(ValueError, match="--step-batch-size-schedule: the microbatches of an update cannot"):
+        read(monkeypatch, f"{ONE} --step-batch-size-schedule 0:1")
 
 
 def test_what_the_flags_mean(monkeypatch):
