@@ -10,7 +10,8 @@ from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import active, sources, trace
 from megatron_pp_ext.integration.data_parallel import last_actions
-from megatron_pp_ext.integration.forward_backward import PipelineRunner, message_channels, message_groups
+from megatron_pp_ext.integration.forward_backward import PipelineRunner, message_channels
+from megatron_pp_ext.integration.message_groups import message_groups
 from megatron_pp_ext.integration.stage import StepInputs, model_stages
 from megatron_pp_ext.integration.updates import Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
@@ -46,6 +47,7 @@ class FlushFreeRunner(PipelineRunner):
             super()._run(inputs, group, shape, recorder)
             return
         if self._flight is None:
+            self._directions(group)  # of evaluations: no group is made once messages are under way
             self._flight = _Flight(self.pipeline, inputs, group, shape)
         self._flight.update(inputs, recorder)
 

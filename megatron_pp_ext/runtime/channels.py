@@ -2,42 +2,44 @@
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule what the sender will send next, so no message
-carries a tag.  Receives are posted ahead of their use and sends never block, so whatever
-order the actions run in, no rank can wait for a message whose sender waits for it in turn
-(a schedule in which the *actions* wait in a circle is refused by ``schedule.check``).
+carries a tag.  When a receive is posted is part of the plan (``schedule.messages``, with the proof that
+no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
+posts a receive by itself, and nothing relies on messages passing each other.
 
-Each direction has a process group, hence, under NCCL, a communicator of its own for any two
-ranks: a send can then never queue behind a receive that its peer has not matched yet.  NCCL orders
-messages on streams of its own, against the compute stream by events: nothing here waits on the host.
+Each direction has a process group, so that under a backend that gives the peers of a group streams of
+their own a message waits for none but those between the same two ranks.  On a GPU a message is launched
+behind everything that the compute stream has by then, and to wait for one stops the compute stream and
+not the host; under gloo, and for messages that tell their shapes, it stops the host.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.plan import Message, RankPlan
-
-RECEIVES_AHEAD = 2
-"""Receives posted on a channel before their turn.
-
-Two hide a message's flight behind the action before it.  More would only move waiting tensors
-from the sender's memory to the receiver's.
-"""
+from megatron_pp_ext.runtime.groups import direction_groups as direction_groups
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 DIMENSIONS = 3
 """Of messages that tell their shapes: sequence, batch, hidden."""
 
 
+class _Posted(NamedTuple):
+    peer: int
+    tensor: torch.Tensor
+    work: dist.Work
+
+
 class Channels:
-    """The messages of one rank during a training step.
+    """The messages of one rank, in one training step or in many.
 
     ``ranks[r]`` is the global rank of pipeline rank r; ``down`` and ``up`` are process groups
     over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
     tensor of ``shape`` and ``dtype`` on ``device``.  With an empty ``shape`` every message may have
-    another one, which it sends ahead; then only one receive can be posted early, that of the shape.
+    another one, which it sends ahead; the host of the receiver then stops where the receive is posted,
+    until the message comes.
     """
 
     def __init__(
@@ -58,32 +60,36 @@ class Channels:
         # Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
         self._wire = torch.device("cpu") if dist.get_backend(down) == "gloo" else device
         self._through_host = self._wire.type != device.type
-        self._expected: dict[int, deque[Message]] = {}
-        self._posted: dict[int, deque[tuple[Message, torch.Tensor, dist.Work]]] = {}
-        self._arrived: dict[Message, torch.Tensor] = {}
-        self._sending: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
-        self._opened = 0
+        self._posted: dict[Message, _Posted] = {}
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def open(self, plan: RankPlan) -> None:
-        """Learn what will be sent here in this step and post the first receives.
+    def post(self, peer: int, message: Message) -> None:
+        """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here."""
+        if message in self._posted:
+            raise ValueError(f"the receive of {message} is posted already; post each message once")
+        shape = self._shape
+        if not shape:
+            told, work = self._receive(peer, (DIMENSIONS,), torch.long)
+            work.wait()
+            shape = tuple(told.tolist())
+        self._posted[message] = _Posted(peer, *self._receive(peer, shape, self._dtype))
 
-        What an earlier step left in flight comes first.
+    def receive(self, peer: int, message: Message) -> torch.Tensor:
+        """The tensor of ``message`` from pipeline rank ``peer``; what is computed next waits for it.
+
+        ValueError if its receive was not posted.
         """
-        self._opened += 1
-        # Gloo's sends end for nobody who does not wait for them.  Those of p steps ago have arrived: without
-        # them no microbatch of the last step had come this far.
-        while self._sending and self._sending[0][0] < self._opened - len(self._peers):
-            self._sending.popleft()[1].wait()
-        for peer, messages in plan.incoming.items():
-            self._expected.setdefault(peer, deque()).extend(messages)
-            self._posted.setdefault(peer, deque())
-            self._post_receives(peer)
+        posted = self._posted.pop(message, None)
+        if posted is None or posted.peer != peer:
+            raise ValueError(f"no receive of {message} from rank {peer} is posted; post it first")
+        posted.work.wait()
+        return posted.tensor.to(self._device) if self._through_host else posted.tensor
 
     def send(self, peer: int, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` to pipeline rank ``peer`` and return at once.
+        """Start sending ``tensor`` to pipeline rank ``peer``.
 
-        The tensor's storage is kept until it has left; the caller may drop its own reference
-        but must not write to it.
+        Returns while at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The tensor's storage is
+        kept until it has left; the caller may drop its own reference but must not write to it.
         """
         payload = tensor.detach().contiguous()
         if self._through_host:
@@ -96,101 +102,26 @@ class Channels:
                 "make all stages and microbatches hand on tensors of one shape"
             )
         self._send(peer, payload)
-        while self._sending and self._sending[0][1].is_completed():
-            self._sending.popleft()
-
-    def receive(self, peer: int, message: Message) -> torch.Tensor:
-        """The tensor of ``message`` from pipeline rank ``peer``; waits until it is here.
-
-        Messages that were sent before it and are not needed yet are kept for their turn.
-        """
-        while message not in self._arrived:
-            if not self._posted[peer]:
-                raise ValueError(f"rank {peer} does not send {message} in this step")
-            first, tensor, work = self._posted[peer].popleft()
-            if not self._shape:
-                work.wait()
-                tensor, work = self._receive(peer, tensor.tolist(), self._dtype)
-            self._post_receives(peer)
-            work.wait()
-            self._arrived[first] = tensor.to(self._device) if self._through_host else tensor
-        return self._arrived.pop(message)
+        while self._sending and (len(self._sending) > SENDS_AHEAD or self._sending[0][0].is_completed()):
+            self._finish_oldest()
 
     def close(self) -> None:
         """Wait until every message has left; RuntimeError if one that came was never asked for."""
         while self._sending:
-            self._sending.popleft()[1].wait()
-        left_over = [*self._arrived, *(entry[0] for queue in self._posted.values() for entry in queue)]
-        if left_over:
-            raise RuntimeError(f"messages that nobody asked for at the end of the step: {left_over}")
+            self._finish_oldest()
+        if self._posted:
+            raise RuntimeError(f"messages that nobody asked for at the end of the step: {[*self._posted]}")
 
-    def _post_receives(self, peer: int) -> None:
-        expected, posted = self._expected[peer], self._posted[peer]
-        while expected and len(posted) < (RECEIVES_AHEAD if self._shape else 1):
-            if self._shape:
-                tensor, work = self._receive(peer, self._shape, self._dtype)
-            else:
-                tensor, work = self._receive(peer, (DIMENSIONS,), torch.long)
-            posted.append((expected.popleft(), tensor, work))
+    def _finish_oldest(self) -> None:
+        # Waited for even where it is done: only then does torch let go of the tensor, and tell of an error.
+        work, _ = self._sending.popleft()
+        work.wait()
 
     def _send(self, peer: int, tensor: torch.Tensor) -> None:
         work = self._to[peer].send([tensor], self._peers[peer], 0)
-        self._sending.append((self._opened, work, tensor))
+        self._sending.append((work, tensor))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         tensor = torch.empty(shape, dtype=dtype, device=self._wire)
         work = self._from[peer].recv([tensor], self._peers[peer], 0)
         return tensor, work
-
-
-def direction_groups(
-    ranks: list[int], patience: timedelta | None = None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
-
-    A message that takes longer than ``patience`` is an error; None leaves it to the backend.
-
-    Collective over the whole world, since making any group is: every rank calls it with its
-    own pipeline's ranks.  Neighbours, and the pipeline's two ends, have exchanged a message on return.
-
-    RuntimeError where torch would serialize all messages of a group.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if dist.get_backend(world) == "nccl" and world.bound_device_id is not None:
-        raise RuntimeError(
-            "init_process_group was called with device_id, under which torch runs all messages of a group "
-            "one by one, and pipeline ranks would wait for each other for ever; call it without device_id"
-        )
-    gathered: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, ranks)
-    mine = None
-    for pipeline in sorted({tuple(other) for other in gathered if other is not None}):
-        down = dist.new_group(pipeline, timeout=patience, group_desc="PIPELINE_DOWN")
-        up = dist.new_group(pipeline, timeout=patience, group_desc="PIPELINE_UP")
-        if pipeline == tuple(ranks):
-            assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
-            mine = (down, up)
-    assert mine is not None, "a rank is missing from its own pipeline"
-    _meet(ranks, *mine)
-    return mine
-
-
-def _meet(ranks: list[int], down: dist.ProcessGroup, up: dist.ProcessGroup) -> None:
-    """Send one message each way between neighbours, in one order on all ranks.
-
-    NCCL makes the communicator of two ranks at their first message, and both wait for that: in the order of
-    a schedule, one rank could wait so for a second, which waits for a third, which waits for the first.
-    """
-    here, size = ranks.index(dist.get_rank()), len(ranks)
-    on_gpu = dist.get_backend(down) == "nccl"
-    greeting = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    for one in sorted({tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)}):
-        if here not in one or size == 1:
-            continue
-        low, high = (ranks[rank] for rank in one)
-        for group, sender, receiver in ((down, low, high), (up, high, low)):
-            if dist.get_rank() == sender:
-                dist.send(greeting, receiver, group=group)
-            else:
-                dist.recv(greeting, sender, group=group)

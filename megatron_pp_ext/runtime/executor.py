@@ -3,15 +3,16 @@
 The executor knows the order and the messages; what an action *does* is a Stage's business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.plan import Message, RankPlan, Step
+from megatron_pp_ext.runtime.plan import RankPlan, Step
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.messages import Arrival, Message
 
 
 class Stage(Protocol):
@@ -69,8 +70,8 @@ def execute(
     """
     recorder = recorder or _Silence()
     handed_over: dict[Message, torch.Tensor] = {}
-    channels.open(plan)
     for step in plan.steps:
+        _post(step.receives, channels)
         received = _take(step, plan.rank, handed_over, channels)
         with recorder.during(step.action):
             produced = _perform(step.action, stages[step.action.stage], received)
@@ -87,8 +88,14 @@ def execute(
             channels.send(step.target_rank, produced)
         # A produced tensor that outlived its step would be counted, and held, as an activation.
         del produced
+    _post(plan.left_open, channels)
     if flush:
         channels.close()
+
+
+def _post(receives: Iterable[Arrival], channels: Channels) -> None:
+    for peer, message in receives:
+        channels.post(peer, message)
 
 
 def _take(

@@ -1,28 +1,21 @@
 """One rank's part of a schedule, with the messages spelled out.
 
-A schedule says who computes what in which order; the messages follow from it.  The output of a
-stage's forward goes to the next stage, the gradient of its input to the stage before, over the
-wire when that stage lives on another rank and hand to hand at the turn of a V.  Every rank
-derives the same messages from the same schedule, so sender and receiver agree on the order in
-which messages travel without ever saying so: it is the order of the sender's actions.
+Every rank derives the same messages from the same schedule, so sender and receiver agree on the order in
+which messages travel without ever saying so, and on the place of each receive (``schedule.messages``).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-
-
-class Message(NamedTuple):
-    """A tensor that one stage hands to another for one microbatch.
-
-    A forward message goes to stage ``sender + 1``, a gradient to ``sender - 1``.
-    """
-
-    sender: int
-    receiver: int
-    microbatch: int
+from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.messages import (
+    Arrival,
+    Message,
+    Orders,
+    RankOf,
+    incoming_message,
+    outgoing_message,
+    posted_receives,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +24,12 @@ class Step:
 
     ``source`` and ``target`` are None at the ends of the model and for W, which exchanges
     nothing.  ``source_rank`` and ``target_rank`` may be this rank itself: the turn of a V.
+    ``receives`` are posted right before the action, in this order; they are of messages for this action
+    and for later ones.
     """
 
     action: Action
+    receives: tuple[Arrival, ...] = ()
     source: Message | None = None
     source_rank: int = -1
     target: Message | None = None
@@ -44,36 +40,13 @@ class Step:
 class RankPlan:
     """Everything one rank does in a training step, worked out once.
 
-    ``incoming[r]`` lists the messages that rank r will send here, in the order it sends them.
+    ``left_open`` are receives that are posted behind the last action, for a later step: there are some
+    only in a pipeline that does not flush.
     """
 
     rank: int
     steps: tuple[Step, ...]
-    incoming: dict[int, tuple[Message, ...]]
-
-
-RankOf = Callable[[int, int], int]
-"""The rank that runs a stage for a microbatch."""
-
-
-def incoming_message(action: Action, stages: int) -> Message | None:
-    """What ``action`` must be given before it can start."""
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return Message(stage - 1, stage, microbatch) if stage > 0 else None
-    if kind is Kind.W or stage + 1 == stages:
-        return None
-    return Message(stage + 1, stage, microbatch)
-
-
-def outgoing_message(action: Action, stages: int) -> Message | None:
-    """What ``action`` leaves for another stage."""
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return Message(stage, stage + 1, microbatch) if stage + 1 < stages else None
-    if kind is Kind.W or stage == 0:
-        return None
-    return Message(stage, stage - 1, microbatch)
+    left_open: tuple[Arrival, ...]
 
 
 def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
@@ -82,31 +55,27 @@ def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
     return plan_orders(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), rank)
 
 
-def plan_orders(orders: Sequence[Sequence[Action]], stages: int, rank_of: RankOf, rank: int) -> RankPlan:
+def plan_orders(orders: Orders, stages: int, rank_of: RankOf, rank: int) -> RankPlan:
     """Spell out ``rank``'s part of what all ranks do in ``orders`` with a model of ``stages`` stages."""
+    *receives, left_open = posted_receives(orders, stages, rank_of)[rank]
     return RankPlan(
         rank=rank,
-        steps=tuple(_step(action, stages, rank_of) for action in orders[rank]),
-        incoming={
-            peer: messages
-            for peer, order in enumerate(orders)
-            if peer != rank and (messages := _sent_to(rank, order, stages, rank_of))
-        },
+        steps=tuple(
+            _step(action, arrivals, stages, rank_of)
+            for action, arrivals in zip(orders[rank], receives, strict=True)
+        ),
+        left_open=left_open,
     )
 
 
-def _step(action: Action, stages: int, rank_of: RankOf) -> Step:
+def _step(action: Action, receives: tuple[Arrival, ...], stages: int, rank_of: RankOf) -> Step:
     source = incoming_message(action, stages)
     target = outgoing_message(action, stages)
     return Step(
         action,
+        receives,
         source=source,
         source_rank=rank_of(source.sender, source.microbatch) if source else -1,
         target=target,
         target_rank=rank_of(target.receiver, target.microbatch) if target else -1,
     )
-
-
-def _sent_to(rank: int, order: Sequence[Action], stages: int, rank_of: RankOf) -> tuple[Message, ...]:
-    messages = (outgoing_message(action, stages) for action in order)
-    return tuple(m for m in messages if m is not None and rank_of(m.receiver, m.microbatch) == rank)

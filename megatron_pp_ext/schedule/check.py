@@ -5,7 +5,7 @@ and when the ranks, each working strictly in its order, all reach their end.  Th
 cannot be seen on any rank alone: it is proved here by letting all ranks run without a clock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
 
@@ -37,6 +37,24 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
     placement, orders = schedule.placement, schedule.orders
     position = [0] * len(orders)
     done: set[Action] = set()
+    for rank, action, inputs in walk(orders, lambda action: needs(action, placement)):
+        yield rank, action, inputs
+        position[rank] += 1
+        done.add(delivers(action))
+    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        raise InvalidSchedule(_deadlock(schedule, position, done))
+
+
+def walk(
+    orders: Sequence[Sequence[Action]], inputs_of: Callable[[Action], tuple[Action, ...]]
+) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """Let all ranks run without a clock: (rank, action, its inputs), each action after its inputs.
+
+    ``inputs_of`` spells them as ``delivers`` does.  Ends where no rank can go on, whether or not all
+    of ``orders`` are done.
+    """
+    position = [0] * len(orders)
+    done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
     runnable = list(range(len(orders)))
     while runnable:
@@ -44,7 +62,7 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
         order = orders[rank]
         while position[rank] < len(order):
             action = order[position[rank]]
-            inputs = needs(action, placement)
+            inputs = inputs_of(action)
             missing = next((need for need in inputs if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
@@ -54,8 +72,6 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
             delivered = delivers(action)
             done.add(delivered)
             runnable.extend(waiting.pop(delivered, ()))
-    if waiting:
-        raise InvalidSchedule(_deadlock(schedule, position, done))
 
 
 def require_one_forward_order(schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""Neighbours meet, each way, in one order on all ranks, before a schedule asks them to."""
+"""Ranks that exchange messages meet, each way, in one order on all ranks, before a schedule asks them to."""
 
 from datetime import timedelta
 
@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron_pp_ext.runtime.channels import direction_groups
+from megatron_pp_ext.runtime.groups import direction_groups
 
 
-def meetings(rank: int, ranks: int) -> list[tuple[int, int, str]]:
+def meetings(rank: int, ranks: int, edges: list[tuple[int, int]]) -> list[tuple[int, int, str]]:
     """(sender, receiver, group) of what this rank exchanged, in its order."""
     dist.init_process_group("gloo")
     seen = []
@@ -25,22 +25,28 @@ def meetings(rank: int, ranks: int) -> list[tuple[int, int, str]]:
         receive(tensor, source, group=group)
 
     dist.send, dist.recv = watched_send, watched_receive
-    direction_groups(list(range(ranks)))
+    direction_groups(list(range(ranks)), edges=edges)
     return seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_neighbours_meet(ranks: int) -> None:
-    by_rank = run_ranks(meetings, ranks, ranks)
-    edges = {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+@pytest.mark.parametrize(
+    ("ranks", "edges"), [(1, []), (2, []), (3, []), (4, []), (5, [(3, 0), (1, 3), (0, 3), (2, 1), (4, 4)])]
+)
+def test_all_who_exchange_messages_meet(ranks: int, edges: list[tuple[int, int]]) -> None:
+    """Neighbours do, the pipeline's ends, and the pairs that the caller names."""
+    by_rank = run_ranks(meetings, ranks, ranks, edges)
+    pairs = {(rank, (rank + 1) % ranks) for rank in range(ranks)}.union(edges)
     expected = {
         (sender, receiver, "PIPELINE_DOWN" if sender < receiver else "PIPELINE_UP")
-        for pair in edges
+        for pair in pairs
         for sender, receiver in (pair, pair[::-1])
+        if sender != receiver
     }
     assert {one for seen in by_rank for one in seen} == expected
     for rank, seen in enumerate(by_rank):
         assert len(seen) == len(set(seen)) == sum(rank in one[:2] for one in expected)
+        # One group after the other: a communicator of all its ranks needs the first message of each of them.
+        assert [group for *_, group in seen] == sorted(group for *_, group in seen)
     # One order that all ranks keep: whoever comes first in it is never waited for by the one before.
     done: set[tuple[int, int, str]] = set()
     while len(done) < len(expected):
@@ -64,17 +70,3 @@ def wait_for_nothing(rank: int) -> str:
 def test_patience_ends() -> None:
     _, said = run_ranks(wait_for_nothing, 2)
     assert "Timed out" in said
-
-
-def refusal(rank: int) -> str:
-    dist.init_process_group("gloo")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as error:
-        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        patch.setattr(type(dist.group.WORLD), "bound_device_id", "cuda:0")
-        direction_groups([0])
-    return str(error.value)
-
-
-def test_serialized_messages_are_refused() -> None:
-    (said,) = run_ranks(refusal, 1)
-    assert "call it without device_id" in said

@@ -1,0 +1,222 @@
+"""The two process groups that carry a pipeline's messages: one to higher ranks, one to lower ones.
+
+A backend either gives every two ranks of a group a communicator and a stream of their own, so that messages
+to one rank never queue behind those to another, or the whole group shares one.  The first is asked for
+where torch has it, and nothing relies on it: receives are placed so that either is free of circles
+(``schedule.messages``).
+
+What stands behind a name depends on torch, whose registry is asked for it (as read in 2.15's
+``torch/distributed/distributed_c10d.py``).  There "nccl" is "nccl2", one communicator a group on a device
+that it binds by itself, and "nccl-lazy" is nccl2 whose peers have communicators of their own.  The older
+"nccl" is called "nccl-legacy" there, or "nccl" again under ``TORCH_DIST_USE_NCCL2=0``: its peers have
+communicators of their own unless ``init_process_group`` was called with ``device_id``.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+MAX_CTAS = 4
+"""Blocks that a message's kernel takes at most while it waits: otherwise up to 16 over NVLink."""
+
+_CLASSES = {"nccl2": "ProcessGroupNCCL2", "nccl-lazy": "ProcessGroupNCCLLazy"}
+_NCCL = {"nccl", "nccl-legacy", *_CLASSES}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What NCCL is asked for; None leaves a value to NCCL, and other backends ignore all of them.
+
+    The names are those of ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
+    are blocks of a message's kernel, ``cga_cluster_size`` how many of them make a cluster, ``net_name`` is
+    the network module ("IB", "Socket").
+    """
+
+    is_high_priority_stream: bool = True
+    max_ctas: int | None = MAX_CTAS
+    min_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    net_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageBackend:
+    """What carries messages: its name for ``new_group``, and whether peers have streams of their own."""
+
+    name: str
+    streams_per_peer: bool
+    note: str
+
+
+def message_backend(default: str = "nccl", bound: bool = False) -> MessageBackend:
+    """What carries a pipeline's messages in a job whose default process group has the backend ``default``.
+
+    ``default`` may name backends by device ("cpu:gloo,cuda:nccl").  ``bound`` says whether the default group
+    is bound to a device.  No process group is needed, nor a GPU.  ValueError if no message can travel.
+    """
+    name = _carrier(default)
+    own = _about(name, bound)
+    if name in _NCCL and not own.streams_per_peer and _available("nccl-lazy"):
+        return _about("nccl-lazy", bound)
+    return own
+
+
+def backend_of(group: dist.ProcessGroup) -> MessageBackend:
+    """What carries messages in ``group``."""
+    return _about(_carrier(dist.get_backend_config(group)), group.bound_device_id is not None)
+
+
+def direction_groups(
+    ranks: list[int],
+    patience: timedelta | None = None,
+    *,
+    options: GroupOptions = GroupOptions(),
+    edges: Iterable[tuple[int, int]] = (),
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
+
+    A message that takes longer than ``patience`` is an error; None leaves it to the backend.  On return
+    neighbours have exchanged a message each way, and so have the pipeline's two ends and the pairs of
+    pipeline ranks ``edges``, which must be the same on all of them.
+
+    Every rank of the world calls this, with its own pipeline's ranks, as often as all others.  No receive may
+    be waiting on a rank meanwhile: a communicator in the making may stop the device until it has come.
+
+    RuntimeError without a default process group, or without a GPU for NCCL; ValueError if no message can
+    travel over the default group's backends, or if this rank is not among ``ranks``.
+    """
+    backend, device = _world()
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not among the ranks {ranks} that were given as its pipeline; give "
+            "each rank the pipeline that it belongs to"
+        )
+    # Other backends' groups may be split from the default one, which takes all ranks, and torches that lack
+    # lazy_init name groups of members by a count that differs between ranks: all ranks make all groups there.
+    members_only = backend.name == "nccl-lazy" and hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
+    mine = sorted(ranks)
+    down = up = None
+    for pipeline in [mine] if members_only else _all_pipelines(mine):
+        made = [
+            dist.new_group(
+                pipeline,
+                timeout=patience,
+                backend=backend.name,
+                pg_options=_native(options, patience) if backend.name in _NCCL else None,
+                use_local_synchronization=members_only,
+                group_desc=description,
+            )
+            for description in ("PIPELINE_DOWN", "PIPELINE_UP")
+        ]
+        if pipeline == mine:
+            down, up = made
+    assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
+    _meet(ranks, down, up, device, edges)
+    return down, up
+
+
+def _world() -> tuple[MessageBackend, torch.device]:
+    """What carries this job's messages, and from where to where."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no default process group, beside which those for messages are made; call "
+            "torch.distributed.init_process_group first"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    backend = message_backend(dist.get_backend_config(world), world.bound_device_id is not None)
+    if backend.name == "gloo":
+        return backend, torch.device("cpu")
+    if not torch.cuda.device_count():
+        raise RuntimeError(
+            f"torch.distributed was started with {dist.get_backend(world)!r}, which needs a GPU on every "
+            "rank, and this one sees none; look at CUDA_VISIBLE_DEVICES, or start with gloo"
+        )
+    return backend, world.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def _all_pipelines(mine: list[int]) -> list[list[int]]:
+    gathered: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return [list(pipeline) for pipeline in sorted({*map(tuple, gathered)})]
+
+
+def _meet(
+    ranks: list[int],
+    down: dist.ProcessGroup,
+    up: dist.ProcessGroup,
+    device: torch.device,
+    edges: Iterable[tuple[int, int]],
+) -> None:
+    """Send one message each way between neighbours and along ``edges``, in one order on all ranks.
+
+    NCCL makes the communicator of two ranks, or their connection in one that all ranks share, at their first
+    message, and both hosts wait for that: in the order of a schedule, one rank could wait so for a second,
+    which waits for a third, which waits for the first.  All meet in one group before any do in the other,
+    since a communicator that a group shares may be made when each of its ranks sends or receives first.
+    """
+    here, size = ranks.index(dist.get_rank()), len(ranks)
+    greeting = torch.zeros(1, device=device)
+    neighbours = {(rank, (rank + 1) % size) for rank in range(size)}
+    pairs = sorted({(min(pair), max(pair)) for pair in neighbours.union(edges) if pair[0] != pair[1]})
+    for group, sender_first in ((down, True), (up, False)):
+        for pair in pairs:
+            sender, receiver = pair if sender_first else pair[::-1]
+            if here == sender:
+                dist.send(greeting, ranks[receiver], group=group)
+            elif here == receiver:
+                dist.recv(greeting, ranks[sender], group=group)
+    greeting.item()  # on a GPU the host has only launched them: whoever cannot meet fails here
+
+
+def _native(options: GroupOptions, patience: timedelta | None) -> dist.ProcessGroupNCCL.Options:
+    """``options`` as torch takes them, in an object of its own: each group writes its name into it."""
+    native = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
+    if patience is not None:
+        native._timeout = patience  # torch warns where this differs from the group's
+    if hasattr(native, "lazy_init"):
+        native.lazy_init = True  # no communicator of the whole group, which no message would use
+    for name in ("max_ctas", "min_ctas", "cga_cluster_size", "net_name"):
+        value = getattr(options, name)
+        if value is not None and hasattr(getattr(native, "config", None), name):
+            setattr(native.config, name, value)
+    return native
+
+
+def _carrier(default: str) -> str:
+    """Of a default group's backends, the one that carries a pipeline's messages."""
+    if ":" not in default:
+        return default
+    by_device = dict(pair.split(":") for pair in default.split(","))
+    name = by_device.get("cuda", by_device.get("cpu"))
+    if name is None or ("cuda" not in by_device and name != "gloo"):
+        raise ValueError(
+            f"torch.distributed was started with {default!r}, and pipeline messages need a backend for cuda, "
+            "or gloo; start it with nccl or gloo (--distributed-backend)"
+        )
+    return name
+
+
+def _available(name: str) -> bool:
+    # Torch registers names even where it was built without what stands behind them.
+    return hasattr(dist.distributed_c10d, _CLASSES[name]) and dist.is_backend_available(name)
+
+
+def _is_nccl2(name: str) -> bool:
+    chosen = name == "nccl" and _available("nccl2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    return chosen or name in _CLASSES
+
+
+def _about(name: str, bound: bool) -> MessageBackend:
+    if name == "gloo":
+        return MessageBackend(name, True, "messages go through the hosts' memory")
+    if name == "nccl-lazy" or (name in _NCCL and not _is_nccl2(name) and not bound):
+        return MessageBackend(name, True, "every two ranks have a communicator and a stream of their own")
+    if name in _NCCL:
+        why = "" if _is_nccl2(name) else ", since init_process_group was called with device_id"
+        return MessageBackend(name, False, f"all messages of one direction share a stream{why}")
+    return MessageBackend(name, False, "never tried: NCCL and gloo are what this package is made for")

@@ -1,0 +1,77 @@
+"""Megatron's flags for NCCL groups hold for those of a pipeline's messages."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from megatron.core.parallel_state import get_nccl_options
+from megatron.training import arguments as megatron_arguments
+from training import TINY
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.message_groups import group_options
+from megatron_pp_ext.runtime.groups import GroupOptions
+
+FILES = {
+    "dp_cp: {max_ctas: 16, is_high_priority_stream: false}": GroupOptions(),
+    "pp: {}": GroupOptions(),
+    "pp: {max_ctas: 16}": GroupOptions(max_ctas=16),
+    "pp: {min_ctas: 2}": GroupOptions(min_ctas=2),
+    "pp: {min_ctas: 8}": GroupOptions(min_ctas=8, max_ctas=8),
+    "pp: {min_ctas: 2, max_ctas: 3}": GroupOptions(min_ctas=2, max_ctas=3),
+    "pp: {is_high_priority_stream: false, cga_cluster_size: 2, net_name: IB}": GroupOptions(
+        is_high_priority_stream=False, cga_cluster_size=2, net_name="IB"
+    ),
+}
+
+
+Asked = Callable[..., GroupOptions]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """What NCCL is asked for under some flags."""
+
+    def read(flags: str = "") -> GroupOptions:
+        monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
+        return group_options(megatron_arguments.parse_args())
+
+    return read
+
+
+def test_defaults_are_ours(asked: Asked) -> None:
+    assert asked() == GroupOptions(is_high_priority_stream=True, max_ctas=4)
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_file_of_communicators(text: str, asked: Asked, tmp_path: Path) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text(text)
+    assert asked(f"--nccl-communicator-config-path {file}") == FILES[text]
+
+
+def test_named_groups_have_a_high_priority(asked: Asked, tmp_path: Path) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text("pp: {is_high_priority_stream: false}")
+    path = f"--nccl-communicator-config-path {file}"
+    assert not asked(f"{path} --high-priority-stream-groups dp_cp").is_high_priority_stream
+    assert asked(f"{path} --high-priority-stream-groups dp_cp pp").is_high_priority_stream
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="Megatron makes NCCL's own options")
+def test_all_that_megatron_reads_is_read() -> None:
+    """Whatever Megatron takes from a file for a group, ``GroupOptions`` has under the same name."""
+    read_by_megatron = set()
+
+    class Watched(dict):
+        def __contains__(self, name: object) -> bool:
+            read_by_megatron.add(name)
+            return False
+
+        def get(self, name: object, default: object = None) -> object:
+            read_by_megatron.add(name)
+            return default
+
+    get_nccl_options("pp", {"pp": Watched()})
+    assert read_by_megatron == set(GroupOptions.__slots__)

@@ -1,0 +1,134 @@
+"""All ranks launch in one line, and receives are posted where the line has their messages' senders."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.check import InvalidSchedule, walk
+from megatron_pp_ext.schedule.families import pipedream, round_robin
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.messages import (
+    Message,
+    Orders,
+    RankOf,
+    incoming_message,
+    launch_line,
+    outgoing_message,
+    posted_receives,
+)
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear
+
+SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p, 4 * p)]
+
+
+def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
+    """What the proof in ``schedule.messages`` asks for, read off what every rank launches."""
+    line = list(launch_line(orders, stages, rank_of))
+    assert [action for rank, action in line if rank == 0] == list(orders[0])
+    assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
+    place = {delivers(action): at for at, (_, action) in enumerate(line)}
+    posted = posted_receives(orders, stages, rank_of)
+    sent: dict[Message, int] = {}
+    for rank, action in line:
+        message = outgoing_message(action, stages)
+        if message and rank_of(message.receiver, message.microbatch) != rank:
+            sent[message] = rank
+    received: dict[Message, int] = {}
+    for rank, order in enumerate(orders):
+        launches: list[int] = []
+        here: set[Message] = set()
+        for at, arrivals in enumerate(posted[rank]):
+            for peer, message in arrivals:
+                assert sent[message] == peer and message not in received
+                received[message] = rank
+                here.add(message)
+                kind = Kind.F if message.sender < message.receiver else Kind.I
+                launches.append(place[Action(message.sender, kind, message.microbatch)])
+            if at < len(order):
+                launches.append(place[delivers(order[at])])
+                wanted = incoming_message(order[at], stages)
+                assert wanted in here or wanted not in sent or sent[wanted] == rank
+        assert launches == sorted(launches), f"rank {rank} leaves the line"
+        assert len(set(launches)) == len(launches)
+    assert received.keys() == sent.keys()
+
+
+def check_schedule(schedule: Schedule) -> None:
+    placement = schedule.placement
+    require_one_line(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage))
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_families(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        schedule = catalog.build(name, ranks, microbatches)
+        check_schedule(schedule)
+        check_schedule(catalog.forward_only(schedule.placement, microbatches))
+
+
+@pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (3, 2), (4, 1), (4, 4), (8, 3)])
+def test_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
+    """What an update sends is posted in that update, though a later one takes it."""
+    steps = [pipedream.step(ranks, interval, update, 6) for update in range(6)]
+    for step in steps:
+        check_schedule(step)
+    in_flight = []
+    for step in steps:
+        (posted, order) = posted_receives(step.orders, ranks, lambda stage, _: stage)[1], step.orders[1]
+        taken = {incoming_message(action, ranks) for action in order}
+        in_flight.append([m for arrivals in posted for _, m in arrivals if m not in taken])
+    assert all(in_flight[:2]) and not in_flight[-1]  # the last updates drain the pipeline
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2), (2, 1, 1), (1, 2, 1), (2, 3, 2)])
+def test_replicated_stages(counts: tuple[int, ...]) -> None:
+    replicas = Replicas(counts)
+    for microbatches in (1, 4, 9):
+        require_one_line(round_robin.orders(replicas, microbatches), replicas.stages, replicas.rank_of)
+
+
+@st.composite
+def valid_schedules(draw: st.DrawFn) -> Schedule:
+    """Orders that some run of all ranks, each doing at any time anything it can, would have had."""
+    ranks, microbatches = draw(st.integers(2, 5)), draw(st.integers(1, 5))
+    shape = draw(st.sampled_from(Shape))
+    chunks = {Shape.LINEAR: 1, Shape.V: 2}.get(shape) or draw(st.integers(1, 3))
+    placement = Placement(shape, ranks, chunks)
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    kinds = (Kind.F, Kind.I, Kind.W) if draw(st.booleans()) else (Kind.F, Kind.B)
+    left = [Action(s, k, m) for s in range(placement.stages) for k in kinds for m in range(microbatches)]
+    done: set[Action] = set()
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    while left:
+        ready = [a for a in left if all(need in done for need in needs(delivers(a), placement))]
+        action = chance.choice(ready)
+        left.remove(action)
+        done.add(delivers(action))
+        orders[placement.rank_of(action.stage)].append(action)
+    return Schedule("random", placement, microbatches, tuple(map(tuple, orders)))
+
+
+@given(valid_schedules())
+def test_random_valid_orders(schedule: Schedule) -> None:
+    check_schedule(schedule)
+
+
+def test_a_receive_is_posted_before_the_action_in_which_its_message_comes() -> None:
+    """On two ranks under 1F1B, F1 comes to rank 1 during its F0, and F2 when it has nothing to do."""
+    schedule = catalog.build("1f1b", 2, 3)
+    *posted, _ = posted_receives(schedule.orders, 2, lambda stage, _: stage)[1]
+    by_action = zip(map(str, schedule.orders[1]), posted, strict=True)
+    found = {action: [message.microbatch for _, message in arrivals] for action, arrivals in by_action}
+    assert found == {"1F0": [0, 1], "1B0": [], "1F1": [], "1B1": [], "1F2": [2], "1B2": []}
+
+
+def test_ranks_that_wait_for_each_other_are_told() -> None:
+    """Rank 0 wants the gradient before it has sent the forward that leads to it."""
+    orders = ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.B, 0)))
+    with pytest.raises(InvalidSchedule, match="wait for each other"):
+        posted_receives(orders, 2, lambda stage, _: linear(2).rank_of(stage))
+    assert not list(walk(orders, lambda action: needs(action, linear(2))))
