@@ -9,23 +9,21 @@ what it does for one microbatch is stock's own ``forward_step`` and ``backward_s
 import functools
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
-from torch.utils._pytree import tree_map_only
 
-from megatron_pp_ext.integration import active, mtp_metrics, profile, trace, transformer_engine
+from megatron_pp_ext.integration import active, paged_stash, profile, trace, transformer_engine
 from megatron_pp_ext.integration.data_parallel import DataParallel
+from megatron_pp_ext.integration.losses import LossesHome
+from megatron_pp_ext.integration.message_groups import message_groups
 from megatron_pp_ext.integration.refusals import refuse_unsupported_config
 from megatron_pp_ext.integration.sources import least_free_bytes
 from megatron_pp_ext.integration.stage import StepInputs, model_stages, timed
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.split import STORE
@@ -83,6 +81,7 @@ class PipelineRunner:
         self._training_steps = 0
         self._is_split = False
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._losses_home: LossesHome | None = None
 
     def __call__(
         self,
@@ -142,20 +141,23 @@ class PipelineRunner:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
+        paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
         with clock, self._recording(groups.pp, inputs) as recorder:
             with data_parallel.step():
                 self._run(inputs, groups.pp, shape, recorder)
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
-            losses, tokens = self._bring_losses_home(inputs.losses, inputs.tokens, groups.pp)
+            home = self._home(groups.pp)
             if config.finalize_model_grads_func is not None and not forward_only:
+                tokens = None
+                if config.calculate_per_token_loss:
+                    tokens = home.bring_tokens(inputs.tokens) if home else inputs.tokens
                 config.finalize_model_grads_func(
-                    model,
-                    tokens if config.calculate_per_token_loss else None,
-                    pg_collection=groups,
-                    force_all_reduce=force_all_reduce,
+                    model, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
+            # The last rank's host waits for them, so they come behind all that it launches in this step.
+            losses = home.bring_losses(inputs.losses) if home else inputs.losses
         self._training_steps += not forward_only
         return losses
 
@@ -170,9 +172,12 @@ class PipelineRunner:
         execute(plan, stages, self._channels(group, shape, inputs.config), recorder)
 
     def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
+        return message_channels(group, self._directions(group), shape, config)
+
+    def _directions(self, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         if self._groups is None:
             self._groups = message_groups(group)
-        return message_channels(group, self._groups, shape, config)
+        return self._groups
 
     def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:
         key = microbatches, forward_only, self._phase()
@@ -192,31 +197,17 @@ class PipelineRunner:
         assert self.pipeline.source is not None
         return self.pipeline.source.build(microbatches, least_free_bytes if self._training_steps else None)
 
-    def _bring_losses_home(
-        self, losses: list[Any], tokens: torch.Tensor, group: dist.ProcessGroup
-    ) -> tuple[list[Any], torch.Tensor]:
-        """Move losses, their log and the token count to the last rank, if a V left them on the first."""
-        holder, reader = self.pipeline.placement.rank_of(self.pipeline.placement.stages - 1), group.size() - 1
-        if holder == reader:
-            return losses, tokens
-        ranks = dist.get_process_group_ranks(group)
-        if group.rank() == holder:
-            home = losses, tokens, mtp_metrics.take()
-            parcel: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, home)]
-            dist.send_object_list(parcel, ranks[reader], group=group)
-            return [], tokens
-        if group.rank() == reader:
-            parcel = [None]
-            dist.recv_object_list(parcel, ranks[holder], group=group)
-            losses, tokens, mtp = tree_map_only(torch.Tensor, torch.Tensor.cuda, parcel[0])
-            mtp_metrics.put(mtp)
-        return losses, tokens
+    def _home(self, group: dist.ProcessGroup) -> LossesHome | None:
+        """How losses get to the last rank of ``group``; None where that is the rank that has them."""
+        holder = self.pipeline.placement.rank_of(self.pipeline.placement.stages - 1)
+        if holder == group.size() - 1:
+            return None
+        if self._losses_home is None:
+            self._losses_home = self._make_home(holder, group)
+        return self._losses_home
 
-
-def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups for messages between the ranks of the pipeline ``group``, as patient as Megatron's own."""
-    patience = timedelta(minutes=get_args().distributed_timeout_minutes)
-    return direction_groups(dist.get_process_group_ranks(group), patience)
+    def _make_home(self, holder: int, group: dist.ProcessGroup) -> LossesHome:
+        return LossesHome(holder, group, self._directions(group)[0], trace.device())
 
 
 def message_channels(

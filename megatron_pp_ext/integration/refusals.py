@@ -38,6 +38,10 @@ def _captures_graphs(settings: Any) -> bool:
     return getattr(settings, "cuda_graph_impl", None) not in (None, "none")
 
 
+def _changes_order(args: Namespace) -> bool:
+    return args.pipeline_schedule == "auto" or args.pipeline_profile_steps is not None
+
+
 def _gathers_weights(args: Namespace, kind: str = "") -> bool:
     shards = getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or 0
     ranks = (args.expert_tensor_parallel_size if kind else None) or args.tensor_model_parallel_size
@@ -74,8 +78,9 @@ _ALWAYS = (
     ),
     Refusal(
         "--moe-paged-stash",
-        is_set("moe_paged_stash"),
-        "it lays out its pages in stock's order of microbatches",
+        lambda args: getattr(args, "moe_paged_stash", None) and _changes_order(args),
+        "it holds all steps to the order of its first one",
+        lambda args: "choose a schedule that stays as it is, such as 1f1b",
     ),
     Refusal(
         "--defer-embedding-wgrad-compute",
@@ -116,7 +121,7 @@ _SPLIT = (
     Refusal(
         "--use-transformer-engine-op-fuser",
         is_set("use_transformer_engine_op_fuser"),
-        "fused operations compute both gradients at once",
+        "a dense MLP's operations compute both gradients at once, and experts' are not made before a forward",
     ),
     Refusal(
         "--overlap-dispatch-backward-with-experts-wgrad",

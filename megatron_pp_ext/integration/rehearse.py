@@ -117,14 +117,8 @@ class RehearsalRunner(PipelineRunner):
         ranks = dist.get_process_group_ranks(group)
         return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, trace.device())
 
-    def _bring_losses_home(
-        self, losses: list[Any], tokens: torch.Tensor, group: dist.ProcessGroup
-    ) -> tuple[list[Any], torch.Tensor]:
-        """Give the last rank a loss to log where a V has it on the first, which is not there to send it."""
-        holder, reader = self.pipeline.placement.rank_of(self.pipeline.placement.stages - 1), group.size() - 1
-        if holder != reader and group.rank() == reader:
-            return [{"lm loss": torch.ones(2, device="cuda")}], tokens
-        return losses, tokens
+    def _make_home(self, holder: int, group: dist.ProcessGroup) -> Any:
+        return _NobodyHome(group)
 
     def _write(self, inputs: StepInputs, group: dist.ProcessGroup) -> None:
         path, rank = active.require().rehearsal, group.rank()
@@ -157,6 +151,20 @@ class RehearsalRunner(PipelineRunner):
                 for record in self._timed
             ),
         ).write(path)
+
+
+class _NobodyHome:
+    """Stands where ``losses.LossesHome`` does: the rank that has the losses is not there to send them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._is_reader = group.rank() == group.size() - 1
+
+    def bring_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def bring_losses(self, losses: list[Any]) -> list[Any]:
+        """The last rank gets a loss to log."""
+        return [{"lm loss": torch.ones(2, device="cuda")}] if self._is_reader else losses
 
 
 class _Both:

@@ -92,6 +92,16 @@ _NEVER = (
     Refusal("--fp8-format", is_set("fp8"), "its weights are cast once a step, and change within"),
     Refusal("--fp4-format", is_set("fp4"), "its weights are cast once a step, and change within"),
     Refusal(
+        "--te-precision-config-file",
+        is_set("te_precision_config_file"),
+        "its weights are cast for microbatch 0, which comes once in a run",
+    ),
+    Refusal(
+        "--moe-expert-rank-capacity-factor",
+        is_set("moe_expert_rank_capacity_factor"),
+        "it reads a step's samples beforehand and runs the step again where they do not fit",
+    ),
+    Refusal(
         "--moe-router-enable-expert-bias",
         is_set("moe_router_enable_expert_bias"),
         "the bias has no versions",

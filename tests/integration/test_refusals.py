@@ -119,6 +119,7 @@ def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
         "--cuda-graph-impl": " local",
         "--decoder-first-pipeline-num-layers": " 2",
         "--decoder-last-pipeline-num-layers": " 2",
+        "--moe-paged-stash": " --pipeline-profile-steps 1-2",
         "--tensor-parallel-num-weight-shards": " 2",
         "--expert-tensor-parallel-num-weight-shards": " 2",
         "--pipeline-model-parallel-layout": " Et|ttt|ttttm|L"

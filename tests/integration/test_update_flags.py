@@ -32,6 +32,7 @@ REFUSED = {
     f"{ONE} --iterations-to-skip 3": "--iterations-to-skip: stages have read differently far",
     f"{ONE} --result-rejected-tracker-filename x": "--result-rejected-tracker-filename: stages have read",
     f"{ONE} --overlap-param-gather": "--overlap-param-gather",
+    f"{ONE} --te-precision-config-file x": "cast for microbatch 0, which comes once in a run",
     f"{ONE} --moe-router-enable-expert-bias": "the bias has no versions",
     f"{PP4} --pipeline-schedule 1f1b --pipeline-update-interval 2": "update-interval has no meaning for",
     f"{PP4} --pipeline-schedule 1f1b --pipeline-vertical-sync": "--pipeline-vertical-sync has no meaning for",
@@ -50,6 +51,13 @@ def test_batches_that_grow_are_refused(monkeypatch):
         pytest.skip("this Megatron has no --step-batch-size-schedule")
     with pytest.raises(ValueError, match="--step-batch-size-schedule: the microbatches of an update cannot"):
         read(monkeypatch, f"{ONE} --step-batch-size-schedule 0:1")
+
+
+def test_steps_that_may_run_again_are_refused(monkeypatch):
+    if not has_flag("--moe-expert-rank-capacity-factor"):
+        pytest.skip("this Megatron has no --moe-expert-rank-capacity-factor")
+    with pytest.raises(ValueError, match="--moe-expert-rank-capacity-factor: it reads a step's samples"):
+        read(monkeypatch, f"{ONE} --moe-expert-rank-capacity-factor 2")
 
 
 def test_what_the_flags_mean(monkeypatch):

@@ -1,0 +1,47 @@
+"""Trees of tensors arrive as they were sent, in one message each while their form stays the same."""
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron_pp_ext.runtime.parcel import Parcels
+
+LOSS = torch.tensor([1.5, 7.0])
+TREES = [
+    [{"lm loss": LOSS}, {"lm loss": 2 * LOSS}],
+    [{"lm loss": 3 * LOSS}, {"lm loss": float("nan") * LOSS}],
+    # Sizes that do not begin at multiples of eight, a transposed matrix, a scalar, no elements, no tensor.
+    ([torch.tensor(True), torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()], {"n": torch.tensor(3)}),
+    ([], {"empty": torch.zeros(0), "no tensor": 7, "long": torch.tensor(2**40)}),
+    [],
+    [],
+]
+MESSAGES = [2, 1, 2, 2, 2, 1]
+"""One for the form where it is another one, and one for the numbers."""
+
+
+def exchange(rank: int) -> tuple[list, list[int]]:
+    dist.init_process_group("gloo")
+    parcels = Parcels(0, 1, dist.group.WORLD, torch.device("cpu"))
+    counts, send, receive = [], dist.send, dist.recv
+
+    def counted(call):
+        def call_and_count(*args, **kwargs):
+            counts[-1] += 1
+            return call(*args, **kwargs)
+
+        return call_and_count
+
+    dist.send, dist.recv = counted(send), counted(receive)
+    got = []
+    for tree in TREES:
+        counts.append(0)
+        got.append(parcels.send(tree) if rank == 0 else parcels.receive())
+    return got, counts
+
+
+def test_trees_arrive() -> None:
+    (_, sent), (got, received) = run_ranks(exchange, 2)
+    assert sent == received == MESSAGES
+    for tree, arrived in zip(TREES, got, strict=True):
+        torch.testing.assert_close(arrived, tree, rtol=0, atol=0, equal_nan=True)
