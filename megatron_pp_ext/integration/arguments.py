@@ -131,7 +131,7 @@ def _read_source(args: Namespace, chunks: int | None) -> sources.Source:
         return _read_compiled(args, chunks)
     if name.startswith(sources.CSV_PREFIX):
         _require_pipeline(f"--pipeline-schedule {name}", ranks)
-        first_first = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
+        first_first = args.transformer_impl == "transformer_engine"
         source = sources.from_file(Path(name.removeprefix(sources.CSV_PREFIX)), ranks, first_first)
         _settle_chunks(args, name, source.placement.chunks, any_chunks=False, asked=chunks)
         _microbatches(args)

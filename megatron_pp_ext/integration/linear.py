@@ -35,8 +35,9 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if not STORE.is_collecting or not ctx.needs_input_grad[1]:
                 return stock.backward(ctx, *gradients)
-            (gradient,) = gradients
             input, _ = ctx.saved_tensors
+            # Logits may have been asked for in another dtype than their input's (--output-logit-dtype).
+            gradient = gradients[0].to(input.dtype)
             work = defer_weight(ctx.parameter, _weight_work(ctx, input, gradient))
             STORE.defer(work, input, gradient)
             input_gradient = _input_gradient(ctx, input, gradient)

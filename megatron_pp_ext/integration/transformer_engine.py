@@ -37,21 +37,28 @@ def split_backwards(model: Iterable[Any]) -> None:
 
 
 def require_first_first(schedule: Schedule) -> None:
-    """Raise ValueError unless each stage's first weight gradient is that of microbatch 0.
+    """Raise ValueError unless each stage begins with microbatch 0, its forwards and its weight gradients.
 
-    With its weights cast to FP8 or FP4 once a step, Transformer Engine lets the gradient of microbatch 0
-    overwrite what was there, and adds the others to it.
+    ``is_first_microbatch`` is true of a module's first forward ever and, where layers quantize (FP8, FP4,
+    --te-precision-config-file), of microbatch 0's in every step.  That forward casts the weights, which later
+    ones rely on; and where accumulation is fused its weight gradient overwrites ``main_grad``, to which those
+    of others are added (``accumulate`` in Transformer Engine's module/linear.py, layernorm_linear.py and
+    grouped_linear.py, the same from 2.3 to 2.18; Megatron's extensions/transformer_engine.py).
     """
     for rank, order in enumerate(schedule.orders):
-        begun: set[int] = set()
+        begun: set[tuple[int, bool]] = set()
         for action in order:
-            if action.kind in (Kind.W, Kind.B) and action.stage not in begun:
-                begun.add(action.stage)
-                if action.microbatch != 0:
-                    raise ValueError(
-                        f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's weight "
-                        "gradient, which --fp8-format and --fp4-format overwrite; put microbatch 0 first"
-                    )
+            is_forward = action.kind is Kind.F
+            if action.kind is Kind.I or (action.stage, is_forward) in begun:
+                continue
+            begun.add((action.stage, is_forward))
+            if action.microbatch != 0:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "
+                    f"{'forward' if is_forward else 'weight gradient'}, but Transformer Engine "
+                    f"{'casts weights' if is_forward else 'overwrites earlier gradients'} in the latter; put "
+                    "microbatch 0 first, or add --transformer-impl local"
+                )
 
 
 class DeferringStore:
@@ -76,6 +83,8 @@ class DeferringStore:
             # The buffers that W will fill are what the module returns as gradients in I.
             for buffer in self._buffers(operands):
                 buffer.zero_()
+        input, gradient, *buffers = operands
+        operands = [_read_by_w(input), _read_by_w(gradient), *buffers]
 
         def add_gradients() -> None:
             for parameter, gradient in self._gradients(product(*operands), operands):
@@ -122,8 +131,31 @@ def _cut(gradient: torch.Tensor | None, parameters: list[torch.nn.Parameter]) ->
     return gradient.split([parameter.shape[0] for parameter in parameters])
 
 
+def _read_by_w(operand: Any) -> Any:
+    """``operand`` without the copy of its numbers that only forward and I read.
+
+    A quantized operand may have two, scaled along rows and along columns; the product of a weight gradient,
+    which sums over rows, reads the second of both operands.  Transformer Engine drops the first from what it
+    quantizes for a forward in the same way, and knows where there is but one copy for both uses (FP8 with one
+    scale a tensor on Blackwell).  A tensor that autograd brought may have other users: it stays whole, and W
+    gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both.
+    """
+    if isinstance(operand, list | tuple):
+        return [_read_by_w(one) for one in operand]
+    if not hasattr(operand, "get_data_tensors"):
+        return operand
+    if isinstance(operand, torch.Tensor):
+        operand = operand.detach()
+    if hasattr(operand, "update_usage"):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    elif getattr(operand, "columnwise_data", None) is not None:
+        # Groups in one tensor have no update_usage.
+        operand.rowwise_data = operand.scale_inv = None
+    return operand
+
+
 def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """All tensors in ``operands``: plain, quantized (by their data and scales) or in lists."""
+    """All tensors in ``operands``: plain, quantized (by their data) or in lists."""
     if isinstance(operands, list | tuple):
         for operand in operands:
             yield from _tensors(operand)

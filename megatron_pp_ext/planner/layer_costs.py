@@ -3,7 +3,8 @@
 Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
 are those that autograd saves and that deferred weight gradients hold on to, without what stays small (the
 statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with the
-meter's.  Seconds are those of a ``Clock``.
+meter's.  Under FP8 the operands that wait for W are counted as the one quantized copy that it reads, a byte
+a number, and all else as without.  Seconds are those of a ``Clock``.
 """
 
 from argparse import Namespace
@@ -21,6 +22,8 @@ class LayerCosts:
         self._clock = clock or Clock()
         self._tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
         self._bytes = 2 if args.bf16 or args.fp16 else 4
+        is_quantized = args.fp8 and args.transformer_impl != "local"
+        self._waiting = 1 / self._bytes if is_quantized else 1.0
         self._share = args.tensor_model_parallel_size
         self._hidden = args.hidden_size
         self._gates = 2 if args.swiglu else 1
@@ -93,7 +96,7 @@ class LayerCosts:
         """What joins embedding and hidden state in one depth of multi-token prediction, no more."""
         kept = self.hidden_bytes
         joined = self._column(self._hidden).times(2)
-        return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept)
+        return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._waiting)
 
     def embedding(self, vocabulary: int) -> Part:
         """The weights of the embedding, and the mask of its dropout; a look-up costs next to nothing."""
@@ -110,7 +113,10 @@ class LayerCosts:
             input_gradient_seconds=self._clock.copy(2 * probabilities),
             after_forward=probabilities,
         )
-        return self._norm() + self._column(vocabulary, has_bias=False) + loss
+        # The output layer is Megatron's own, which knows no FP8.
+        waiting = self.hidden_bytes + self._cut(vocabulary)
+        logits = replace(self._column(vocabulary, has_bias=False), after_input_gradient=waiting)
+        return self._norm() + logits + loss
 
     def loss_workspace(self, vocabulary: int) -> float:
         """Bytes that come and go around the loss: logits as the product made them, and a copy in fp32."""
@@ -199,7 +205,7 @@ class LayerCosts:
             forward_seconds=self._clock.product(tokens, inner, self._hidden),
             input_gradient_seconds=self._clock.product(tokens, self._hidden, inner),
             weight_gradient_seconds=self._clock.product(self._hidden, inner, tokens, adds=True),
-            after_input_gradient=copies * (hidden_bytes + self._cut(width)),
+            after_input_gradient=copies * (hidden_bytes + self._cut(width)) * self._waiting,
             parameters=self._hidden * inner + (bias if self._args.add_bias_linear else 0),
         )
 

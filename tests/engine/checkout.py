@@ -25,6 +25,11 @@ class _Named(type):
         setattr(cls, name, len(vars(cls)))
         return int(getattr(cls, name))
 
+    @property
+    def __members__(cls) -> dict[str, int]:
+        """Those that were asked for: Transformer Engine 2.18 compares them with its own."""
+        return {name: value for name, value in vars(cls).items() if isinstance(value, int)}
+
 
 class _Anything(types.ModuleType):
     """A module that has every name."""

@@ -4,11 +4,13 @@ Transformer Engine's own layers are in tests/engine.
 """
 
 from argparse import Namespace
+from random import Random
 
 import pytest
 import torch
 import training
 from megatron.core.tensor_parallel import RowParallelLinear
+from test_refusals import read
 
 from megatron_pp_ext.integration.refusals import refuse_unsupported
 from megatron_pp_ext.integration.transformer_engine import (
@@ -18,8 +20,12 @@ from megatron_pp_ext.integration.transformer_engine import (
 )
 from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.compile import compile_schedule, least_limits
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 
 ROWS, WIDTH, OUT, GROUPS = 6, 4, 3, 2
 
@@ -241,13 +247,64 @@ def test_what_transformer_engine_cannot_cut(flag):
     refuse_unsupported(args, Placement(Shape.LINEAR, 2), splits_backward=False)
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_every_family_begins_with_microbatch_0(name):
-    require_first_first(catalog.build(name, 4, 8))
+def all_schedules():
+    """Families, what the compiler makes of random costs and limits, and updates without a flush."""
+    yield from (catalog.build(name, p, m) for name in catalog.NAMES for p in (2, 3, 4) for m in (1, p, 9))
+    for seed, placement in enumerate((linear(2), v(3), loop(3, 2), wave(2, 4), linear(4), v(4))):
+        draw = Random(seed).uniform
+        stages = (
+            StageCosts(draw(1, 3), draw(1, 3), draw(0.1, 3), 1, draw(0, 1)) for _ in range(placement.stages)
+        )
+        costs = Costs(tuple(stages), draw(0, 0.5))
+        least = max(least_limits(placement.ranks, costs, placement))
+        for limit in (least, 2 * least):
+            yield compile_schedule(
+                placement.ranks, 7, costs, limit, placements=[placement], trials=50
+            ).timeline.schedule
 
 
-def test_a_file_that_begins_with_another_is_refused_under_fp8(tmp_path):
+def test_every_schedule_that_is_built_begins_with_microbatch_0(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    for schedule in all_schedules():
+        require_first_first(schedule)
+        require_first_first(schedule.with_halved_backwards)
+
+
+@pytest.mark.parametrize("interval", [1, 3, 8])
+def test_without_a_flush_a_run_begins_with_microbatch_0_and_no_update_ever_sees_it_again(interval):
+    """Later updates, in which nobody is first, add to what Megatron zeroed before them."""
+    ranks, updates = 4, 5
+    require_first_first(pipedream.step(ranks, interval, 0, updates))
+    for update in range(1, updates):
+        step = pipedream.step(ranks, interval, update, updates)
+        assert all(action.microbatch for action in step if action.kind is Kind.F)
+
+
+LATE = {
+    "weight gradient": (
+        "0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1I0,1W0,1F1,1I1,1W1\n",
+        r"rank 0 runs 0W1 before microbatch 0's weight gradient, but .* overwrites earlier gradients",
+    ),
+    "whole backward": (
+        "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n",
+        r"rank 0 runs 0B1 before microbatch 0's weight gradient",
+    ),
+    "forward": (
+        "0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n",
+        r"rank 0 runs 0F1 before microbatch 0's forward, but Transformer Engine casts weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_file_that_begins_with_another_microbatch_is_refused(late, tmp_path, monkeypatch):
+    """Under Transformer Engine, whatever the precision; Megatron's own layers add in any order."""
+    cells, message = LATE[late]
     file = tmp_path / "late.csv"
-    file.write_text("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1I0,1W0,1F1,1I1,1W1\n")
-    with pytest.raises(ValueError, match=r"rank 0 runs 0W1 before microbatch 0's.*put microbatch 0 first"):
-        require_first_first(csv_file.read(file))
+    file.write_text(cells)
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule csv:{file} --transformer-impl"
+    with pytest.raises(
+        ValueError, match=message + ".*put microbatch 0 first, or add --transformer-impl local"
+    ):
+        read(monkeypatch, f"{flags} transformer_engine")
+    assert read(monkeypatch, f"{flags} local") is not None

@@ -1,0 +1,40 @@
+"""What waits for W under FP8: a byte a number, as ``DeferringStore`` keeps it."""
+
+import pytest
+
+from megatron_pp_ext.planner.description import describe
+from megatron_pp_ext.planner.layer_costs import LayerCosts
+
+TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
+OPERANDS = TOKENS * (HIDDEN + 3 * HIDDEN) + TOKENS * (HIDDEN + HIDDEN) + 2 * TOKENS * (HIDDEN + INNER)
+"""Numbers: input and output gradient of the two products of attention and of the two of the MLP."""
+
+
+def costs(**changed):
+    model = {
+        "num_layers": 16, "hidden_size": HIDDEN, "num_attention_heads": 16, "seq_length": TOKENS,
+        "vocab_size": VOCABULARY, "bf16": True, "micro_batch_size": 1, "global_batch_size": 1,
+    }  # fmt: skip
+    return LayerCosts(describe({**model, **changed}))
+
+
+def waiting(costs):
+    return (costs.attention() + costs.mlp()).after_input_gradient
+
+
+def test_quantized_operands_wait_in_a_byte_a_number():
+    assert waiting(costs()) == 2 * OPERANDS
+    assert waiting(costs(fp8="hybrid")) == OPERANDS
+
+
+def test_layers_that_do_not_quantize_keep_what_they_kept():
+    assert waiting(costs(fp8="hybrid", transformer_impl="local")) == 2 * OPERANDS
+
+
+def test_the_output_layer_does_not_quantize():
+    plain, fp8 = (each.head(VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
+    assert fp8 == pytest.approx(plain) == pytest.approx(2 * TOKENS * (HIDDEN + VOCABULARY))
+
+
+def test_joining_a_prediction_s_inputs_quantizes():
+    assert costs(fp8="hybrid").prediction().after_input_gradient == 3 * TOKENS * HIDDEN
