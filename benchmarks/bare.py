@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -18,8 +19,9 @@ from typing import Protocol
 
 from sleeping import Times
 
-from megatron_pp_ext.runtime.plan import Message, RankPlan
+from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.messages import Message
 
 Wires = dict[tuple[int, int], tuple[socket.socket, socket.socket]]
 """(sender, receiver) to the sender's and the receiver's end."""
@@ -39,11 +41,14 @@ def wire_up(ranks: int) -> Wires:
 class Transport(Protocol):
     """Passes messages whose content nobody looks at, in order, between two ranks."""
 
-    def send(self, peer: int) -> None:
-        """Give a message for ``peer`` away and return at once."""
+    def post(self, peer: int, message: Message) -> None:
+        """Learn that ``message`` is the next one that ``peer`` sends."""
 
-    def receive(self, peer: int) -> None:
-        """Wait for the next message of ``peer``."""
+    def send(self, peer: int) -> None:
+        """Give a message for ``peer`` away."""
+
+    def receive(self, peer: int, message: Message) -> None:
+        """Wait until ``message`` of ``peer`` is here."""
 
 
 class Sockets:
@@ -51,27 +56,34 @@ class Sockets:
 
     def __init__(self, rank: int, wires: Wires, message_bytes: int) -> None:
         self._rank, self._wires, self._message = rank, wires, bytes(message_bytes)
+        self._coming: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self._here: set[Message] = set()
+
+    def post(self, peer: int, message: Message) -> None:
+        """Nothing but a note: a socket takes messages that nobody has asked for yet."""
+        self._coming[peer].append(message)
 
     def send(self, peer: int) -> None:
         """Into the socket's buffer."""
         self._wires[self._rank, peer][0].sendall(self._message)
 
-    def receive(self, peer: int) -> None:
-        """Out of the socket's buffer, by the rank itself."""
-        self._wires[peer, self._rank][1].recv(len(self._message), socket.MSG_WAITALL)
+    def receive(self, peer: int, message: Message) -> None:
+        """Out of the socket's buffer, by the rank itself, with all that were sent before it."""
+        while message not in self._here:
+            self._wires[peer, self._rank][1].recv(len(self._message), socket.MSG_WAITALL)
+            self._here.add(self._coming[peer].popleft())
+        self._here.remove(message)
 
 
 def walk(plan: RankPlan, chunks: int, times: Times, transport: Transport) -> None:
     """Run one step of ``plan``."""
     seconds = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
     seconds[Kind.B] = times.input_gradient + times.weight_gradient
-    coming = {peer: iter(messages) for peer, messages in plan.incoming.items()}
-    here: set[Message] = set()
     for step in plan.steps:
+        for peer, message in step.receives:
+            transport.post(peer, message)
         if step.source is not None and step.source_rank != plan.rank:
-            while step.source not in here:
-                transport.receive(step.source_rank)
-                here.add(next(coming[step.source_rank]))
+            transport.receive(step.source_rank, step.source)
         time.sleep(seconds[step.action.kind] / chunks)
         if step.target is not None and step.target_rank != plan.rank:
             transport.send(step.target_rank)

@@ -11,10 +11,11 @@ import gc
 import os
 import platform
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
 import torch.multiprocessing
@@ -46,6 +47,12 @@ SETTINGS = {
 }
 """Times of a whole stage, and the goal: measured over predicted."""
 
+Ranks = Annotated[str, typer.Option(help="Numbers of ranks.")]
+Settings = Annotated[str, typer.Option(help="Which of them, by name.")]
+Repeats = Annotated[int, typer.Option(help="Steps that count, of each system.")]
+Write = Annotated[bool, typer.Option(help="Write the results, or print them.")]
+ALL_SETTINGS = ",".join(name.replace(", ", "/") for name in SETTINGS)
+
 _FITS = 64 << 10
 """Bytes of a message that any socket takes at once."""
 
@@ -65,8 +72,34 @@ def systems_for(times: Times) -> list[System]:
     return [system for system in SYSTEMS if system.build is not sockets or times.message_bytes <= _FITS]
 
 
+def chosen(ranks: str, settings: str) -> list[tuple[int, str]]:
+    """The numbers of ranks and the names of settings that the options of those names ask for."""
+    names = [name.replace("/", ", ") for name in settings.split(",")]
+    return [(count, name) for name in names for count in map(int, ranks.split(","))]
+
+
+class Taken(NamedTuple):
+    """Seconds of a step of ``system``: by the simulator, and in each repeat."""
+
+    system: System
+    expected: float
+    steps: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median over what was expected."""
+        return median(self.steps) / self.expected
+
+
 def measure(
-    rank: int, ranks: int, microbatches: int, times: Times, repeats: int, file: str, wires: Wires
+    rank: int,
+    systems: Sequence[System],
+    ranks: int,
+    microbatches: int,
+    times: Times,
+    repeats: int,
+    file: str,
+    wires: Wires,
 ) -> None:
     """On one rank: run every system once to warm up and ``repeats`` times more; rank 0 writes seconds."""
     torch.set_num_threads(1)
@@ -74,7 +107,6 @@ def measure(
     keep_freed_memory()
     stay_on_a_core(rank)
     world = World.join(rank, ranks, file, wires)
-    systems = systems_for(times)
     told = [{chunks: calibrated(times, chunks) for chunks in (1, 2)} if rank == 0 else {}]
     dist.broadcast_object_list(told)
     gc.collect()
@@ -106,37 +138,35 @@ def measure(
     os._exit(0)  # torch's and Megatron's groups would take a second each to tear down
 
 
-def rows_of(ranks: int, setting: str, repeats: int, folder: Path) -> list[tuple[object, ...]]:
-    """A row a system: predicted and measured milliseconds, and the ratio."""
-    times, goal = SETTINGS[setting]
+def steps_of(systems: Sequence[System], ranks: int, setting: str, repeats: int, folder: Path) -> list[Taken]:
+    """Run ``systems`` in processes of their own; ``folder`` is for what these leave."""
+    times, _ = SETTINGS[setting]
     microbatches = 4 * ranks
     file = folder / f"{ranks}-{list(SETTINGS).index(setting)}"
     torch.multiprocessing.start_processes(
         measure,
-        (ranks, microbatches, times, repeats, str(file), wire_up(ranks)),
+        (systems, ranks, microbatches, times, repeats, str(file), wire_up(ranks)),
         nprocs=ranks,
         start_method="fork",
     )
     steps = [float(word) for word in Path(f"{file}.steps").read_text().split()]
-    rows: list[tuple[object, ...]] = []
-    systems = systems_for(times)
-    for number, system in enumerate(systems):
-        expected = predicted(system.family, ranks, microbatches, times)
-        taken = steps[number :: len(systems)]
-        ratio = median(taken) / expected
-        met = "" if not system.name.startswith("ours") else "met" if ratio <= goal else f"goal {goal}"
-        rows.append(
-            (
-                system.name,
-                f"{1e3 * expected:.1f}",
-                f"{1e3 * median(taken):.1f}",
-                f"{1e3 * min(taken):.1f}",
-                f"{ratio:.3f}",
-                f"{min(taken) / expected:.3f}",
-                met,
-            )
-        )
-    return rows
+    return [
+        Taken(system, predicted(system.family, ranks, microbatches, times), steps[number :: len(systems)])
+        for number, system in enumerate(systems)
+    ]
+
+
+def row(taken: Taken, goal: float) -> tuple[object, ...]:
+    """Predicted and measured milliseconds, and the ratios."""
+    system, expected, steps = taken
+    met = "" if not system.name.startswith("ours") else "met" if taken.ratio <= goal else f"goal {goal}"
+    return (
+        system.name,
+        *(f"{1e3 * seconds:.1f}" for seconds in (expected, median(steps), min(steps))),
+        f"{taken.ratio:.3f}",
+        f"{min(steps) / expected:.3f}",
+        met,
+    )
 
 
 def hops(ranks: int, times: Times) -> str:
@@ -154,17 +184,14 @@ def hops(ranks: int, times: Times) -> str:
 
 
 def main(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
-    settings: Annotated[str, typer.Option(help="Which of them, by name.")] = ",".join(
-        name.replace(", ", "/") for name in SETTINGS
-    ),
-    repeats: Annotated[int, typer.Option(help="Steps that count, of each system.")] = 3,
-    write: Annotated[bool, typer.Option(help="Write the results, or print them.")] = True,
+    ranks: Ranks = "2,4,8",
+    settings: Settings = ALL_SETTINGS,
+    repeats: Repeats = 3,
+    write: Write = True,
 ) -> None:
     """Measure and write the table."""
     import tempfile
 
-    chosen = [name.replace("/", ", ") for name in settings.split(",")]
     head = ("system", "predicted ms", "median ms", "least ms", "median/predicted", "least/predicted", "goal")
     text = [
         "# Measured against predicted step time",
@@ -177,11 +204,12 @@ def main(
         "over torch's process groups (gloo), without a scheduler; and by our executor, with neither module "
         "nor autograd.",
     ]
-    cells = [(count, name) for name in chosen for count in map(int, ranks.split(","))]
     with tempfile.TemporaryDirectory() as folder, cores_awake():
-        for count, name in track(cells, "measuring"):
-            rows = rows_of(count, name, repeats, Path(folder))
-            text += ["", f"## {name}, p = {count}", "", hops(count, SETTINGS[name][0]) + table(head, rows)]
+        for count, name in track(chosen(ranks, settings), "measuring"):
+            times, goal = SETTINGS[name]
+            taken = steps_of(systems_for(times), count, name, repeats, Path(folder))
+            rows = [row(one, goal) for one in taken]
+            text += ["", f"## {name}, p = {count}", "", hops(count, times) + table(head, rows)]
     if write:
         RESULTS.write_text("\n".join(text) + "\n")
     else:

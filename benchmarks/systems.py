@@ -25,12 +25,13 @@ from sleeping import SleepingLayer, SleepingStage, Times, loss_of  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.pipelining import schedules as torchs  # noqa: E402
 
-from megatron_pp_ext.runtime.channels import RECEIVES_AHEAD, Channels, direction_groups  # noqa: E402
+from megatron_pp_ext.runtime.channels import Channels, direction_groups  # noqa: E402
 from megatron_pp_ext.runtime.executor import Stage, execute  # noqa: E402
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank  # noqa: E402
 from megatron_pp_ext.runtime.stage import ModuleStage  # noqa: E402
 from megatron_pp_ext.schedule import catalog  # noqa: E402
 from megatron_pp_ext.schedule.actions import Schedule  # noqa: E402
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message  # noqa: E402
 
 CPU = torch.device("cpu")
 RunStep = Callable[[], object]
@@ -55,6 +56,13 @@ class World(NamedTuple):
         assert isinstance(alone, dist.ProcessGroup)
         return cls(alone, *direction_groups(list(range(ranks))), wires)
 
+    def channels[T: Channels](self, times: Times, kind: type[T]) -> T:
+        """Channels of ``kind`` between all ranks, for one step."""
+        return kind(list(range(dist.get_world_size())), self.down, self.up, times.shape, torch.float, CPU)
+
+
+OpenChannels = Callable[[World, RankPlan, Times], Channels]
+
 
 class System(NamedTuple):
     """``build(world, schedule, times)`` is called in every rank; ``schedule`` is what it should follow.
@@ -71,44 +79,36 @@ class System(NamedTuple):
 class Gloo:
     """The messages of a step as torch's process groups pass them, with nothing around them.
 
-    One group a direction and two receives posted ahead on each, as our channels have them.
+    One group a direction, receives where the plan posts them and few sends ahead, as our channels have them.
     """
 
-    def __init__(self, world: World, times: Times, plan: RankPlan) -> None:
-        self._world, self._times, self._rank = world, times, plan.rank
-        self._left = {peer: len(messages) for peer, messages in plan.incoming.items()}
-        self._posted: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {
-            peer: deque() for peer in self._left
-        }
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        for peer in self._left:
-            self._post(peer)
+    def __init__(self, world: World, times: Times, rank: int) -> None:
+        self._world, self._times, self._rank = world, times, rank
+        self._posted: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def post(self, peer: int, message: Message) -> None:
+        """One new tensor a message."""
+        tensor = torch.empty(self._times.shape)
+        group = self._world.down if peer < self._rank else self._world.up
+        self._posted[message] = group.recv([tensor], peer, 0), tensor
 
     def send(self, peer: int) -> None:
         """One new tensor a message, kept until the message has left."""
         tensor = torch.empty(self._times.shape)
         group = self._world.down if self._rank < peer else self._world.up
-        self._sent.append((group.send([tensor], peer, 0), tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._sending.append((group.send([tensor], peer, 0), tensor))
+        while self._sending and (len(self._sending) > SENDS_AHEAD or self._sending[0][0].is_completed()):
+            self._sending.popleft()[0].wait()
 
-    def receive(self, peer: int) -> None:
-        """What was posted first."""
-        work, _ = self._posted[peer].popleft()
-        self._post(peer)
-        work.wait()
-
-    def _post(self, peer: int) -> None:
-        group = self._world.down if peer < self._rank else self._world.up
-        while self._left[peer] and len(self._posted[peer]) < RECEIVES_AHEAD:
-            tensor = torch.empty(self._times.shape)
-            self._posted[peer].append((group.recv([tensor], peer, 0), tensor))
-            self._left[peer] -= 1
+    def receive(self, peer: int, message: Message) -> None:
+        """What was posted for it."""
+        self._posted.pop(message)[0].wait()
 
     def flush(self) -> None:
         """Wait for what was sent."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        while self._sending:
+            self._sending.popleft()[0].wait()
 
 
 def sockets(world: World, schedule: Schedule, times: Times) -> RunStep:
@@ -123,20 +123,26 @@ def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
     plan = plan_rank(schedule, dist.get_rank())
 
     def run() -> None:
-        transport = Gloo(world, times, plan)
+        transport = Gloo(world, times, plan.rank)
         walk(plan, schedule.placement.chunks, times, transport)
         transport.flush()
 
     return run
 
 
+def planned(world: World, _: RankPlan, times: Times) -> Channels:
+    """The channels of a step as in training: receives are where the plan posts them."""
+    return world.channels(times, Channels)
+
+
 def executor(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Our executor and channels without autograd."""
     chunks, mine = schedule.placement.chunks, schedule.placement.stages_of(dist.get_rank())
-    return _execution(world, schedule, times, {stage: SleepingStage(times, chunks) for stage in mine})
+    stages = {stage: SleepingStage(times, chunks) for stage in mine}
+    return _execution(world, schedule, times, stages, planned)
 
 
-def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
+def ours(world: World, schedule: Schedule, times: Times, open_channels: OpenChannels = planned) -> RunStep:
     """Our executor on ``ModuleStage``."""
     chunks, last = schedule.placement.chunks, schedule.placement.stages - 1
     stages = {
@@ -148,17 +154,19 @@ def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
         )
         for stage in schedule.placement.stages_of(dist.get_rank())
     }
-    return _execution(world, schedule, times, stages)
+    return _execution(world, schedule, times, stages, open_channels)
 
 
-def _execution(world: World, schedule: Schedule, times: Times, stages: Mapping[int, Stage]) -> RunStep:
-    """With a new ``Channels`` a step, as in training."""
-    plan, ranks = plan_rank(schedule, dist.get_rank()), list(range(schedule.ranks))
-
-    def run() -> None:
-        execute(plan, stages, Channels(ranks, world.down, world.up, times.shape, torch.float, CPU))
-
-    return run
+def _execution(
+    world: World,
+    schedule: Schedule,
+    times: Times,
+    stages: Mapping[int, Stage],
+    open_channels: OpenChannels,
+) -> RunStep:
+    """With new channels a step, as in training."""
+    plan = plan_rank(schedule, dist.get_rank())
+    return lambda: execute(plan, stages, open_channels(world, plan, times))
 
 
 def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:

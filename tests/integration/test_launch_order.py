@@ -1,0 +1,188 @@
+"""Real jobs, and all that their ranks launch, in the model of launch queues: no circle, and one order."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise, product, zip_longest
+from typing import NamedTuple
+
+import pytest
+from entries import Collective, Kernel, Launches, Transfer, Wait
+from hardware import Setting
+from queues import circle
+from synchronizations import before_every_action, before_every_launch, never
+from whole_jobs import BETWEEN, record_job
+
+BASE = "--pipeline-model-parallel-size 2 --num-layers 4 --train-iters 2"
+GATHER, SCATTER, EXCHANGE = "_?all_?gather", "_?reduce_scatter", "all_?to_?all"
+FORWARD, BACKWARD, WEIGHT = r"\dF\d", r"\d[IB]\d", r"\d[WB]\d"
+OVERLAP = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-align-grad-reduce "
+    "--no-align-param-gather --ddp-bucket-size 1000"
+)
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+EVALUATED = "--eval-interval 1 --eval-iters 1"
+
+
+class Feature(NamedTuple):
+    """Flags, and patterns of what they have a rank launch, each behind its action."""
+
+    flags: str
+    launches: tuple[str, ...]
+    ranks: int = 4
+
+
+FEATURES = {
+    "tensor": Feature(f"{TENSOR} --global-batch-size 4", (f"{FORWARD}: {SCATTER}", rf"{WEIGHT}: {GATHER}")),
+    "data": Feature(OVERLAP, (rf"\dF0: {GATHER}", f"{WEIGHT}: {SCATTER}", f"{BETWEEN}: {GATHER}")),
+    "experts": Feature(
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall "
+        "--moe-router-topk 2 --disable-bias-linear",
+        (f"{FORWARD}: {EXCHANGE}", f"{BACKWARD}: {EXCHANGE}"),
+    ),
+    "context": Feature(
+        "--context-parallel-size 2 --global-batch-size 4", (f"{FORWARD}: {GATHER}", f"{BACKWARD}: {SCATTER}")
+    ),
+    "tied": Feature(
+        f"{EVALUATED} --pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 4",
+        (f"{BETWEEN}: allreduce 64x32",),
+    ),
+    "all": Feature(
+        f"{TENSOR} {OVERLAP} {EVALUATED} --global-batch-size 4",
+        (f"{FORWARD}: {SCATTER}", rf"\dF0: {GATHER}", f"{WEIGHT}: {SCATTER}"),
+        ranks=8,
+    ),
+    "in flight": Feature(
+        f"{EVALUATED} --untie-embeddings-and-output-weights --global-batch-size 2 --train-iters 3",
+        (f"{BETWEEN}: allreduce",),
+    ),
+}
+
+JOBS = [
+    ("tensor", "v-half"),
+    ("tensor", "1f1b"),
+    ("data", "v-zb"),
+    ("data", "zb-h1"),
+    ("experts", "v-half"),
+    ("experts", "zb-h1"),
+    ("context", "v-zb"),
+    ("context", "1f1b"),
+    ("tied", "v-half"),
+    ("tied", "zb-h1"),
+    ("all", "v-half"),
+    ("in flight", "pipedream"),
+]
+
+HARDWARE = [
+    Setting(queues, stream_a_pair=stream_a_pair)
+    for queues, stream_a_pair in product((1, 2, 8), (True, False))
+]
+
+
+@functools.cache
+def recorded(feature: str, schedule: str) -> tuple[Launches, ...]:
+    flags, _, ranks = FEATURES[feature]
+    return record_job(ranks, f"{BASE} {flags} --pipeline-schedule {schedule}".split())
+
+
+def disorder(launches: Sequence[Launches]) -> str:
+    """The first collective that two ranks launch out of order, in words; empty if there is none.
+
+    Any two ranks launch those that both take part in, of whatever groups, in one order and in one action.
+    """
+    for pair in combinations(range(len(launches)), 2):
+        shared = [
+            [
+                f"{entry.group}: {entry.name}"
+                for entry in launches[rank]
+                if isinstance(entry, Collective) and {*pair} <= {*entry.ranks}
+            ]
+            for rank in pair
+        ]
+        for number, (one, other) in enumerate(zip_longest(*shared)):
+            if one != other:
+                return f"launch {number} of those that ranks {pair} share: {one} and {other}"
+    return ""
+
+
+@pytest.mark.parametrize(("feature", "schedule"), JOBS)
+def test_a_job_cannot_hang(feature: str, schedule: str) -> None:
+    launches = recorded(feature, schedule)
+    names = {entry.name for entry in launches[0] if isinstance(entry, Collective)}
+    for pattern in FEATURES[feature].launches:
+        assert any(re.match(pattern, name) for name in names), pattern
+    out_of_order = disorder(launches)
+    assert not out_of_order
+    # The last makes each launch wait for all before it, which no queues can surpass.
+    for synchronized, settings in (
+        (never, HARDWARE),
+        (before_every_action, HARDWARE),
+        (before_every_launch, HARDWARE[:1]),
+    ):
+        for setting in settings:
+            hangs = circle(tuple(map(synchronized, launches)), setting)
+            assert not hangs, f"{synchronized.__name__}, {setting}"
+
+
+def moved(launches: Launches, taken: Sequence[int], to: int) -> Launches:
+    """``launches`` of one rank, those at ``taken`` in front of the one at ``to``."""
+    order = [*range(to), *taken, *(at for at in range(to, len(launches)) if at not in taken)]
+    now_at = {before: after for after, before in enumerate(order)}
+    entries = [launches[before] for before in order]
+    return tuple(
+        replace(entry, on=now_at[entry.on]) if isinstance(entry, Wait) else entry for entry in entries
+    )
+
+
+def collectives(launches: Launches, group: str) -> list[int]:
+    """Where one rank launches those of ``group``."""
+    return [
+        at
+        for at, entry in enumerate(launches)
+        if isinstance(entry, Collective) and entry.group.startswith(group)
+    ]
+
+
+def test_two_receives_ahead_of_the_first_action_hang() -> None:
+    """Where the channels once posted them: the first rank's receives of two gradients."""
+    first, *others = recorded("context", "1f1b")
+    gradients = [
+        at
+        for at, entry in enumerate(first)
+        if isinstance(entry, Transfer) and not entry.is_send and not entry.name.startswith(BETWEEN)
+    ]
+    start = next(at for at, entry in enumerate(first) if isinstance(entry, Kernel) and entry.name == "0F0")
+    found = circle((moved(first, gradients[:2], start), *others), Setting(queues=1))
+    assert "receive from 2 (PIPELINE_UP" in found and "kernel 0F0" in found
+
+
+def test_two_collectives_that_change_places_on_one_rank_are_found() -> None:
+    first, *others = recorded("tensor", "1f1b")
+    places = collectives(first, "TENSOR_MODEL_PARALLEL_GROUP")
+    earlier, later = next((one, two) for one, two in pairwise(places) if first[one].name != first[two].name)
+    assert isinstance(first[later + 1], Wait)
+    changed = moved(first, (later, later + 1), earlier), *others
+    assert first[earlier].name in disorder(changed) and first[later].name in disorder(changed)
+
+
+def test_a_reduction_behind_a_barrier_hangs() -> None:
+    """On one rank; the others reduce first."""
+    first, *others = recorded("data", "zb-h1")
+    reduction = collectives(first, "DATA_PARALLEL_GROUP")[-1]
+    barrier = next(at for at in collectives(first, "default_pg") if at > reduction)
+    found = circle((moved(first, (barrier, barrier + 1), reduction), *others), Setting())
+    assert first[reduction].name in found and first[barrier].name in found
+
+
+def test_messages_wait_through_an_update() -> None:
+    """Without a flush the last rank meets all others, and updates, behind a receive for later."""
+    last = recorded("in flight", "pipedream")[-1]
+    taken = {entry.on: at for at, entry in enumerate(last) if isinstance(entry, Wait)}
+    meetings = collectives(last, "default_pg")
+    open_receives = [
+        at
+        for at, entry in enumerate(last)
+        if isinstance(entry, Transfer) and any(at < meeting < taken[at] for meeting in meetings)
+    ]
+    assert any(not last[at].is_send for at in open_receives)
