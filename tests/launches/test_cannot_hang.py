@@ -1,0 +1,186 @@
+"""No pipeline of the product hangs, whatever queues, buffers, streams and synchronizations a GPU has.
+
+Its own executor, channels and plans leave what every rank launches, and the model of launch queues looks for
+circles.  Most pipelines are run in the strictest setting alone, which stands for all others
+(``test_launch_queues.test_the_strictest_setting_stands_for_all`` has the argument).
+"""
+
+from collections import Counter
+from itertools import product
+from random import Random
+
+import pytest
+import slow
+import synchronizations
+from entries import HostWait, Kernel, Transfer
+from grid import everything, without_flush
+from hardware import Setting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queues import circle
+from recording import plans, record, record_plans
+
+from megatron_pp_ext.runtime.plan import plan_orders
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.compile import compile_schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.families import round_robin
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.placement import linear, v, wave
+from megatron_pp_ext.schedule.simulate import simulate
+
+SETTINGS = [
+    *(Setting(*choice) for choice in product((1, 2, 8, 32), (True, False), (True, False))),
+    *(Setting(8, *choice, foreign_streams=6) for choice in product((True, False), (True, False))),
+]
+SOMETIMES = (
+    synchronizations.never,
+    synchronizations.before_every_action,
+    synchronizations.before_the_first_of_each_kind,
+)
+
+
+def strictest(launches):
+    """The circle, if any, with a synchronization before every launch and sends that wait."""
+    return circle(tuple(map(synchronizations.before_every_launch, launches)), Setting(1))
+
+
+def assert_finishes_strictly(plans_of_ranks, what):
+    for tells_shapes in (False, True):
+        assert strictest(record_plans(plans_of_ranks, tells_shapes=tells_shapes)) == "", (what, tells_shapes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_everything(ranks):
+    for microbatches in sorted({1, ranks, 2 * ranks, 4 * ranks}):
+        for steps in everything(ranks, microbatches):
+            assert_finishes_strictly(plans(steps), (steps[0].name, steps[0].placement, microbatches))
+
+
+@pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb"])
+def test_the_v_family_on_sixteen_ranks(name):
+    for microbatches in (1, 16):
+        assert_finishes_strictly(plans([catalog.build(name, 16, microbatches)]), microbatches)
+
+
+@pytest.mark.parametrize("options", [{}, {"sends_look_done": True}, {"tells_shapes": True}], ids=str)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3), (4, 4)])
+def test_every_setting(ranks, microbatches, options):
+    for steps in everything(ranks, microbatches):
+        launches = record(steps, **options)
+        for synchronized in SOMETIMES:
+            synchronized_launches = tuple(map(synchronized, launches))
+            for setting in SETTINGS:
+                told = circle(synchronized_launches, setting)
+                assert told == "", (steps[0].name, steps[0].placement, synchronized.__name__, setting)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_synchronized_between_the_updates_of_a_pipeline_without_a_flush(ranks):
+    for interval in (1, 2, ranks, 2 * ranks + 1):
+        launches = record(without_flush(ranks, interval), synchronized_between=True)
+        assert all(rank.count(HostWait()) == 2 for rank in launches)
+        for setting in SETTINGS:
+            assert circle(launches, setting) == "", (interval, setting)
+        assert strictest(launches) == "", interval
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2), (2, 1, 1), (1, 2, 1), (2, 2), (3, 2, 1)])
+def test_replicated_stages(counts):
+    replicas = Replicas(counts)
+    for microbatches in (1, replicas.ranks, 12):
+        orders = round_robin.orders(replicas, microbatches)
+        plans_of_ranks = [
+            [plan_orders(orders, replicas.stages, replicas.rank_of, rank)] for rank in range(replicas.ranks)
+        ]
+        assert_finishes_strictly(plans_of_ranks, microbatches)
+        launches = record_plans(plans_of_ranks)
+        for setting in SETTINGS:
+            assert circle(launches, setting) == "", (microbatches, setting)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_compiled_schedules(seed, monkeypatch, tmp_path):
+    """Costs and limits at random; V placements and waves of four chunks."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    random = Random(seed)
+    ranks, microbatches = random.randint(2, 5), random.randint(1, 9)
+    placement = wave(ranks, 4) if seed % 2 else v(ranks)
+    stages = tuple(StageCosts(*(random.uniform(0.5, 2) for _ in range(3))) for _ in range(placement.stages))
+    costs = Costs(stages, random.choice([0.0, 0.2]))
+    limit = placement.chunks * ranks * random.uniform(1, 2)
+    found = compile_schedule(ranks, microbatches, costs, limit, placements=[placement], trials=50)
+    schedule = found.timeline.schedule
+    assert_finishes_strictly(plans([schedule]), seed)
+    launches = record([schedule])
+    for setting in SETTINGS:
+        assert circle(launches, setting) == "", setting
+
+
+@settings(max_examples=100, deadline=None)
+@given(slow.schedules(), st.sampled_from(SETTINGS), st.sampled_from(SOMETIMES))
+def test_any_valid_order(schedule, setting, synchronized):
+    assert_finishes_strictly(plans([schedule]), schedule.orders)
+    assert circle(tuple(map(synchronized, record([schedule]))), setting) == ""
+
+
+def test_neighbours_that_exchange_messages_at_the_same_instant():
+    """One of the two has to post its receive before it sends: a device synchronized in between is no harm.
+
+    Rank 0 ends its third forward when rank 1 ends its first backward.
+    """
+    orders = (
+        [*(Action(0, Kind.F, m) for m in range(3)), *(Action(0, Kind.B, m) for m in range(3))],
+        [Action(1, kind, m) for m in range(3) for kind in (Kind.F, Kind.I, Kind.W)],
+    )
+    schedule = Schedule("exchange", linear(2), 3, tuple(map(tuple, orders)))
+    ends = {
+        event.action: event.end for row in simulate(schedule, Costs.unit(linear(2))).events for event in row
+    }
+    assert ends[Action(0, Kind.F, 2)] == ends[Action(1, Kind.I, 0)]
+
+    launches = record([schedule])
+    behind_sends = tuple(tuple(_synchronized_behind_sends(rank)) for rank in launches)
+    for setting in SETTINGS:
+        assert circle(behind_sends, setting) == ""
+    # The third message down and the first one up.
+    receives_first = [
+        _messages(launches[0], is_send=False)[0] < _messages(launches[0], is_send=True)[2],
+        _messages(launches[1], is_send=False)[2] < _messages(launches[1], is_send=True)[0],
+    ]
+    assert sorted(receives_first) == [False, True], "if both sent first, both would wait there"
+
+
+def _messages(launches, is_send):
+    """Where this rank's sends, or receives, stand."""
+    return [at for at, e in enumerate(launches) if isinstance(e, Transfer) and e.is_send == is_send]
+
+
+def _synchronized_behind_sends(launches):
+    found, moved_to = [], []
+    for entry in launches:
+        moved_to.append(len(found))
+        found.append(type(entry)(moved_to[entry.on]) if hasattr(entry, "on") else entry)
+        if isinstance(entry, Transfer) and entry.is_send:
+            found.append(HostWait())
+    return found
+
+
+def test_the_recording_is_of_the_whole_schedule():
+    """Every action once, in order, and a send and a receive for each message between two ranks."""
+    for steps in everything(3, 4):
+        for tells_shapes in (False, True):
+            launches = record(steps, tells_shapes=tells_shapes)
+            ends = Counter()
+            for rank, entries in enumerate(launches):
+                computed = [entry.name for entry in entries if isinstance(entry, Kernel)]
+                assert computed == [str(action) for schedule in steps for action in schedule.orders[rank]]
+                for entry in entries:
+                    if isinstance(entry, Transfer):
+                        pair = (rank, entry.peer) if entry.is_send else (entry.peer, rank)
+                        ends[entry.group, pair, entry.is_send] += 1
+            assert ends
+            for (group, pair, is_send), count in ends.items():
+                assert ends[group, pair, not is_send] == count
+                assert (group == "down") == (pair[0] < pair[1])
