@@ -3,7 +3,8 @@
     python benchmarks/gpu.py [--out benchmarks/results/gpu] [--parts split,gaps,parity,rehearse] [--dry]
 
 Each part runs in processes of its own and writes a log; a part that fails says so and leaves the others
-alone.  Writes OUT/gpu.md and prints it.  ``--dry`` tries the script itself on a CPU, with tiny models.
+alone, and the exit status is 1 then.  Writes OUT/gpu.md and prints it.  ``--dry`` tries the script itself
+on a CPU, with tiny models.
 """
 
 import os
@@ -152,15 +153,19 @@ def main(
         f"`python benchmarks/gpu.py --parts {parts}{' --dry' if dry else ''}` on {machine()}, "
         f"{datetime.now(UTC):%Y-%m-%d}. Ranks that share the device talk over {bench.backend}.",
     ]
+    failed = False
     for part in wanted:
         start = time.monotonic()
         try:
             text.append(known[part](bench))
         except RuntimeError as error:
+            failed = True
             text.append(f"## {part}\n\nfailed: {error}")
         print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         (out / "gpu.md").write_text("\n\n".join(text) + "\n")
     print("\n\n".join(text))
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

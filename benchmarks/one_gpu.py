@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 os.environ["LOCAL_RANK"] = "0"
+# Megatron demands one hardware queue of tensor and context parallel jobs below Blackwell, and a schedule that
+# runs with one runs with more: messages are placed so that one is enough.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 _barrier = dist.barrier

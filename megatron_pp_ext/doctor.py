@@ -11,16 +11,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from megatron_pp_ext.integration.transformer_engine import FIRST_RELEASE
+from megatron_pp_ext.runtime.groups import message_backend
+
+VERDICT = (
+    "Verdict: every schedule is proved free of hangs (the catalogue's, compiled ones, checked csv files), "
+    "whatever the number of hardware queues; not covered is a model whose ranks launch collectives in "
+    "different orders; no schedule has run over NCCL on a GPU yet."
+)
+"""The proof (``schedule.messages``) asks nothing of the backend, so it is the same on every machine."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 
 def examine(console: Console, checkout: Path | None = None) -> int:
-    """Print versions, what is missing, and every seam; return 0 if all seams fit, else 1.
+    """Print versions, what is missing, how messages go, and every seam; return 0 if all seams fit, else 1.
 
     ``checkout`` is a Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
     ValueError if it is none, or if it comes too late.
@@ -33,6 +42,12 @@ def examine(console: Console, checkout: Path | None = None) -> int:
         missing.add_row(what, consequence)
     if missing.row_count:
         console.print(missing)
+
+    carried = Table("part", "here", title="Messages between ranks", title_justify="left")
+    for part, here in messages():
+        carried.add_row(part, here)
+    console.print(carried)
+    console.print(VERDICT, soft_wrap=True)
 
     # The stand-ins let Megatron be imported on a machine without a GPU; the devices are known by now.
     if not torch.cuda.is_available():
@@ -61,6 +76,42 @@ def lacking() -> Iterator[tuple[str, str]]:
         yield "NVIDIA apex", why
     if shutil.which("nvcc") is None:
         yield "nvcc", "nothing of this package needs it; building the two above from source does"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """What carries messages between ranks, and the settings under which a GPU runs their kernels."""
+    is_there = dist.is_nccl_available()
+    yield "NCCL", _nccl_version() if is_there else "not in this torch"
+    if is_there:
+        yield '"nccl" stands for', _behind_nccl()
+        yield "nccl-lazy", "available" if dist.is_backend_available("nccl-lazy") else "not in this torch"
+    backend = message_backend("nccl" if is_there else "gloo")
+    yield "pipeline messages", f"{backend.name}: {backend.note}"
+    # CUDA's default, and ROCm's.
+    name, default = ("GPU_MAX_HW_QUEUES", 4) if torch.version.hip else ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
+    yield "hardware queues", _setting(name, str(default))
+    if not torch.version.hip:
+        yield "modules are loaded", _setting("CUDA_MODULE_LOADING", "LAZY")
+
+
+def _nccl_version() -> str:
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
+    except AttributeError:
+        return "torch does not tell its version"
+
+
+def _behind_nccl() -> str:
+    if not dist.is_backend_available("nccl2"):
+        return "the only NCCL backend of this torch"
+    if os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return "nccl-legacy, since TORCH_DIST_USE_NCCL2=0"
+    return "nccl2; TORCH_DIST_USE_NCCL2=0 takes nccl-legacy"
+
+
+def _setting(name: str, default: str) -> str:
+    value = os.environ.get(name)
+    return f"{default} ({name} is not set)" if value is None else f"{value} ({name})"
 
 
 def _put_first(checkout: Path) -> None:

@@ -26,7 +26,9 @@ fi
 : "${MASTER_PORT:=$((20000 + SLURM_JOB_ID % 10000))}"
 
 export MASTER_ADDR MASTER_PORT
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # Megatron asks for it
+# One hardware queue: Megatron demands it for tensor and context parallelism below Blackwell, and pipeline messages
+# are placed so that one is enough (docs/gpu.md).
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # How long torchrun lets its ranks save before it kills them; a little less than the signal is early.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}"

@@ -4,6 +4,10 @@ The clocks of two machines have nothing in common, so before the times of severa
 side each rank asks the first one for the time.  The answer was given somewhere between question and
 arrival: taken to be in the middle, it is wrong by half the round trip at most, and the shortest of several
 round trips is the one to believe.
+
+On a GPU the host is ahead of its messages: a receive is over for it once it is launched, and so is a send.
+Either side therefore reads its clock only around what its host has seen: the first rank once it holds the
+question's number, the others before they launch the question and once they hold the answer's.
 """
 
 import time
@@ -31,7 +35,7 @@ def now() -> float:
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
     """How far this rank's clock is from that of ``group``'s first rank.
 
-    Collective over ``group``, whose backend sends tensors on ``device``.
+    Collective over ``group``, whose backend sends tensors on ``device``; the host waits for every message.
     """
     first, *others = dist.get_process_group_ranks(group)
     told = torch.zeros(1, dtype=torch.float64, device=device)
@@ -39,7 +43,7 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
         return min((_ask(first, told, group) for _ in range(ROUNDS)), key=lambda offset: offset.error)
     for other in others:
         for _ in range(ROUNDS):
-            dist.recv(told, other, group=group)
+            _receive(told, other, group)
             told.fill_(now())
             dist.send(told, other, group=group)
     return Offset(0.0, 0.0)
@@ -48,7 +52,12 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
 def _ask(first: int, told: torch.Tensor, group: dist.ProcessGroup) -> Offset:
     asked = now()
     dist.send(told, first, group=group)
-    dist.recv(told, first, group=group)
-    answer = told.item()
+    answer = _receive(told, first, group)
     half = (now() - asked) / 2
     return Offset(answer - (asked + half), half)
+
+
+def _receive(told: torch.Tensor, sender: int, group: dist.ProcessGroup) -> float:
+    """The number that comes into ``told``, once it is on this host."""
+    dist.recv(told, sender, group=group)
+    return told.item()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext import doctor
 
@@ -28,6 +29,8 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "training.get_model",
         "get_forward_backward_func",
         "compile_helpers",
+        "hardware queues",
+        "Verdict: every schedule is proved free of hangs",
     ):
         assert word in run.stdout
     assert not re.search(r"│ no +│$", run.stdout, re.MULTILINE)
@@ -86,3 +89,68 @@ def test_the_apex_of_another_project_is_told_apart(machine) -> None:
     assert "another project" in stranger
     assert "another project" not in absent
     assert "--no-gradient-accumulation-fusion" in absent
+
+
+@pytest.fixture
+def torch_with(monkeypatch: pytest.MonkeyPatch):
+    """A torch that has these NCCL backends beside "nccl", or none at all, and these settings."""
+
+    def make(*backends: str, nccl: bool = True, hip: str | None = None, **settings: str) -> dict[str, str]:
+        for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES", "CUDA_MODULE_LOADING"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+        monkeypatch.setattr(dist, "is_backend_available", lambda name: name in backends)
+        for backend, made in (("nccl2", "ProcessGroupNCCL2"), ("nccl-lazy", "ProcessGroupNCCLLazy")):
+            if backend in backends:
+                monkeypatch.setattr(dist.distributed_c10d, made, object, raising=False)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        return dict(doctor.messages())
+
+    return make
+
+
+def test_what_stands_behind_nccl(torch_with) -> None:
+    newest = ("nccl2", "nccl-lazy")
+    found = torch_with(*newest)
+    assert found['"nccl" stands for'].startswith("nccl2")
+    assert found["nccl-lazy"] == "available"
+    assert found["pipeline messages"].startswith("nccl-lazy: ")
+    found = torch_with(*newest, TORCH_DIST_USE_NCCL2="0")
+    assert found['"nccl" stands for'] == "nccl-legacy, since TORCH_DIST_USE_NCCL2=0"
+    found = torch_with()
+    assert found['"nccl" stands for'] == "the only NCCL backend of this torch"
+    assert found["nccl-lazy"] == "not in this torch"
+    assert found["pipeline messages"].startswith("nccl: ")
+
+
+def test_a_torch_without_nccl(torch_with) -> None:
+    found = torch_with(nccl=False)
+    assert found["NCCL"] == "not in this torch"
+    assert found["pipeline messages"].startswith("gloo: ")
+    assert "nccl-lazy" not in found
+
+
+@pytest.mark.parametrize(("version", "told"), [((2, 30, 7), "2.30.7"), ((2, 27, 3, "rc1"), "2.27.3.rc1")])
+def test_the_version_of_nccl(version: tuple, told: str, torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert torch_with()["NCCL"] == told
+
+
+def test_the_version_of_nccl_may_be_missing(torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_nccl_version", raising=False)
+    assert torch_with()["NCCL"] == "torch does not tell its version"
+
+
+def test_hardware_queues_and_loading(torch_with) -> None:
+    found = torch_with()
+    assert found["hardware queues"] == "8 (CUDA_DEVICE_MAX_CONNECTIONS is not set)"
+    assert found["modules are loaded"] == "LAZY (CUDA_MODULE_LOADING is not set)"
+    found = torch_with(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_MODULE_LOADING="EAGER")
+    assert found["hardware queues"] == "1 (CUDA_DEVICE_MAX_CONNECTIONS)"
+    assert found["modules are loaded"] == "EAGER (CUDA_MODULE_LOADING)"
+    on_amd = torch_with(hip="7.0", GPU_MAX_HW_QUEUES="2", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert on_amd["hardware queues"] == "2 (GPU_MAX_HW_QUEUES)"
+    assert "modules are loaded" not in on_amd

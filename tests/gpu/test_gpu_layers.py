@@ -4,10 +4,12 @@ Run by scripts/gpu_check.sh, without the stand-ins that the other tests need.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
+import rounding
 import torch
 
 from megatron_pp_ext.runtime.memory import Owner
@@ -93,17 +95,30 @@ def test_transformer_engine_in_fp8(name: str, recipe: str) -> None:
 
     if not hasattr(recipes, recipe):
         pytest.skip(f"this Transformer Engine has no {recipe}")
-    is_there, why = engine.fp8.check_fp8_support()
+    is_there, why = _fp8_checks(engine).check_fp8_support()
     if is_there and recipe == "Float8BlockScaling":
-        is_there, why = engine.fp8.check_fp8_block_scaling_support()
+        is_there, why = _fp8_checks(engine).check_fp8_block_scaling_support()
     if not is_there:
         pytest.skip(why)
 
     def call(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        with engine.fp8_autocast(enabled=True, fp8_recipe=getattr(recipes, recipe)()):
+        with _in_fp8(engine, getattr(recipes, recipe)()):
             return _call(layer, x)
 
     _assert_same(_layers(engine, fused=True)[name], call)
+
+
+def _fp8_checks(engine: Any) -> Any:
+    """The module that tells what the device can do: it moved in 2.9, and is imported by name."""
+    is_moved = hasattr(engine, "autocast")
+    return import_module(f"transformer_engine.pytorch.{'quantization' if is_moved else 'fp8'}")
+
+
+def _in_fp8(engine: Any, recipe: Any) -> AbstractContextManager[Any]:
+    """The name of 2.9 and later where it is there: the older one warns, and is to go."""
+    if hasattr(engine, "autocast"):
+        return engine.autocast(enabled=True, recipe=recipe)
+    return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def _call(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -139,4 +154,7 @@ def test_apex_accumulates(dtype: torch.dtype) -> None:
     add = kernels.wgrad_gemm_accum_fp32 if dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
     add(x, gradient, main_grad)
     expected = 1 + gradient.float().t() @ x.float()
-    torch.testing.assert_close(main_grad.float(), expected, rtol=2e-2, atol=0.5)
+    # Sums over tokens are kept in fp32; a product may be cut into four, each of them rounded to ``dtype``.
+    largest = expected.abs().max().item()
+    allowed = rounding.relative(TOKENS) + 4 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(main_grad.float(), expected, rtol=0, atol=largest * allowed)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rounding
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from ranks import RankError
 from training import train
@@ -144,7 +145,9 @@ def test_tied_weights_keep_their_own_moments(tmp_path: Path) -> None:
 )
 def test_tensor_and_pipeline_sizes_change_together(writer, reader, tmp_path: Path) -> None:
     run = save(tmp_path, 4, *writer, *RESHARDABLE)
-    assert resume(tmp_path, 4, *reader, *RESHARDABLE) == pytest.approx(run[2:], rel=1e-6)
+    assert resume(tmp_path, 4, *reader, *RESHARDABLE) == pytest.approx(
+        run[2:], rel=rounding.of_losses(updates=1)
+    )
 
 
 def test_saving_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

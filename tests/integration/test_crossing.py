@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import rounding
 from training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "4")
-FORMAT = ("--ckpt-format", "torch_dist")
+STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
+"""Four, without clipping, which would bring the last bits of a norm summed rank by rank into the weights."""
 V = (*PIPELINE, "--pipeline-schedule", "v-half")
 STOCK = PIPELINE
 STOCK_INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
@@ -14,7 +16,7 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 
 
 def losses(flags: tuple[str, ...]) -> list[float]:
-    return train(4, [*flags, *FORMAT, "--train-iters", "4"])[-1].losses
+    return train(4, [*flags, *STEPS])[-1].losses
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -61,5 +63,5 @@ def test_interleaved_checkpoint_goes_on_under_v(tmp_path: Path, embeddings, unin
 
 def test_v_checkpoint_goes_on_with_fewer_ranks_and_another_schedule(saved_by_v, embeddings, uninterrupted):
     flags = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1", *embeddings)
-    resumed = train(2, [*flags, *FORMAT, "--train-iters", "4", "--load", str(saved_by_v)])
-    assert resumed[-1].losses == pytest.approx(uninterrupted[2:], rel=1e-6)
+    resumed = train(2, [*flags, *STEPS, "--load", str(saved_by_v)])
+    assert resumed[-1].losses == pytest.approx(uninterrupted[2:], rel=rounding.of_losses(updates=1))

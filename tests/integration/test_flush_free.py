@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import rounding
 import torch
 import training
 from megatron.core.pipeline_parallel import schedules
@@ -151,7 +152,7 @@ def test_parameters_after_twenty_updates_with_adam(stages: int, interval: int, r
     expected = reference(stages, interval, rule, ADAM)
     for rank in run(stages, (*MODEL, *ADAM, *flags_of(stages, interval, rule))):
         for name, value in rank["parameters"].items():
-            torch.testing.assert_close(value, expected["parameters"][name], rtol=1e-6, atol=1e-6)
+            assert torch.equal(value, expected["parameters"][name]), name
 
 
 SHARDED = (*ADAM, "--use-distributed-optimizer", "--overlap-grad-reduce")
@@ -171,7 +172,9 @@ def test_losses_with_other_parallelism_and_precision(variant: str) -> None:
     alone = run(width, (*MODEL, *flags, "--global-batch-size", str(replicas)), (2, 1, "latest"))
     ranks = run(2 * width, (*MODEL, *flags, *flags_of(2, 1, "latest", replicas)))
     assert len(alone[0]["losses"]) == UPDATES
-    assert ranks[-1]["losses"] == pytest.approx(alone[0]["losses"], rel=0 if flags[:4] == SGD else 1e-6)
+    # Adam's parts begin elsewhere in a distributed optimizer, and so do its vectors.
+    within = 0 if flags[: len(SGD)] == SGD else rounding.of_losses(UPDATES, rate=0.001)
+    assert ranks[-1]["losses"] == pytest.approx(alone[0]["losses"], rel=within)
 
 
 def test_evaluation_leaves_alone_what_is_in_flight() -> None:
@@ -187,7 +190,7 @@ def test_clipping_goes_by_stage() -> None:
     whole = run(2, (*flags, *flags_of(2, 1, "latest"), "--pipeline-allow-waits"))
     assert whole[0]["norms"] == whole[1]["norms"]
     assert first != last
-    assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=1e-6)
+    assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
 
 
 def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:

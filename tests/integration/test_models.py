@@ -1,6 +1,7 @@
 """Every kind of model trains as under stock's 1F1B: gradients, losses, and the losses that are logged."""
 
 import pytest
+import rounding
 import torch
 from comparison import Result, assert_same_gradients, run, stock
 from training import global_parameters, since, train
@@ -31,15 +32,16 @@ MODELS = {
 
 
 def same_as_stock(world_size: int, flags: str, schedule: str) -> tuple[Result, Result]:
-    """Train under ``schedule`` and under stock's, and compare what is logged."""
+    """Train under ``schedule`` and under stock's, and compare what is logged, as far as it is printed."""
     base = f"{PIPELINE} {world_size} {flags}".split()
     ours = run(world_size, [*base, "--pipeline-schedule", *schedule.split()])
     theirs = stock(world_size, *base)
     assert len(ours.logged) == 3
+    within = rounding.of_losses(updates=2) + rounding.PRINTED
     for our_step, their_step in zip(ours.logged, theirs.logged, strict=True):
         assert our_step.keys() == their_step.keys()
         for name, loss in our_step.items():
-            assert float(loss) == pytest.approx(float(their_step[name]), rel=2e-6), name
+            assert float(loss) == pytest.approx(float(their_step[name]), rel=within), name
     return ours, theirs
 
 
@@ -95,12 +97,12 @@ another first, a split backward each to what is there."""
 def test_multi_token_prediction(world_size: int, model: str, schedule: str) -> None:
     ours, theirs = same_as_stock(world_size, model, schedule)
     assert "mtp_1 loss" in ours.logged[0]
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
     assert ours.gradients.keys() == theirs.gradients.keys()
     for (name, rank), gradient in ours.gradients.items():
         expected = theirs.gradients[name, rank]
         if name in TWICE_USED:
-            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
+            rounding.assert_gradients_close(gradient, expected, name=name)
         else:
             assert torch.equal(gradient, expected), name
 

@@ -6,15 +6,22 @@ The table is in ``features``; a row that fails runs alone with ``-k`` and its na
 from itertools import combinations
 
 import pytest
+import rounding
+import torch
 from comparison import assert_same_bits, assert_same_gradients, run
-from features import EXCLUDED, FACTORS, FLAGS, LARGE_ROWS, Row, covering_rows, job
+from features import EXCLUDED, FACTORS, FLAGS, LARGE_ROWS, MICROBATCHES, SEQUENCE, Row, covering_rows, job
 
 ROWS = covering_rows(FACTORS, EXCLUDED)
 CLIPPED_ABOVE = float(FLAGS["clipping"]["engages"].split()[-1])
-HALF_PRECISION = 1e-3
-"""Later losses and norms, once the last bit of a clipped update has decided how a weight is rounded."""
-HALF_PRECISION_EXPERTS = 1e-2
-"""The same, once the weight so rounded has sent a token to another expert."""
+TOKENS = SEQUENCE * min(min(counts) for counts in MICROBATCHES.values())
+HALF_PRECISION = rounding.relative(3 * 10 * 8, torch.bfloat16) / TOKENS
+"""Later losses, once the last bit of a clipped update has decided how a weight is rounded.
+
+From then on every tensor may be rounded otherwise: ten a layer in eight layers, and twice as many backwards.
+The errors of two tokens are independent, and at right angles to most of the gradient that they are part of.
+"""
+HALF_PRECISION_EXPERTS = 1 / TOKENS
+"""The same, once the weight so rounded has sent a token to another expert: this token's share."""
 
 
 @pytest.mark.parametrize("row", [*ROWS, *LARGE_ROWS], ids=lambda row: " ".join(row.values()))
@@ -33,7 +40,7 @@ def test_row(row: Row) -> None:
 def tolerance(row: Row) -> float:
     """How far losses and norms may be apart after a clipped update."""
     if row["precision"] == "fp32":
-        return 1e-6
+        return rounding.relative()
     return HALF_PRECISION_EXPERTS if row["model"] == "experts" else HALF_PRECISION
 
 

@@ -25,7 +25,7 @@ LAYOUTS = {
 
 V_LAYOUTS = {
     "pp4-tied": (4, (PIPELINE, "4")),
-    "pp4-fewer-microbatches-than-ranks": (4, (PIPELINE, "4", "--global-batch-size", "3")),
+    "pp4-fewer-microbatches-than-ranks": (4, (PIPELINE, "4", "--global-batch-size", "3", "--clip-grad", "0")),
     "pp2-dp2-tied-per-token": (4, (PIPELINE, "2", PER_TOKEN)),
     "tp2-pp2-untied": (4, (PIPELINE, "2", *TP2, UNTIED)),
 }

@@ -1,6 +1,13 @@
 """Ranks whose clocks differ: their distances are found, and recorded steps are put on one clock."""
 
+import math
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_executor
@@ -22,6 +29,11 @@ AHEAD = (0.0, 1000.0, -70.5)
 """Seconds by which each rank's clock is ahead of the machine's."""
 
 CPU = torch.device("cpu")
+
+
+def rounded() -> float:
+    """Seconds by which a few roundings may move a clock's reading, which counts from the machine's start."""
+    return 8 * math.ulp(time.perf_counter() + max(AHEAD))
 
 
 def record_with_own_clock(rank: int) -> list | None:
@@ -49,7 +61,7 @@ def test_recorded_steps_are_put_on_one_clock():
     placement = catalog.build("zb-h1", len(AHEAD), 4).placement
     for (own, together), ahead in zip(pairs, AHEAD, strict=True):
         moved = together.events[0].start - own.events[0].start
-        assert moved == pytest.approx(-ahead, abs=together.clock_error + 1e-9)
+        assert moved == pytest.approx(-ahead, abs=together.clock_error + rounded())
         assert together.moved(-moved, 0.0).events[-1].end == pytest.approx(own.events[-1].end)
     errors = [together.clock_error for _, together in pairs]
     assert errors[0] == 0
@@ -64,3 +76,74 @@ def test_recorded_steps_are_put_on_one_clock():
             if wait.sent is not None
         ]
         assert (max(early) <= 2 * max(errors)) == holds
+
+
+class Device:
+    """A rank's device, which does one thing after the other while its host goes on."""
+
+    def __init__(self) -> None:
+        self.stream = ThreadPoolExecutor(max_workers=1)
+
+    def launch(self, work: Callable[[], Any]) -> Any:
+        return self.stream.submit(work)
+
+
+class Number:
+    """A tensor of one number on a device: only ``item`` waits for what was launched."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.value = device, 0.0
+
+    def fill_(self, value: float) -> None:
+        self.device.launch(lambda: setattr(self, "value", value))
+
+    def item(self) -> float:
+        return self.device.launch(lambda: self.value).result(timeout=30)
+
+
+@pytest.fixture
+def ask_over_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[clock.Offset]]:
+    """``offset_to_first`` on ranks that are threads, whose sends and receives are over once launched."""
+    ranks = range(len(AHEAD))
+    links: dict[tuple[int, int], Queue] = {(a, b): Queue() for a in ranks for b in ranks}
+    here = threading.local()
+
+    def send(number: Number, to: int, group: Any) -> None:
+        link = links[here.rank, to]
+        number.device.launch(lambda: link.put(number.value))
+
+    def recv(number: Number, sender: int, group: Any) -> None:
+        link = links[sender, here.rank]
+        number.device.launch(lambda: setattr(number, "value", link.get(timeout=30)))
+
+    def run(rank: int) -> clock.Offset:
+        here.rank = rank
+        time.sleep(LATER * rank)
+        return clock.offset_to_first(None, Device())
+
+    fake = SimpleNamespace(
+        get_process_group_ranks=lambda group: list(ranks), get_rank=lambda: here.rank, send=send, recv=recv
+    )
+    monkeypatch.setattr(clock, "dist", fake)
+    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(device), float64=None)
+    monkeypatch.setattr(clock, "torch", zeros)
+    monkeypatch.setattr(clock, "now", lambda: time.perf_counter() + AHEAD[here.rank])
+
+    def ask() -> list[clock.Offset]:
+        with ThreadPoolExecutor(len(AHEAD)) as hosts:
+            return list(hosts.map(run, ranks))
+
+    return ask
+
+
+LATER = 0.1
+"""Seconds by which a rank asks later than the one before it: far more than a round trip takes."""
+
+
+def test_messages_that_are_over_once_launched_are_waited_for(ask_over_devices) -> None:
+    """A first rank that reads its clock when its receive returns tells a time before the question."""
+    offsets = ask_over_devices()
+    assert offsets[0] == (0, 0)
+    for offset, ahead in zip(offsets[1:], AHEAD[1:], strict=True):
+        assert offset.seconds == pytest.approx(-ahead, abs=offset.error + rounded(), rel=0)
+        assert 0 < offset.error < LATER / 2
