@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pp_ext.integration.transformer_engine import FIRST_RELEASE
-from megatron_pp_ext.runtime.groups import message_backend
+from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
 VERDICT = (
     "Verdict: every schedule is proved free of hangs (the catalogue's, compiled ones, checked csv files), "
@@ -102,11 +102,11 @@ def _nccl_version() -> str:
 
 
 def _behind_nccl() -> str:
-    if not dist.is_backend_available("nccl2"):
-        return "the only NCCL backend of this torch"
-    if os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+    if is_nccl2("nccl"):
+        return "nccl2; TORCH_DIST_USE_NCCL2=0 takes nccl-legacy"
+    if dist.is_backend_available("nccl2"):
         return "nccl-legacy, since TORCH_DIST_USE_NCCL2=0"
-    return "nccl2; TORCH_DIST_USE_NCCL2=0 takes nccl-legacy"
+    return "the only NCCL backend of this torch"
 
 
 def _setting(name: str, default: str) -> str:

@@ -70,6 +70,12 @@ def backend_of(group: dist.ProcessGroup) -> MessageBackend:
     return _about(_carrier(dist.get_backend_config(group)), group.bound_device_id is not None)
 
 
+def is_nccl2(name: str) -> bool:
+    """Whether the backend called ``name`` is torch 2.15's, which always binds a device."""
+    chosen = name == "nccl" and _available("nccl2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    return chosen or name in _CLASSES
+
+
 def direction_groups(
     ranks: list[int],
     patience: timedelta | None = None,
@@ -206,17 +212,12 @@ def _available(name: str) -> bool:
     return hasattr(dist.distributed_c10d, _CLASSES[name]) and dist.is_backend_available(name)
 
 
-def _is_nccl2(name: str) -> bool:
-    chosen = name == "nccl" and _available("nccl2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
-    return chosen or name in _CLASSES
-
-
 def _about(name: str, bound: bool) -> MessageBackend:
     if name == "gloo":
         return MessageBackend(name, True, "messages go through the hosts' memory")
-    if name == "nccl-lazy" or (name in _NCCL and not _is_nccl2(name) and not bound):
+    if name == "nccl-lazy" or (name in _NCCL and not is_nccl2(name) and not bound):
         return MessageBackend(name, True, "every two ranks have a communicator and a stream of their own")
     if name in _NCCL:
-        why = "" if _is_nccl2(name) else ", since init_process_group was called with device_id"
+        why = "" if is_nccl2(name) else ", since init_process_group was called with device_id"
         return MessageBackend(name, False, f"all messages of one direction share a stream{why}")
     return MessageBackend(name, False, "never tried: NCCL and gloo are what this package is made for")
