@@ -55,8 +55,9 @@ def schedule(
     memory_limit: Annotated[
         float | None,
         typer.Option(
-            help="For flex: what a rank may keep, as a fraction of 1f1b's peak on its first rank (up to 8), "
-            "or in the unit of the costs' activations."
+            help="For flex: what a rank may keep.  Up to 8 it is a fraction of the activations that 1f1b "
+            "keeps on its first rank, and messages come on top; a larger one is in the unit of the costs' "
+            "activations, and holds messages too."
         ),
     ] = None,
     trials: Annotated[
@@ -142,7 +143,7 @@ def compare(
             for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
         }
     console.print(terminal.summary_table(named | found))
-    console.print("flex 0.50: compiled for half of 1f1b's peak on its first rank", style="dim")
+    console.print("flex 0.50: compiled for half of 1f1b's activations on its first rank", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import frontier
 

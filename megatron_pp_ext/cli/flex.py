@@ -11,9 +11,8 @@ from megatron_pp_ext.schedule.compile import (
     placements_of,
 )
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.limits import LARGEST_FRACTION, asked_for
 from megatron_pp_ext.schedule.simulate import Timeline
-
-_LARGEST_FRACTION = 8.0
 
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
@@ -21,38 +20,35 @@ _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 def compiled(ranks: int, microbatches: int, costs: Costs, limit: float | None, trials: int) -> Compiled:
     """The best schedule that ``trials`` trials find within ``limit``.
 
-    A limit up to 8 is a fraction of what 1F1B keeps at most on its first rank; a larger one is in
-    the unit of the costs' activations (bytes in a file of measured costs, else chunks).  ValueError
-    without a limit and for one that cannot be kept.
+    What ``limit`` means, ``schedule.limits.asked_for`` says.  ValueError without a limit and for one that
+    cannot be kept.
     """
     if limit is None:
         raise ValueError("flex needs --memory-limit: give a fraction of 1f1b's peak, such as 0.5, or bytes")
-    if not 0 < limit <= _LARGEST_FRACTION:
-        return compile_schedule(ranks, microbatches, costs, limit, trials=trials)
-    whole = peak_of_1f1b(ranks, microbatches, costs)
+    amount, counted = asked_for(limit, ranks, microbatches, costs)
     try:
-        return compile_schedule(ranks, microbatches, costs, limit * whole, trials=trials)
+        return compile_schedule(ranks, microbatches, counted, amount, trials=trials)
     except InfeasibleLimit:
-        least = min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
+        if limit > LARGEST_FRACTION:
+            raise
+        least, whole = _least(ranks, counted), amount / limit
         raise InfeasibleLimit(
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
         ) from None
 
 
-def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
-    """What 1F1B keeps at most on its first rank, in the unit of the costs' activations."""
-    whole = costs.stages[: len(costs.stages) // ranks]
-    return min(ranks, microbatches) * sum(stage.activation for stage in whole)
-
-
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Compiled]:
     """The best schedules found for some fractions of 1F1B's peak, those that are feasible."""
-    peak = peak_of_1f1b(ranks, microbatches, costs)
-    least = min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
-    fractions = [fraction for fraction in _FRACTIONS if fraction * peak >= least]
-    found = frontier(ranks, microbatches, costs, [fraction * peak for fraction in fractions])
+    whole, counted = asked_for(1.0, ranks, microbatches, costs)
+    fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
+    found = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
     return dict(zip(fractions, found, strict=True))
+
+
+def _least(ranks: int, costs: Costs) -> float:
+    """What every rank must be able to keep, in the placement that needs least."""
+    return min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
 
 
 def undominated(timelines: Sequence[Timeline]) -> list[Timeline]:

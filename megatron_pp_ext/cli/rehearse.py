@@ -27,7 +27,7 @@ from megatron_pp_ext.cli.training_run import (
 from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
-from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule import costs_file, csv_file
 
 _WARM_UP = 1
 """The first step counts bytes; the others are timed."""
@@ -109,10 +109,8 @@ def rehearse(
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
     rehearsal = put_together(found, schedule, machine, world)
     _show(rehearsal, found)
-    stages = [asdict(stage) for stage in rehearsal.timeline.costs.stages]
     if costs is not None:
-        content = {"hop": rehearsal.timeline.costs.hop, "stages": stages}
-        costs.write_text(json_format.dumps(content, indent=1) + "\n", encoding="utf-8")
+        costs_file.write(rehearsal.timeline.costs, costs)
     if json is not None:
         json.write_text(json_format.dumps(numbers(rehearsal, found), indent=1) + "\n", encoding="utf-8")
     if trace is not None:
@@ -184,11 +182,15 @@ def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
 
     timeline = rehearsal.timeline
     console.print(terminal.show(timeline))
-    table = Table("rank", "as rank", "weights", "gradients", "optimizer", "activations", "MiB in all")
+    table = Table(
+        "rank", "as rank", "weights", "gradients", "optimizer", "activations", "messages", "MiB in all"
+    )
     if any(one.device_bytes for one in found.values()):
         table.add_column("device peak")
     for rank, held in enumerate(rehearsal.ranks):
-        parts = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
+        parts = (
+            held.weights, held.gradients, held.optimizer, held.activations, held.messages, held.total,
+        )  # fmt: skip
         device = found[rank].device_bytes if rank in found else None
         table.add_row(
             str(rank),

@@ -36,6 +36,7 @@ def record(timeline: Timeline, bound: float) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "bubble_span": timeline.bubble_span,
         "peak_activation": list(timeline.peak_microbatches),
+        "peak_messages": list(timeline.peak_messages),
         "lower_bound": bound,
         "digest": schedule.digest,
     }
@@ -45,6 +46,7 @@ def report(timeline: Timeline, bound: float, files: Files) -> None:
     """Show ``timeline`` and write the files."""
     name = timeline.schedule.name
     show({name: timeline}, files.paths)
+    console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
     above = timeline.makespan / bound - 1
     console.print(f"lower bound {bound:.5g}: " + (f"{above:.1%} above it" if above > 5e-4 else "optimal"))
     if files.csv is not None:
@@ -59,7 +61,7 @@ def show(timelines: Mapping[str, Timeline], pictures: tuple[Path, ...]) -> None:
     """A sketch of each, a table of all, and the pictures asked for."""
     for timeline in timelines.values():
         console.print(terminal.show(timeline))
-    console.print(terminal.summary_table(timelines))
+    console.print(terminal.summary_table(timelines, with_messages=False))
     if pictures:
         # matplotlib takes half a second to import.
         from megatron_pp_ext.view import picture

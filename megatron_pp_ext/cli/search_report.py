@@ -13,7 +13,7 @@ from megatron_pp_ext.planner.reasons import why
 from megatron_pp_ext.planner.search import Evaluated, Result
 from megatron_pp_ext.planner.system import System
 
-_COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "behind the best")
+_COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "messages", "behind the best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class Report:
                 f"{one.estimate.utilisation:.1%}",
                 f"{one.estimate.bubble:.1%}",
                 f"{one.estimate.fullest.total / 1e9:.1f}",
+                f"{one.estimate.fullest.messages / 1e9:.2f}",
                 why(best, one),
             ]
             for number, one in enumerate(self.result.best, 1)

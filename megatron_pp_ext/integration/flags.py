@@ -31,8 +31,9 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             metavar="X",
             type=float,
             default=None,
-            help="Activation memory of every pipeline rank under flex: a fraction of what 1F1B keeps on its "
-            f"first rank (up to {sources.FRACTION_AT_MOST:g}), or bytes.",
+            help="Memory of every pipeline rank under flex. Up to "
+            f"{sources.FRACTION_AT_MOST:g} it is a fraction of the activations that 1F1B keeps on its first "
+            "rank, and messages come on top; a larger one is bytes, for activations and messages.",
         )
         group.add_argument(
             "--pipeline-costs",

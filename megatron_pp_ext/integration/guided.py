@@ -8,6 +8,7 @@ the same gradients in the same order: the losses do not tell when the change was
 
 from collections import defaultdict
 from collections.abc import Hashable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import active, trace
 from megatron_pp_ext.integration.forward_backward import PipelineRunner, require_same_on_all
+from megatron_pp_ext.integration.model_costs import message_bytes
 from megatron_pp_ext.integration.sources import compile_once, least_free_bytes
 from megatron_pp_ext.integration.stage import StepInputs
 from megatron_pp_ext.runtime.executor import Recorder
@@ -108,9 +110,8 @@ class GuidedRunner(PipelineRunner):
         gathered = gather(self._records, group) if self._records else None
         if gathered is not None:
             name, placement = self.pipeline.name, self.pipeline.placement
-            told = [
-                measured_costs([RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)])
-            ]
+            steps = [RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)]
+            told = [replace(measured_costs(steps), message=message_bytes(get_args()))]
         self._records = []
         dist.broadcast_object_list(told, src=0)
         (costs,) = told
@@ -122,13 +123,14 @@ class GuidedRunner(PipelineRunner):
         source = self.pipeline.source
         assert source is not None and source.limits is not None
         before = simulate(asked_for, costs).makespan
+        limits, counted = source.limits(costs, asked_for, least_free_bytes)
         about = f"megatron_pp_ext: m = {asked_for.microbatches}, measured in steps {self._steps}"
         try:
             found = compile_once(
                 asked_for.ranks,
                 asked_for.microbatches,
-                costs,
-                source.limits(costs, asked_for, least_free_bytes),
+                counted,
+                limits,
                 [asked_for.placement],
             )
         except InfeasibleLimit as error:

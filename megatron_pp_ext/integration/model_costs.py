@@ -1,8 +1,8 @@
 """What the stages of a model cost, estimated from Megatron's arguments before anything is built.
 
 Schedules are compiled from costs.  Where none were measured (--pipeline-costs), the arithmetic of the
-layers stands in: seconds are proportional to floating-point operations and activations are counted
-in bytes.  Messages are taken to cost nothing.
+layers stands in: seconds are proportional to floating-point operations, activations and messages are
+counted in bytes.  Messages are taken to cost no time.
 """
 
 import copy
@@ -11,6 +11,7 @@ from argparse import Namespace
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_pp_ext.integration import layers
+from megatron_pp_ext.planner import workload
 from megatron_pp_ext.planner.layer_costs import LayerCosts
 from megatron_pp_ext.planner.stages import pieces, stage_parts
 from megatron_pp_ext.schedule.costs import Costs
@@ -23,7 +24,12 @@ def estimate(args: Namespace, stages: int) -> Costs:
     """
     model = pieces(args, LayerCosts(args), vocabulary(args))
     parts = stage_parts(args, model, layers.by_stage(args, stages))
-    return Costs(tuple(part.costs() for part in parts))
+    return Costs(tuple(part.costs() for part in parts), message=message_bytes(args))
+
+
+def message_bytes(args: Namespace) -> float:
+    """A message between the stages of ``args``'s model; the longest one where lengths vary."""
+    return workload.message_bytes(args, LayerCosts(args).hidden_bytes)
 
 
 def vocabulary(args: Namespace) -> int:

@@ -23,20 +23,24 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.limits import LARGEST_FRACTION, asked_for
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.search import cache
 from megatron_pp_ext.schedule.simulate import simulate
 
 CSV_PREFIX = "csv:"
-FRACTION_AT_MOST = 8.0
+FRACTION_AT_MOST = LARGEST_FRACTION
 """A larger --pipeline-memory-limit is a number of bytes."""
 
 DEVICE_MARGIN = 0.9
 """What ``auto`` uses of the memory it finds free: allocators fragment, and kernels need room."""
 
 
-Limits = Callable[[Costs, Schedule, Callable[[], float]], float | Sequence[float]]
-"""(measured costs, the schedule in force, free bytes) -> bytes that every rank, or each of them, may keep."""
+Limits = Callable[[Costs, Schedule, Callable[[], float]], tuple[float | Sequence[float], Costs]]
+"""(measured costs, the schedule in force, free bytes) -> bytes that every rank, or each of them, may keep.
+
+And the costs that these count: without messages where only activations are limited.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,11 @@ def from_catalogue(name: str, placement: Placement) -> Source:
     def build(microbatches: int, free_bytes: Callable[[], float] | None) -> Schedule:
         return catalog.build(name, placement.ranks, microbatches, placement.chunks)
 
-    def limits(costs: Costs, schedule: Schedule, free_bytes: Callable[[], float]) -> Sequence[float]:
+    def limits(
+        costs: Costs, schedule: Schedule, free_bytes: Callable[[], float]
+    ) -> tuple[Sequence[float], Costs]:
         """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""
-        return [max(1.0, peak) for peak in simulate(schedule, costs).peak_activations]
+        return [max(1.0, peak) for peak in simulate(schedule, costs).peak_memory], costs
 
     example = catalog.build(name, placement.ranks, 1, placement.chunks)
     return Source(name, placement, example.splits_backward, build, limits)
@@ -83,8 +89,8 @@ def from_file(path: Path, ranks: int, first_first: bool = False) -> Source:
     """A schedule written by ``mpp schedule --csv``, by hand, or by torch.distributed.pipelining.
 
     Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, if its stages take the
-    microbatches forward in different orders, or, with ``first_first``, if a stage begins its weight gradients
-    with another microbatch than 0.
+    microbatches forward in different orders, or, with ``first_first``, if a stage begins its forwards or its
+    weight gradients with another microbatch than 0.
     """
     schedule = csv_file.read(path)
     if schedule.ranks != ranks:
@@ -120,10 +126,10 @@ def compiled(
     costs = _costs(args, ranks * chunks)
     if args.pipeline_schedule == "auto":
         placement = Placement(Shape.V, ranks, 2) if chunks % 2 == 0 else Placement(Shape.LINEAR, ranks)
-        limit = None
+        limit, counted = None, costs
     else:
-        limit = _limit(args.pipeline_memory_limit, costs, ranks)
-        placement = compile_once(ranks, microbatches, costs, limit, placements).placement
+        limit, counted = _limit(args.pipeline_memory_limit, ranks, microbatches, costs)
+        placement = compile_once(ranks, microbatches, counted, limit, placements).placement
 
     least = max(least_limits(ranks, costs, placement))
 
@@ -131,12 +137,12 @@ def compiled(
         kept = limit
         if kept is None:
             kept = least if free_bytes is None else max(least, free_bytes())
-        return compile_once(ranks, step_microbatches, costs, kept, [placement])
+        return compile_once(ranks, step_microbatches, counted, kept, [placement])
 
-    def limits(measured: Costs, schedule: Schedule, free_bytes: Callable[[], float]) -> float:
+    def limits(measured: Costs, schedule: Schedule, free_bytes: Callable[[], float]) -> tuple[float, Costs]:
         if args.pipeline_schedule == "auto":
-            return max(*least_limits(ranks, measured, placement), free_bytes())
-        return _limit(args.pipeline_memory_limit, measured, ranks)
+            return max(*least_limits(ranks, measured, placement), free_bytes()), measured
+        return _limit(args.pipeline_memory_limit, ranks, microbatches, measured)
 
     return Source(args.pipeline_schedule, placement, True, build, limits)
 
@@ -183,24 +189,22 @@ def _costs(args: Namespace, stages: int) -> Costs:
     return costs_file.read(args.pipeline_costs, stages)
 
 
-def _limit(asked: float, costs: Costs, ranks: int) -> float:
-    """A limit in the unit of the costs' activations; small numbers are fractions of 1F1B's peak."""
+def _limit(asked: float, ranks: int, microbatches: int, costs: Costs) -> tuple[float, Costs]:
+    """What ``schedule.limits.asked_for`` says; ValueError for a limit that is none."""
     if asked <= 0:
         raise ValueError(
             f"--pipeline-memory-limit is {asked:g}, but must be above 0; give a fraction of 1F1B's peak "
             "on its first rank, such as 0.5, or a number of bytes"
         )
-    if asked > FRACTION_AT_MOST:
-        return asked
-    return asked * ranks * costs.merged(ranks).stages[0].activation
+    return asked_for(asked, ranks, microbatches, costs)
 
 
 def least_free_bytes() -> float:
-    """What the fullest device of the job still has for activations, the margin taken off; collective.
+    """What the fullest device of the job still has for a step, the margin taken off; collective.
 
     Of the job and not of a pipeline: ranks that share a stage's tensors must run the same schedule.
     Right after an optimizer step: then weights, gradients and optimizer state are allocated and
-    activations are not.
+    activations and messages are not.
     """
     lowest = torch.tensor([free_bytes()], dtype=torch.float64, device="cuda")
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)

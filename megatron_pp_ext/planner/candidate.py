@@ -33,7 +33,7 @@ class Recompute:
 class Candidate:
     """Sizes of every kind of parallelism, the microbatch, what is recomputed, and the schedule.
 
-    ``limit`` is that of ``flex``: bytes of activations a rank.
+    ``limit`` is that of ``flex``, as ``--pipeline-memory-limit`` takes it.
     """
 
     tensor: int
@@ -46,7 +46,7 @@ class Candidate:
     recompute: Recompute
     schedule: str = NO_PIPELINE
     chunks: int = 1
-    limit: int | None = None
+    limit: float | None = None
 
     @property
     def name(self) -> str:

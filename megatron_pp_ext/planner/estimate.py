@@ -11,22 +11,27 @@ from dataclasses import dataclass, fields
 from megatron_pp_ext.planner.programs import FLUSH_FREE, Program, program
 from megatron_pp_ext.planner.workload import Workload
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.replay import Span
 
 MARGIN = 0.05
-"""What allocators leave unused and what nobody counts (buffers of messages, kernels' workspace), as a
-fraction of what comes and goes in a step: activations, and what the loss needs."""
+"""What allocators leave unused and what nobody counts (kernels' workspace), as a fraction of what comes and
+goes in a step: activations, messages, and what the loss needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that a rank has at its fullest moment, by what they are for."""
+    """Bytes that a rank has at its fullest moment, by what they are for.
+
+    Activations and messages have their peaks at moments of their own, and are counted as if at one.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     versions: float
     activations: float
+    messages: float
     loss: float
     margin: float
 
@@ -34,7 +39,7 @@ class RankMemory:
     def total(self) -> float:
         """All together."""
         state = self.weights + self.gradients + self.optimizer + self.versions
-        return state + self.activations + self.loss + self.margin
+        return state + self.activations + self.messages + self.loss + self.margin
 
     def components(self) -> Iterator[tuple[str, float]]:
         """Every component with its name."""
@@ -73,26 +78,36 @@ def memory(
     work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
     """What every rank keeps in steps of ``microbatches`` under the schedule ``order``, called ``name``."""
-    found = []
     ranks = work.placement.ranks
     if name in FLUSH_FREE:
-        order = program(name, ranks, ranks, 1)  # a full pipeline, however few microbatches an update has
-    peaks = order.in_flight.peaks(work.parts)
-    for rank, (state, activations) in enumerate(zip(work.states, peaks, strict=True)):
-        loss = work.loss_workspace if rank == work.head_rank else 0.0
-        older = _older_versions(work, name, rank, microbatches)
-        found.append(
-            RankMemory(
-                weights=state.weights,
-                gradients=state.gradients,
-                optimizer=state.optimizer,
-                versions=older * state.weights,
-                activations=activations,
-                loss=loss,
-                margin=margin * (activations + loss),
-            )
+        # A full pipeline, however few microbatches an update has, and messages sent in earlier ones.
+        order = program(name, ranks, ranks + SENDS_AHEAD, 1)
+    peaks = zip(order.in_flight.peaks(work.parts), order.peak_messages, strict=True)
+    return tuple(
+        rank_memory(
+            work, rank, activations, messages, margin, _older_versions(work, name, rank, microbatches)
         )
-    return tuple(found)
+        for rank, (activations, messages) in enumerate(peaks)
+    )
+
+
+def rank_memory(
+    work: Workload, rank: int, activations: float, messages: int, margin: float, older: int = 0
+) -> RankMemory:
+    """What ``rank`` keeps beside so many bytes of activations, ``messages`` and ``older`` weight versions."""
+    state = work.states[rank]
+    loss = work.loss_workspace if rank == work.head_rank else 0.0
+    buffers = messages * work.costs.message
+    return RankMemory(
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        versions=older * state.weights,
+        activations=activations,
+        messages=buffers,
+        loss=loss,
+        margin=margin * (activations + buffers + loss),
+    )
 
 
 def estimate(

@@ -1,15 +1,17 @@
 """Schedules by name, ready to be timed and to tell their memory; each is built once."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_pp_ext.planner.activations import InFlight
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.compile import TRIALS, compile_schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.limits import asked_for
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.replay import Replay
+from megatron_pp_ext.schedule.simulate import peak_messages
 
 NO_PIPELINE = "none"
 """What the order of a single rank is called, which does one microbatch after the other."""
@@ -18,12 +20,9 @@ FLUSH_FREE = PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
 """1F1B's order without an end: a stage updates its weights as its own backwards come in."""
 
 
-_LARGEST_FRACTION = 8.0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
-    """A schedule: when its ranks end, and what they have in flight."""
+    """A schedule: when its ranks end, what they have in flight, and how many messages wait at most."""
 
     replay: Replay
     in_flight: InFlight
@@ -32,6 +31,11 @@ class Program:
     def of(cls, schedule: Schedule) -> "Program":
         """``schedule``, prepared."""
         return cls(Replay(schedule), InFlight(schedule))
+
+    @cached_property
+    def peak_messages(self) -> tuple[int, ...]:
+        """The most message buffers that each rank holds at one time."""
+        return peak_messages(self.replay.schedule)
 
 
 def placement_of(name: str, ranks: int, chunks: int) -> Placement:
@@ -58,18 +62,11 @@ def compiled(
 ) -> tuple[Program, Placement]:
     """The shortest order found within ``limit`` (``flex``), and where it puts the stages.
 
-    ``limit`` is as for ``in_bytes``.
+    ``limit`` is as for ``schedule.limits.asked_for``.
     """
-    limit = in_bytes(limit, ranks, microbatches, costs)
-    schedule = compile_schedule(ranks, microbatches, costs, limit, trials=trials).timeline.schedule
+    limit, counted = asked_for(limit, ranks, microbatches, costs)
+    schedule = compile_schedule(ranks, microbatches, counted, limit, trials=trials).timeline.schedule
     return Program.of(schedule), schedule.placement
-
-
-def in_bytes(limit: float, ranks: int, microbatches: int, costs: Costs) -> float:
-    """A limit of ``flex`` in bytes a rank; up to 8 it is a fraction of what 1F1B keeps on its first."""
-    if limit > _LARGEST_FRACTION:
-        return limit
-    return limit * min(ranks, microbatches) * costs.merged(ranks).stages[0].activation
 
 
 def _alone(microbatches: int) -> Schedule:

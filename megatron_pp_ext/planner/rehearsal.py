@@ -99,7 +99,7 @@ class RankBytes:
     """What one rank of the pipeline holds at most, by what it is for.
 
     ``rehearsed_on`` is the rank whose figures these are; of another one's activations the simulation tells
-    the peak.
+    the peak.  ``messages`` are as many as may wait: alone, a rank sends to nobody.
     """
 
     rehearsed_on: int
@@ -107,11 +107,12 @@ class RankBytes:
     gradients: float
     optimizer: float
     activations: float
+    messages: float
 
     @property
     def total(self) -> float:
         """All of it, as if the peak of activations fell together with everything else."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +191,13 @@ def put_together(
         _stage(found[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
         for stage in range(placement.stages)
     )
+    message = next(iter(found.values())).message_bytes
     hop = 0.0
     if system is not None:
         link = system.node if world <= system.gpus_per_node else system.network
-        hop = link.seconds(next(iter(found.values())).message_bytes)
-    timeline = simulate(schedule, Costs(stages, hop))
+        hop = link.seconds(message)
+    timeline = simulate(schedule, Costs(stages, hop, message))
+    waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(
             other,
@@ -202,6 +205,7 @@ def put_together(
             found[other].gradient_bytes,
             found[other].optimizer_bytes,
             found[rank].peak_activation_bytes if other == rank else timeline.peak_activations[rank],
+            waiting[rank] * message,
         )
         for rank, other in enumerate(source)
     )

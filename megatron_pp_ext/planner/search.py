@@ -6,8 +6,8 @@ what was never replayed cannot be among them.  What cannot fit in any order is n
 
 time    a rank does all its F, I and W one after the other, the first microbatch has to reach it, and where
         backwards are whole, its last gradient has to travel back to the first stage.
-memory  weights, gradients and optimizer state, and one microbatch's activations of all of a rank's stages:
-        the backward of its first stage waits for the forward of its last.
+memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
+        the backward of its first stage waits for the forward of its last, and the fewest messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from megatron_pp_ext.planner.candidate import Candidate
-from megatron_pp_ext.planner.estimate import MARGIN, Estimate, RankMemory, estimate, memory
+from megatron_pp_ext.planner.estimate import MARGIN, Estimate, RankMemory, estimate, memory, rank_memory
 from megatron_pp_ext.planner.layers import spread
-from megatron_pp_ext.planner.programs import compiled, in_bytes, placement_of, program
+from megatron_pp_ext.planner.programs import compiled, placement_of, program
 from megatron_pp_ext.planner.space import Space
 from megatron_pp_ext.planner.stages import Pieces
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.planner.workload import Workload, model_on
 from megatron_pp_ext.schedule.compile import InfeasibleLimit
+from megatron_pp_ext.schedule.limits import asked_for, least_messages
 from megatron_pp_ext.schedule.placement import Placement
 
 WHOLE = ("none", "gpipe", "1f1b", "interleaved", "breadth-first", "1f1b-v")
@@ -170,11 +171,12 @@ class Search:
             progress("compiling", number, len(chosen))
             work = self._work(cut, cut.placement)
             limit = self._left(work)
-            if asked := self._space.args.pipeline_memory_limit:
-                limit = min(limit, int(in_bytes(asked, cut.pipeline, cut.microbatches, work.costs)))
             if limit <= 0:
                 infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
                 continue
+            asked = self._space.args.pipeline_memory_limit
+            if asked and asked_for(asked, cut.pipeline, cut.microbatches, work.costs)[0] < limit:
+                limit = asked
             try:
                 order, placement = compiled(cut.pipeline, cut.microbatches, work.costs, limit, COMPILE_TRIALS)
             except InfeasibleLimit as error:
@@ -185,11 +187,14 @@ class Search:
             self.result.replayed += 1
             if found.fullest.total <= self._limit:
                 self._offer(Evaluated(replace(cut, limit=limit), found))
+            else:
+                needed = found.fullest.total / 1e9
+                infeasible = f"within --pipeline-memory-limit {limit:g} it needs {needed:.1f} GB: lower it"
         if has_some and not self.result.best:
             raise ValueError(f"flex finds nothing: {infeasible}")
 
     def _left(self, work: Workload) -> int:
-        """Bytes of activations that the rank with the least room has."""
+        """Bytes of activations and messages that the rank with the least room has."""
         room = []
         for rank, state in enumerate(work.states):
             loss = work.loss_workspace if rank == work.head_rank else 0.0
@@ -221,7 +226,7 @@ class Search:
             is_full = True
             for placement, here in placements.items():
                 work = self._work(sized, placement)
-                fullest = self._least(work)
+                fullest = self._least(work, sized.microbatches)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
                     self._note_smallest(replace(sized, schedule=here[0]), fullest)
@@ -260,15 +265,19 @@ class Search:
             self._models[key] = model_on(args, self._system)
         return Workload(args, self._system, placement, candidate.data, model=self._models[key])
 
-    def _least(self, work: Workload) -> RankMemory:
+    def _least(self, work: Workload, microbatches: int) -> RankMemory:
         """What the fullest rank needs in any order."""
-        found = []
         ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
-        for rank in {*ranks.values(), work.head_rank}:
-            state, kept = work.states[rank], work.by_rank[rank].after_forward
-            loss = work.loss_workspace if rank == work.head_rank else 0.0
-            margin = self._margin * (kept + loss)
-            found.append(RankMemory(state.weights, state.gradients, state.optimizer, 0.0, kept, loss, margin))
+        found = (
+            rank_memory(
+                work,
+                rank,
+                work.by_rank[rank].after_forward,
+                least_messages(work.placement, rank, microbatches),
+                self._margin,
+            )
+            for rank in {*ranks.values(), work.head_rank}
+        )
         return max(found, key=lambda one: one.total)
 
     def _note_smallest(self, candidate: Candidate, fullest: RankMemory) -> None:

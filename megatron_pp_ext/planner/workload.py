@@ -42,6 +42,12 @@ class Waits:
     update: float
 
 
+def message_bytes(args: Namespace, hidden_bytes: float) -> float:
+    """A message between stages: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
+    is_wider = getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16)
+    return 2 * hidden_bytes if is_wider else hidden_bytes
+
+
 def model_on(args: Namespace, system: System) -> Pieces:
     """The parts of ``args``'s model with the seconds that they take on ``system``."""
     return pieces(args, LayerCosts(args, SystemClock(system, args)), padded_vocabulary(args))
@@ -75,8 +81,9 @@ class Workload:
         stride = self.tensor * self.context * data
         is_near = (placement.ranks - 1) * stride < system.gpus_per_node
         self._hop_link = system.node if is_near else system.network
-        hop = self._hop_link.seconds(model.hidden_bytes) if placement.ranks > 1 else 0.0
-        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop)
+        message = message_bytes(args, model.hidden_bytes)
+        hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
+        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop, message)
 
     @cached_property
     def head_rank(self) -> int:

@@ -8,22 +8,22 @@ limit, and shortest when simulated.  A lower bound comes with the answer; the tw
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from megatron_pp_ext.schedule.bounds import lower_bound
 from megatron_pp_ext.schedule.catalog import NAMES
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.limits import at_most, cut_for, rooms_beside_messages
+from megatron_pp_ext.schedule.limits import least_limits as least_limits
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.search import cache
-from megatron_pp_ext.schedule.search.evaluate import run
-from megatron_pp_ext.schedule.search.portfolio import search
-from megatron_pp_ext.schedule.search.problem import TOLERANCE, Orders, Problem, problem_of
-from megatron_pp_ext.schedule.search.published import published
+from megatron_pp_ext.schedule.search.problem import TOLERANCE, problem_of
+from megatron_pp_ext.schedule.search.propose import Proposal, from_families, from_search
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-VERSION = 6
+VERSION = 7
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000
@@ -65,12 +65,12 @@ def compile_schedule(
     ``costs`` are those of the finest cut of the model, ``len(costs.stages) == ranks * chunks``.
     Placements with fewer chunks merge neighbouring stages; with None, all placements that the cut
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
-    ``StageCosts.activation``: one number for all ranks or one a rank.  ``trials`` bounds the search;
-    0 leaves the published families.
+    ``StageCosts.activation``: one number for all ranks or one a rank, which ``Timeline.peak_memory``
+    keeps to.  ``trials`` bounds the search; 0 leaves the published families.
 
     The answer is never longer than that of a published family with one of the placements that
-    keeps the limit.  Raises ValueError for arguments that do not fit together and InfeasibleLimit,
-    with the least feasible limit, where no order fits.
+    keeps the limit, its own messages counted.  Raises ValueError for arguments that do not fit together
+    and InfeasibleLimit, with the least feasible limit, where no order fits.
     """
     if ranks < 2 or microbatches < 1 or trials < 0:
         raise ValueError(
@@ -82,12 +82,16 @@ def compile_schedule(
         raise ValueError("no placements to choose from: name one, or leave them out for all")
     if placements is None:
         placements = placements_of(ranks, costs)
-    cuts = [(placement, _cut(placement, ranks, costs)) for placement in placements]
-    feasible = [cut for cut in cuts if all(map(_at_most, _least_limits(*cut), limits))]
+    cuts = [(placement, cut_for(placement, ranks, costs)) for placement in placements]
+    least = [least_limits(ranks, costs, placement, microbatches) for placement in placements]
+    feasible = [cut for cut, needs in zip(cuts, least, strict=True) if all(map(at_most, needs, limits))]
     if not feasible:
-        raise InfeasibleLimit(_infeasible(cuts, limits))
+        raise InfeasibleLimit(_infeasible(least, limits, costs))
 
-    bound = min(lower_bound(placement, microbatches, cut, limits) for placement, cut in feasible)
+    bound = min(
+        lower_bound(placement, microbatches, cut, rooms_beside_messages(placement, microbatches, cut, limits))
+        for placement, cut in feasible
+    )
     name = cache.key([VERSION, NAMES, microbatches, trials, limits, [_spelled(*cut) for cut in feasible]])
     found = cache.load(name)
     if found is not None:
@@ -95,7 +99,7 @@ def compile_schedule(
         for placement, cut in feasible:
             if placement == schedule.placement and microbatches == schedule.microbatches:
                 timeline = simulate(schedule, cut)
-                if _fits(timeline, limits):
+                if all(map(at_most, timeline.peak_memory, limits)):
                     return Compiled(timeline, min(bound, timeline.makespan), str(notes.get("origin")))
 
     timeline, origin = _shortest(feasible, microbatches, limits, trials)
@@ -143,22 +147,6 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def least_limits(ranks: int, costs: Costs, placement: Placement) -> tuple[float, ...]:
-    """What each rank must be able to keep: one microbatch's activations of all its stages.
-
-    The backward of a rank's first stage waits for the forward of its last, so there is no way to
-    keep less; and one microbatch at a time needs no more.
-    """
-    return _least_limits(placement, _cut(placement, ranks, costs))
-
-
-def _least_limits(placement: Placement, costs: Costs) -> tuple[float, ...]:
-    return tuple(
-        math.fsum(costs.stages[stage].activation for stage in placement.stages_of(rank))
-        for rank in range(placement.ranks)
-    )
-
-
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
     """One checked limit a rank."""
     if isinstance(memory_limit, Sequence):
@@ -178,36 +166,24 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
     return limits
 
 
-def _cut(placement: Placement, ranks: int, costs: Costs) -> Costs:
-    """``costs`` for the stages of ``placement``."""
-    if placement.ranks != ranks:
-        raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
-    return costs.merged(placement.stages)
-
-
-def _at_most(amount: float, limit: float) -> bool:
-    return amount <= limit * (1 + 2 * TOLERANCE)
-
-
-def _fits(timeline: Timeline, limits: Sequence[float]) -> bool:
-    return all(map(_at_most, timeline.peak_activations, limits))
-
-
-def _infeasible(cuts: Sequence[tuple[Placement, Costs]], limits: Sequence[float]) -> str:
-    """The error for limits below what every placement needs, after the one that needs least."""
-    needs = min((_least_limits(*cut) for cut in cuts), key=lambda least: (max(least), least))
-    rank = next(r for r, least in enumerate(needs) if not _at_most(least, limits[r]))
+def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> str:
+    """The error for limits below what every placement needs (``least``), after the one that needs least."""
+    needs = min(least, key=lambda needs: (max(needs), needs))
+    rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
+    beside = " and a few messages" if costs.message else ""
     return (
         f"memory limit {limits[rank]:g} of rank {rank} is infeasible, it must keep one microbatch's "
-        f"activations of all its stages: raise the limit to at least {max(needs) if same else needs[rank]:g}"
+        f"activations of all its stages{beside}: raise the limit to at least "
+        f"{max(needs) if same else needs[rank]:g}"
     )
 
 
 def _spelled(placement: Placement, costs: Costs) -> list[object]:
     """The inputs in a form that is equal exactly when they are."""
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
-    return [placement.shape.value, placement.ranks, placement.chunks, float(costs.hop).hex(), stages]
+    shared = [float(value).hex() for value in (costs.hop, costs.message)]
+    return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 
 def _shortest(
@@ -218,56 +194,36 @@ def _shortest(
     Methods compare orders by integer makespan, which may be off by rounding; the proposals that are
     within ``_CLOSE`` of the best are simulated, and that decides.
     """
-    problems = [problem_of(placement, microbatches, costs, limits) for placement, costs in cuts]
-    proposals: list[_Proposal] = []
+    rooms = [rooms_beside_messages(placement, microbatches, costs, limits) for placement, costs in cuts]
+    problems = [
+        problem_of(placement, microbatches, costs, room)
+        for (placement, costs), room in zip(cuts, rooms, strict=True)
+    ]
+    proposals: list[Proposal] = []
     for problem, (_, costs) in zip(problems, cuts, strict=True):
-        proposals += _published(problem, costs)
-    bounds = [lower_bound(placement, microbatches, costs, limits) for placement, costs in cuts]
+        proposals += from_families(problem, costs, limits)
+    bounds = [
+        lower_bound(placement, microbatches, costs, room)
+        for (placement, costs), room in zip(cuts, rooms, strict=True)
+    ]
     # The most promising first: what it finds may spare the others their search.
     for at in sorted(range(len(cuts)), key=bounds.__getitem__):
-        problem, (placement, costs), bound = problems[at], cuts[at], bounds[at]
+        (placement, costs), bound = cuts[at], bounds[at]
         shortest = min(proposal.makespan for proposal in proposals)
         if trials and bound < shortest * (1 - TOLERANCE) and not _is_dominated(placement, cuts):
-            floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
-            for length, orders, origin in search(problem, trials, floor):
-                proposals.append(_Proposal(length / problem.scale, problem, orders, costs, origin))
+            proposals += from_search(problems[at], costs, limits, trials, bound)
 
     shortest = min(proposal.makespan for proposal in proposals)
     best: tuple[Timeline, str] | None = None
     for proposal in proposals:
         if proposal.makespan <= shortest * (1 + _CLOSE):
-            schedule = proposal.problem.schedule(proposal.orders, "flex")
-            timeline = simulate(schedule, proposal.costs)
-            if not _fits(timeline, limits):
+            timeline = proposal.timeline
+            if not all(map(at_most, timeline.peak_memory, limits)):
                 raise AssertionError(f"{proposal.origin} breaks the limit it was made for")
             if best is None or timeline.makespan < best[0].makespan * (1 - TOLERANCE):
-                best = timeline, f"{proposal.origin}, {schedule.placement.shape} placement"
+                best = timeline, f"{proposal.origin}, {proposal.problem.placement.shape} placement"
     assert best is not None
     return best
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """Orders within the limits, and their makespan in the units of the costs, up to rounding."""
-
-    makespan: float
-    problem: Problem
-    orders: Orders
-    costs: Costs
-    origin: str
-
-
-def _published(problem: Problem, costs: Costs) -> Iterator[_Proposal]:
-    """The published families that keep the limits, or where there is none, the order that always does."""
-    candidates = [
-        (orders, f"published {schedule.name}")
-        for schedule in published(problem.placement, problem.microbatches)
-        if (orders := problem.orders(schedule)) is not None and problem.fits(orders)
-    ]
-    for orders, origin in candidates or [(one_at_a_time(problem), "one microbatch at a time")]:
-        timed = run(problem, orders)
-        if timed is not None:
-            yield _Proposal(timed.makespan / problem.scale, problem, orders, costs, origin)
 
 
 def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
@@ -278,14 +234,3 @@ def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]])
     """
     turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns
-
-
-def one_at_a_time(problem: Problem) -> Orders:
-    """The orders that fit wherever any do: a microbatch starts when the one before has ended."""
-    orders: Orders = [[] for _ in range(problem.placement.ranks)]
-    for _ in range(problem.microbatches):
-        for station in range(problem.stations):
-            orders[problem.home[station]].append(station)
-            if station >= problem.placement.stages:
-                orders[problem.home[station]].append(problem.weight_of(station))
-    return orders

@@ -1,6 +1,6 @@
-"""What an action costs: seconds of work, seconds on the wire, and activations kept.
+"""What an action costs: seconds of work, seconds on the wire, activations and messages kept.
 
-Times and activations may be in any unit as long as it is one unit throughout; a Timeline is in
+Times and memory may be in any unit as long as it is one unit throughout; a Timeline is in
 the same ones.  The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit``.
 """
 
@@ -69,16 +69,19 @@ class Costs:
     """The costs of every stage of a pipeline.
 
     ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
-    an action and the arrival of its output on another rank (0 between stages of one rank).
+    an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
+    is what the buffer of a message takes, in the unit of ``StageCosts.activation``.
     """
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
+    message: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
         _require_finite("Costs.hop", self.hop, positive=False)
+        _require_finite("Costs.message", self.message, positive=False)
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
@@ -120,7 +123,7 @@ class Costs:
             ]
             for at in range(0, len(self.stages), neighbours)
         ]
-        return type(self)(tuple(StageCosts(*stage) for stage in values), self.hop)
+        return type(self)(tuple(StageCosts(*stage) for stage in values), self.hop, self.message)
 
 
 def _require_finite(name: str, value: float, *, positive: bool) -> None:

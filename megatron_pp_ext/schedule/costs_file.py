@@ -1,16 +1,18 @@
 """Measured costs as a file: JSON with an object a stage, in model order.
 
-    {"hop": 0.0006, "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
-                                "activation": 5.1e8, "released_by_input_gradient": 1.2e8}, ...]}
+    {"hop": 0.0006, "message": 1.7e7,
+     "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
+                 "activation": 5.1e8, "released_by_input_gradient": 1.2e8}, ...]}
 
-The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations in bytes or any
-other unit, as long as it is one; ``hop``, ``activation`` and ``released_by_input_gradient`` may be left
-out.  Anything else is refused: a misspelt name would quietly be a default.
+The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a
+message in bytes or any other unit, as long as it is one.  ``hop``, ``message``, ``activation`` and
+``released_by_input_gradient`` may be left out.  Anything else is refused: a misspelt name would quietly be
+a default.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,14 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 
 _FIELDS = {field.name: field.default is MISSING for field in fields(StageCosts)}
 """The names of a stage's costs, and whether each must be given."""
+
+_OF_ALL = ("hop", "message")
+"""The names of what is one number for the whole pipeline, and may be left out."""
+
+
+def write(costs: Costs, path: str | Path) -> None:
+    """Write ``costs`` to ``path``."""
+    Path(path).write_text(json.dumps(asdict(costs), indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: str | Path, stages: int | None = None) -> Costs:
@@ -31,7 +41,7 @@ def read(path: str | Path, stages: int | None = None) -> Costs:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}): write {{'hop': ..., 'stages': [...]}}") from None
-    _require_names(f"{path}", content, {"hop": False, "stages": True})
+    _require_names(f"{path}", content, dict.fromkeys(_OF_ALL, False) | {"stages": True})
     rows = content["stages"]
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: 'stages' is {_short(rows)}, but must be a list with an object a stage")
@@ -50,7 +60,10 @@ def read(path: str | Path, stages: int | None = None) -> Costs:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     try:
-        return Costs(tuple(found), _number(str(path), "hop", content.get("hop", 0.0)))
+        return Costs(
+            tuple(found),
+            **{name: _number(str(path), name, content[name]) for name in _OF_ALL if name in content},
+        )
     except ValueError as error:
         raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 

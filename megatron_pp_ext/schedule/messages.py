@@ -143,13 +143,14 @@ def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[
     return ((rank, action) for _, rank, action in sorted(line))
 
 
-def buffers_held(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[int, int]]]:
-    """The most message buffers of every rank: ``[r][i]`` are those right before its action i and during it.
+def most_buffers(orders: Orders, stages: int, rank_of: RankOf) -> list[int]:
+    """How many message buffers every rank holds at one time, at most.
 
     ``orders`` flush: every message in them is sent and taken.  Two kinds of buffers are counted.
 
     * Receives, from where they are posted until an action takes the message.  A forward makes it an
-      activation of its stage as soon as it starts; a backward needs it until its end.
+      activation of its stage as soon as it starts; a backward needs it until its end, before which nothing
+      else is posted.
     * Sent messages that may be unfinished: ``SENDS_AHEAD`` whenever the rank goes on, and for a moment the
       one that it has just sent.  Which are done, and when, is known on the machine alone, so as many are
       counted from beginning to end, but no more than the rank sends.
@@ -162,14 +163,12 @@ def buffers_held(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tupl
     posted = posted_receives(orders, stages, rank_of)
     arriving = [{arrival.message for arrivals in of_rank for arrival in arrivals} for of_rank in posted]
     sent = Counter(arrival.peer for of_rank in posted for arrivals in of_rank for arrival in arrivals)
-    held = []
+    found = []
     for rank, order in enumerate(orders):
-        waiting = min(sent[rank], SENDS_AHEAD + 1)
-        pairs = []
+        waiting = most = 0
         for action, arrivals in zip(order, posted[rank], strict=False):
             waiting += len(arrivals)
-            before, takes = waiting, incoming_message(action, stages) in arriving[rank]
-            waiting -= takes
-            pairs.append((before, waiting if action.kind is Kind.F else before))
-        held.append(pairs)
-    return held
+            most = max(most, waiting)
+            waiting -= incoming_message(action, stages) in arriving[rank]
+        found.append(most + min(sent[rank], SENDS_AHEAD + 1))
+    return found

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import in_order_of_need
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.messages import most_buffers
 
 
 class Event(NamedTuple):
@@ -71,6 +72,24 @@ class Timeline:
         return tuple(max(live for _, live in self.memory(rank)) for rank in range(len(self.events)))
 
     @property
+    def peak_messages(self) -> tuple[int, ...]:
+        """The most message buffers each rank holds at one time; see ``messages.most_buffers``."""
+        return peak_messages(self.schedule)
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """``peak_activations``, and ``Costs.message`` for each of ``peak_messages``: what memory limits hold.
+
+        An upper bound of what a rank keeps: the two peaks need not be at the same moment.
+        """
+        if not self.costs.message:
+            return self.peak_activations
+        return tuple(
+            activations + messages * self.costs.message
+            for activations, messages in zip(self.peak_activations, self.peak_messages, strict=True)
+        )
+
+    @property
     def peak_microbatches(self) -> tuple[float, ...]:
         """The same in units of all that the rank keeps of one microbatch: 1F1B's rank 0 has p.
 
@@ -102,6 +121,12 @@ class Timeline:
     @property
     def _busy(self) -> float:
         return sum(end - start for events in self.events for _, start, end in events)
+
+
+def peak_messages(schedule: Schedule) -> tuple[int, ...]:
+    """The most message buffers that each rank holds at one time under ``schedule``, whatever it costs."""
+    placement = schedule.placement
+    return tuple(most_buffers(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage)))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -67,15 +67,16 @@ def show(timeline: Timeline) -> Sketch:
     return Sketch(timeline)
 
 
-def summary_table(timelines: Mapping[str, Timeline]) -> Table:
+def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = True) -> Table:
     """A row a schedule: makespan, longest span, bubble against each, and the memory of the fullest rank.
 
-    Memory is in whole microbatches (``Timeline.peak_microbatches``), so that schedules with
-    different numbers of chunks compare.
+    Activations are in whole microbatches (``Timeline.peak_microbatches``), so that schedules with
+    different numbers of chunks compare.  Messages are buffers; a recorded step does not tell them.
     """
     table = Table()
     table.add_column("schedule", no_wrap=True)
-    for heading in ("makespan", "bubble", "longest span", "bubble in span", "peak microbatches"):
+    headings = ["makespan", "bubble", "longest span", "bubble in span", "peak microbatches"]
+    for heading in (*headings, "peak messages") if with_messages else headings:
         table.add_column(heading, justify="right")
     for name, timeline in timelines.items():
         table.add_row(
@@ -85,6 +86,7 @@ def summary_table(timelines: Mapping[str, Timeline]) -> Table:
             f"{timeline.span:.5g}",
             f"{timeline.bubble_span:.1%}",
             f"{max(timeline.peak_microbatches):.4g}",
+            *([str(max(timeline.peak_messages))] if with_messages else []),
         )
     return table
 

@@ -18,6 +18,7 @@ KEYS = [
     "bubble",
     "bubble_span",
     "peak_activation",
+    "peak_messages",
     "lower_bound",
     "digest",
 ]
@@ -54,6 +55,8 @@ def test_schedule_writes_what_it_shows(name, mpp, tmp_path):
     assert numbers["bubble"] == expected.bubble
     assert numbers["bubble_span"] == expected.bubble_span
     assert numbers["peak_activation"] == list(expected.peak_microbatches)
+    assert numbers["peak_messages"] == list(expected.peak_messages)
+    assert f"messages waiting: at most {max(expected.peak_messages)} on a rank" in result.output
     assert 0.5 * expected.makespan < numbers["lower_bound"] <= expected.makespan
     assert numbers["digest"] == built.digest
     assert f"{expected.makespan:.5g}" in result.output
@@ -125,13 +128,28 @@ def test_a_large_limit_is_in_the_unit_of_the_costs(mpp, tmp_path):
     assert max(json.loads((tmp_path / "a.json").read_text())["peak_activation"]) == 1.5
 
 
+def test_an_amount_holds_messages_and_a_fraction_does_not(mpp, tmp_path):
+    """Half of 1F1B's activations are four chunks of 100; into 400 these do not fit with their messages."""
+    stage = {"forward": 1, "input_gradient": 1, "weight_gradient": 1, "activation": 100}
+    (tmp_path / "costs.json").write_text(json.dumps({"message": 5, "stages": [stage] * 8}))
+    peaks = {}
+    for limit in (0.5, 400):
+        flags = ("--costs", tmp_path / "costs.json", "--trials", 60, "--json", tmp_path / "a.json")
+        result = mpp("schedule", "flex", "-p", 4, "-m", 8, "--memory-limit", limit, *flags)
+        assert result.exit_code == 0, result.output
+        numbers = json.loads((tmp_path / "a.json").read_text())
+        peaks[limit] = max(numbers["peak_activation"])
+        assert max(numbers["peak_messages"]) >= 6
+    assert peaks == {0.5: 2, 400: 1.5}
+
+
 def test_compare_has_all_schedules_for_the_same_work(mpp, tmp_path):
     result = mpp("compare", "-p", 2, "-m", 4, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
     rows = {
         cells[0].strip(): float(cells[1])
         for line in result.output.splitlines()
-        if len(cells := line.strip("│").split("│")) == 6 and re.fullmatch(r" *[\d.]+ *", cells[1])
+        if len(cells := line.strip("│").split("│")) == 7 and re.fullmatch(r" *[\d.]+ *", cells[1])
     }
     assert set(catalog.NAMES) <= set(rows)
     # Whole stages take twice as long as halves: 3 (m + p - 1) of them, and 6 m + p - 1 halves.

@@ -11,7 +11,8 @@ from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_
 from megatron_pp_ext.cli.training_run import last_words
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
-from megatron_pp_ext.schedule.costs import StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.simulate import peak_messages
 
 EXPERTS = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
 
@@ -87,13 +88,11 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
     assert f"a step takes {expected + 0.5} s" in result.output
     numbers = json.loads(files["json"].read_text())
     assert (numbers["step_seconds"], numbers["pipeline_seconds"]) == (expected + 0.5, expected)
-    assert [rank["total"] / 2**20 for rank in numbers["ranks"]] == [
-        14,
-        14,
-        8,
-    ]  # the last keeps one microbatch
+    kept = [(rank["total"] - rank["messages"]) / 2**20 for rank in numbers["ranks"]]
+    assert kept == [14, 14, 8]  # the last keeps one microbatch
+    assert [rank["messages"] for rank in numbers["ranks"]] == [8 * n for n in peak_messages(schedule)]
     assert [rank["rehearsed_on"] for rank in numbers["ranks"]] == [0, 1, 1]
-    assert costs_file.read(files["costs"]).stages == (StageCosts(1.0, 1.0, 1.0, 2.0**20),) * 3
+    assert costs_file.read(files["costs"]) == Costs((StageCosts(1.0, 1.0, 1.0, 2.0**20),) * 3, 0.0, 8)
     assert json.loads(files["trace"].read_text())["otherData"]["simulated"]["makespan"] == expected
 
 

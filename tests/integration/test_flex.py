@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 from comparison import assert_same_bits, assert_same_gradients, run, stock
+from test_model_costs import costs
 from test_refusals import PP4, read
 from training import train
 
+from megatron_pp_ext.planner.programs import compiled
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
+from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 
 PIPELINE = ("--pipeline-model-parallel-size", "4")
@@ -53,6 +56,22 @@ def test_the_limit_is_kept_when_measured(tmp_path: Path) -> None:
         train(4, [*PIPELINE, "--train-iters", "2", *FLEX, limit, "--pipeline-trace", str(file)])
         peaks[limit] = [record.peak_bytes for record in trace_file.read(file).records]
     assert all(tight < 0.7 * loose for tight, loose in zip(peaks["0.5"][1:], peaks["1"][1:], strict=True))
+
+
+def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training's schedules, which are those that ``mpp estimate`` times, too."""
+    estimated = costs(PP4, 8)
+    whole = 4 * estimated.merged(4).stages[0].activation
+    assert estimated.message
+    totals = {}
+    for limit in (0.75, 0.75 * whole):
+        source = read(monkeypatch, f"{PP4} {' '.join(FLEX)} {limit!r}").source
+        schedule = source.build(8, None)
+        timeline = simulate(schedule, estimated.merged(schedule.placement.stages))
+        assert max(timeline.peak_activations) <= 0.75 * whole
+        assert compiled(4, 8, estimated, limit)[0].replay.schedule.digest == schedule.digest
+        totals[limit] = max(timeline.peak_memory)
+    assert totals[0.75 * whole] <= 0.75 * whole < totals[0.75]
 
 
 REFUSED = {

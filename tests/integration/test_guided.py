@@ -3,6 +3,7 @@
 import pickle
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from megatron_pp_ext.integration import guided
 from megatron_pp_ext.integration.profile_steps import ProfileSteps
 from megatron_pp_ext.runtime import clock
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.measured import RecordedStep
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
 
 EQUAL = ("--clip-grad", "0", "--untie-embeddings-and-output-weights", "--train-iters", "6")
@@ -115,14 +118,13 @@ def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
 
 def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The stage that sleeps costs its sleep in F and in I; its W and the other stages do not."""
-    measure = guided.measured_costs
+    simulate = guided.simulate
 
-    def keep(steps) -> Costs:
-        costs = measure(steps)
+    def keep(schedule: Schedule, costs: Costs) -> Timeline:
         (tmp_path / "costs").write_bytes(pickle.dumps(costs))
-        return costs
+        return simulate(schedule, costs)
 
-    monkeypatch.setattr(guided, "measured_costs", keep)
+    monkeypatch.setattr(guided, "simulate", keep)
     file = tmp_path / "trace.json"
     flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b")
     train(2, [*flags, *MEASURED, "--pipeline-trace", str(file)], initialize=slow_last_stage)
@@ -134,6 +136,7 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     assert 0 < first.released_by_input_gradient < first.activation
     # Equal layers; the last stage keeps the logits, too.
     assert first.activation < last.activation
+    assert costs.message == 4 * 32 * 32
     # On one clock, a message and a step take no 1000 seconds.
     assert costs.hop < 100
     step = trace_file.read(file)
@@ -152,7 +155,7 @@ def test_ranks_that_share_a_stage_change_together(log: Path, uneven: None) -> No
 def test_growing_batches_evaluation_and_checkpoints(log: Path, uneven: None, tmp_path: Path) -> None:
     """Every number of microbatches gets a schedule of its own; a checkpoint of after the change resumes."""
     flags = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--eval-iters", "1")
-    flags += ("--eval-interval", "2", "--step-batch-size-schedule", "0:4 512:6")
+    flags += ("--eval-interval", "2", "--step-batch-size-schedule", "0:4 512:5")
     ours = ("--pipeline-schedule", "interleaved", *MEASURED)
     saved = ("--save", str(tmp_path / "ckpt"), "--save-interval", "5")
     whole = run(2, [*flags, "--train-iters", "7", *ours, *saved])
@@ -160,11 +163,27 @@ def test_growing_batches_evaluation_and_checkpoints(log: Path, uneven: None, tmp
     assert_same_bits(whole, expected)
     assert whole.validation == expected.validation
     told = log.read_text()
-    assert len(re.findall("m = [46], measured in steps 2-3: predicted", told)) == 2
+    assert len(re.findall("m = [45], measured in steps 2-3: predicted", told)) == 2
     load = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "5")
     resumed = train(2, [*flags, "--train-iters", "7", *ours, *load])
     assert resumed[-1].losses == expected.losses[5:]
     assert "are over in step" in log.read_text().removeprefix(told)
+
+
+def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the family before it, messages counted; what the user allows; what the device has."""
+    schedule = catalog.build("v-half", 4, 8)
+    measured = Costs(tuple(StageCosts(1, 1, 1, 10.0 + stage) for stage in range(8)), message=2.0)
+
+    def limits(flags: str) -> tuple:
+        return read(monkeypatch, f"{PP4} --pipeline-schedule {flags}").source.limits(
+            measured, schedule, lambda: 1e9
+        )
+
+    assert limits("v-half") == (list(simulate(schedule, measured).peak_memory), measured)
+    assert limits("flex --pipeline-memory-limit 0.5") == (0.5 * 4 * 21, replace(measured, message=0.0))
+    assert limits("flex --pipeline-memory-limit 4e9") == (4e9, measured)
+    assert limits("auto") == (1e9, measured)
 
 
 def test_measured_steps_that_are_skipped_are_told_of(log: Path) -> None:

@@ -1,5 +1,6 @@
 """Estimated costs: operations against a count by hand, bytes against those of a training run."""
 
+import math
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.training import arguments as megatron_arguments
 from training import TINY, train
 
@@ -129,6 +132,34 @@ def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pyte
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
         estimate(args, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("", torch.float),
+        ("--bf16 --micro-batch-size 3", torch.bfloat16),
+        ("--tensor-model-parallel-size 2", torch.float),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --fp16", torch.half),
+        ("--context-parallel-size 2 --bf16", torch.bfloat16),
+        # Megatron's TransformerConfig then sends fp32.
+        ("--bf16 --fp32-residual-connection", torch.float),
+    ],
+)
+def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> None:
+    args = arguments(flags)
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    args.variable_seq_lengths = False
+    (shape,) = stock_schedules.get_tensor_shapes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=None,
+        config=args,
+        tp_group=Namespace(size=lambda: tensor),
+        cp_group=Namespace(size=lambda: context),
+    )
+    assert model_costs.message_bytes(args) == math.prod(shape) * dtype.itemsize
+    assert estimate(args, 4).message == model_costs.message_bytes(args)
 
 
 class Measured(NamedTuple):

@@ -16,6 +16,7 @@ from megatron_pp_ext.planner.search import WHOLE, Compiles, Evaluated, Search, b
 from megatron_pp_ext.planner.space import Space
 from megatron_pp_ext.planner.workload import Workload
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.limits import asked_for
 
 MODEL = {
     "num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048, "vocab_size": 32000,
@@ -98,9 +99,15 @@ def test_a_limit_of_the_user_is_kept(tmp_path, monkeypatch):
         where = space(gpus=2, batch=6, fixed=tuple(about), **about, pipeline_memory_limit=limit)
         return Search(where, A100, 60e9, compiles=Compiles.ONLY).run().best[0]
 
-    free, kept = search(None), search(0.75)
-    assert kept.candidate.limit < free.candidate.limit
-    assert max(rank.activations for rank in kept.estimate.ranks) <= kept.candidate.limit
+    free, fraction = search(None), search(0.75)
+    chosen = fraction.candidate
+    work = Workload(chosen.described(space().args), A100, chosen.placement, chosen.data)
+    allowed, _ = asked_for(0.75, 2, chosen.microbatches, work.costs)
+    assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < free.candidate.limit
+    assert "--pipeline-memory-limit 0.75" in " ".join(chosen.flags())
+    amount = search(allowed)
+    assert max(rank.activations + rank.messages for rank in amount.estimate.ranks) <= allowed
+    assert amount.candidate.limit == allowed
     with pytest.raises(ValueError, match=r"flex finds nothing: memory limit .* raise the limit to at least"):
         search(0.6)
 

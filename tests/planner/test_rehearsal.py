@@ -112,7 +112,10 @@ def test_all_ranks_put_together() -> None:
     assert rehearsal.timeline.makespan >= 1 + 2 + 3 + 3 * 4 * MICROBATCHES
     assert rehearsal.step_seconds == rehearsal.timeline.makespan + 0.3
     assert [rank.activations for rank in rehearsal.ranks] == [100, 101, 102, 103]
-    assert rehearsal.ranks[2].total == 1 + 2 + 3 + 102
+    waiting = simulate(SCHEDULE, rehearsal.timeline.costs).peak_messages
+    assert rehearsal.timeline.costs.message == 1000
+    assert [rank.messages for rank in rehearsal.ranks] == [1000 * messages for messages in waiting]
+    assert rehearsal.ranks[2].total == 1 + 2 + 3 + 102 + 1000 * waiting[2]
 
 
 def test_a_stand_in_s_peak_is_the_simulated_one() -> None:

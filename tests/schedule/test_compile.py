@@ -258,6 +258,7 @@ def test_placements_can_be_narrowed():
 
 
 def test_merged_stages_do_the_same_work():
-    costs = Costs(tuple(StageCosts(1 + s, 2, 3, s, s / 2) for s in range(4)), hop=1)
-    assert costs.merged(2) == Costs((StageCosts(3, 4, 6, 1, 0.5), StageCosts(7, 4, 6, 5, 2.5)), hop=1)
+    costs = Costs(tuple(StageCosts(1 + s, 2, 3, s, s / 2) for s in range(4)), hop=1, message=2)
+    merged = Costs((StageCosts(3, 4, 6, 1, 0.5), StageCosts(7, 4, 6, 5, 2.5)), hop=1, message=2)
+    assert costs.merged(2) == merged
     assert costs.merged(4) == costs

@@ -29,12 +29,14 @@ def test_a_time_must_be_above_zero(field, value):
 
 
 @pytest.mark.parametrize("value", [-1, math.nan])
-def test_activations_and_hop_may_be_zero_but_not_less(value):
+def test_memory_and_hop_may_be_zero_but_not_less(value):
     with pytest.raises(ValueError, match="activation is"):
         StageCosts(1, 1, 1, activation=value)
     with pytest.raises(ValueError, match=r"Costs\.hop is"):
         Costs((StageCosts(1, 1, 1),), hop=value)
-    Costs((StageCosts(1, 1, 1, activation=0),), hop=0)
+    with pytest.raises(ValueError, match=r"Costs\.message is"):
+        Costs((StageCosts(1, 1, 1),), message=value)
+    Costs((StageCosts(1, 1, 1, activation=0),), hop=0, message=0)
 
 
 def test_an_input_gradient_cannot_release_more_than_there_is():

@@ -16,13 +16,20 @@ def written(tmp_path, content):
 
 def test_everything_is_read(tmp_path):
     memory = {"activation": 8e6, "released_by_input_gradient": 2e6}
-    path = written(tmp_path, {"hop": 0.125, "stages": [TIMES, TIMES | memory]})
-    expected = Costs((StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.25, 8e6, 2e6)), 0.125)
+    path = written(tmp_path, {"hop": 0.125, "message": 5e5, "stages": [TIMES, TIMES | memory]})
+    expected = Costs((StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.25, 8e6, 2e6)), 0.125, 5e5)
     assert costs_file.read(path) == costs_file.read(path, stages=2) == expected
 
 
-def test_a_hop_may_be_left_out(tmp_path):
-    assert costs_file.read(written(tmp_path, {"stages": [TIMES]})).hop == 0
+def test_a_hop_and_a_message_may_be_left_out(tmp_path):
+    costs = costs_file.read(written(tmp_path, {"stages": [TIMES]}))
+    assert (costs.hop, costs.message) == (0, 0)
+
+
+def test_what_is_written_is_read(tmp_path):
+    costs = Costs((StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.1 + 0.2, 8e6, 2e6)), 0.125, 5e5)
+    costs_file.write(costs, tmp_path / "costs.json")
+    assert costs_file.read(tmp_path / "costs.json") == costs
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ def test_a_hop_may_be_left_out(tmp_path):
         ("", "not JSON"),
         ("{'hop': 1}", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[1, 2]", "is [1, 2], but must be an object with hop, stages"),
+        ("[1, 2]", "is [1, 2], but must be an object with hop, message, stages"),
         ({"hop": 1}, "'stages' is missing"),
         ({"stages": []}, "must be a list with an object a stage"),
         ({"stages": {"0": TIMES}}, "must be a list"),
@@ -53,6 +60,7 @@ def test_a_hop_may_be_left_out(tmp_path):
         ({"stages": [TIMES | {"released_by_input_gradient": 2}]}, "stage 0: StageCosts.released_by"),
         ({"stages": [TIMES], "hop": -1}, "Costs.hop is -1"),
         ({"stages": [TIMES], "hop": "1"}, 'hop is "1", but must be a number'),
+        ({"stages": [TIMES], "message": -1}, "Costs.message is -1"),
     ],
 )
 def test_refusals(content, message, tmp_path):

@@ -5,11 +5,11 @@ from random import Random
 import pytest
 
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.compile import one_at_a_time
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.search.evaluate import run
 from megatron_pp_ext.schedule.search.problem import problem_of
+from megatron_pp_ext.schedule.search.propose import one_at_a_time
 from megatron_pp_ext.schedule.search.rebuild import rebuild
 from megatron_pp_ext.schedule.search.tune import tune
 from megatron_pp_ext.schedule.search.window import Window, rests

@@ -41,6 +41,16 @@ def test_a_long_schedule_fits_the_width():
 def test_the_table_tells_makespan_from_span():
     lines = printed(summary_table({"ours": timed("v-zb", 4, 8), "plain": timed("1f1b", 4, 8)})).splitlines()
     ours = next(line for line in lines if "ours" in line)
-    assert [cell.strip() for cell in ours.split("│")[1:-1]] == ["ours", "51", "5.9%", "48", "0.0%", "4"]
+    assert [cell.strip() for cell in ours.split("│")[1:-1]] == ["ours", "51", "5.9%", "48", "0.0%", "4", "8"]
     plain = next(line for line in lines if "plain" in line)
-    assert [cell.strip() for cell in plain.split("│")[1:-1]] == ["plain", "33", "27.3%", "33", "27.3%", "4"]
+    assert [cell.strip() for cell in plain.split("│")[1:-1]] == [
+        "plain",
+        "33",
+        "27.3%",
+        "33",
+        "27.3%",
+        "4",
+        "7",
+    ]
+    recorded = printed(summary_table({"ours": timed("v-zb", 4, 8)}, with_messages=False))
+    assert "messages" not in recorded
