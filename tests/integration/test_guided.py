@@ -200,7 +200,7 @@ def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch
         return Costs((*(light,) * (steps[0].placement.stages - 1), heavy))
 
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", *MEASURED]
-    flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "1"]
+    flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "2"]
     for activation, told in ((100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")):
         monkeypatch.setattr(guided, "measured_costs", partial(costs, activation))
         train(2, flags)
