@@ -23,7 +23,7 @@ from megatron_pp_ext.runtime.groups import direction_groups as direction_groups
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 DIMENSIONS = 3
-"""Of messages that tell their shapes: sequence, batch, hidden."""
+"""How many lengths a message tells that tells its shape: sequence, batch, hidden."""
 
 
 class _Posted(NamedTuple):

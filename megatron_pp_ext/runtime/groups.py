@@ -194,7 +194,7 @@ def _native(options: GroupOptions, patience: timedelta | None) -> dist.ProcessGr
 
 
 def _carrier(default: str) -> str:
-    """Of a default group's backends, the one that carries a pipeline's messages."""
+    """The one of a default group's backends that carries a pipeline's messages."""
     if ":" not in default:
         return default
     by_device = dict(pair.split(":") for pair in default.split(","))

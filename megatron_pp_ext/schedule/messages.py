@@ -14,12 +14,12 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
 * A rank sends a message right behind the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 
-Of all launches that are not done, look at the first in the line.  What it waits for on its own rank was
-launched before it, so it stands before it in the line and is done.  If it is one end of a message, the
-other end has the same place in the line, and the same holds on that rank.  A host that waits does so for
-launches that stand before its next one.  So the first one can always go on: no circle exists, whatever
-queues, buffers and synchronizations the hardware has.  A collective within an action, of tensor, context,
-expert or data parallelism, has the place of its action on all its ranks, which run the same schedule.
+Look at the first launch in the line that is not done.  What it waits for on its own rank was launched
+before it, so it stands before it in the line and is done.  If it is one end of a message, the other end
+has the same place in the line, and the same holds on that rank.  A host that waits does so for launches
+that stand before its next one.  So the first launch can always go on: no circle exists, whatever queues,
+buffers and synchronizations the hardware has.  A collective within an action, of tensor, context, expert
+or data parallelism, has the place of its action on all its ranks, which run the same schedule.
 
 The proof needs a line, not a good one.  The line here is that of the ends of all actions when the
 schedule runs on paper, so that a receive is posted in the action before its message comes.

@@ -27,7 +27,7 @@ class _Named(type):
 
     @property
     def __members__(cls) -> dict[str, int]:
-        """Those that were asked for: Transformer Engine 2.18 compares them with its own."""
+        """The arguments that were asked for: Transformer Engine 2.18 compares them with its own."""
         return {name: value for name, value in vars(cls).items() if isinstance(value, int)}
 
 

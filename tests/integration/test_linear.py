@@ -34,7 +34,7 @@ class Whole(torch.autograd.Function):
 
 
 def gradients(function, dtype, run=lambda loss: loss.backward()):
-    """Those of input and weight; logits' own gradient is fp32 with digits that bf16 has not."""
+    """The gradients of input and weight; that of the logits is fp32 with digits that bf16 has not."""
     torch.manual_seed(0)
     input = torch.randn(ROWS, 1, WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(OUT, WIDTH, dtype=dtype))

@@ -95,7 +95,7 @@ def forward(x, chunk, chunks, tokens):
 
 
 def gradients(schedule, rank):
-    """Of the inputs of all microbatches and stages of ``rank``, in a step of the rank's own order."""
+    """The gradients of all inputs, by stage and microbatch, in a step of the order of ``rank``."""
     in_flight, found = {}, {}
     for stage, kind, microbatch in schedule.orders[rank]:
         at = stage, microbatch

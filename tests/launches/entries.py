@@ -21,7 +21,7 @@ class Kernel:
 class Transfer:
     """One send or receive, launched behind everything that the compute stream has by then.
 
-    Those from one rank to another in one ``group`` are matched first in, first out.
+    Transfers from one rank to another in one ``group`` are matched first in, first out.
     """
 
     group: str
@@ -72,4 +72,4 @@ class HostWait:
 
 Entry = Kernel | Transfer | Batch | Collective | Wait | HostWait
 Launches = tuple[Entry, ...]
-"""Of one rank; a pipeline has one such tuple for each of its ranks."""
+"""What one rank launches; a pipeline has one such tuple for each of its ranks."""

@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 Steps = tuple[Schedule, ...]
 
 UPDATES = 3
-"""Of a pipeline without a flush: it fills, runs and drains."""
+"""The updates of a pipeline without a flush: it fills, runs and drains."""
 
 
 def families(ranks: int, microbatches: int) -> Iterator[Steps]:

@@ -14,7 +14,7 @@ from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 
 SECONDS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
-"""Of one chunk's actions, in the papers' unit."""
+"""What one chunk's actions take, in the papers' unit."""
 
 
 class Recording:

@@ -95,7 +95,7 @@ class _Nothing:
 
 
 def watch(rank: int, schedules: list[Schedule]) -> list[list[tuple[int, int, int]]]:
-    """Of every schedule what the rank held: at most, with real sends and with late ones."""
+    """What the rank held at most under every schedule: with real sends, and with late ones."""
     dist.init_process_group("gloo")
     pipeline = list(range(dist.get_world_size()))
     groups = direction_groups(pipeline)
