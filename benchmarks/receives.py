@@ -23,7 +23,7 @@ from rich.progress import track
 from runtime import ALL_SETTINGS, Ranks, Repeats, Settings, Write, chosen, steps_of
 from sleeping import Times
 from systems import System, World, ours
-from tables import table
+from tables import publish, table
 
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.plan import RankPlan
@@ -116,10 +116,7 @@ def main(
         "",
         table(head, rows),
     ]
-    if write:
-        RESULTS.write_text("\n".join(text) + "\n")
-    else:
-        typer.echo("\n".join(text))
+    publish(text, RESULTS if write else None)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from bare import (
 from rich.progress import track
 from sleeping import Times, calibrated
 from systems import SYSTEMS, System, World, sockets
-from tables import table
+from tables import publish, table
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -210,10 +210,7 @@ def main(
             taken = steps_of(systems_for(times), count, name, repeats, Path(folder))
             rows = [row(one, goal) for one in taken]
             text += ["", f"## {name}, p = {count}", "", hops(count, times) + table(head, rows)]
-    if write:
-        RESULTS.write_text("\n".join(text) + "\n")
-    else:
-        typer.echo("\n".join(text))
+    publish(text, RESULTS if write else None)
 
 
 if __name__ == "__main__":

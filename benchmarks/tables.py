@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_pp_ext.schedule.compile import TRIALS, Compiled, compile_schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -21,6 +22,15 @@ def costs_of(placement: Placement, times: Times) -> Costs:
     """The same ``times`` (F, I, W, hop) for every stage of ``placement``."""
     forward, i, w, hop = times
     return Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+
+
+def publish(lines: Sequence[str], file: Path | None) -> None:
+    """Write a result's ``lines`` to ``file``, or print them without one."""
+    text = "\n".join(lines) + "\n"
+    if file is None:
+        print(text, end="")
+    else:
+        file.write_text(text)
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:

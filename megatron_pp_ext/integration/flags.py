@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_pp_ext.integration import sources
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.limits import LARGEST_FRACTION
 
 
 def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -32,7 +32,7 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             type=float,
             default=None,
             help="Memory of every pipeline rank under flex. Up to "
-            f"{sources.FRACTION_AT_MOST:g} it is a fraction of the activations that 1F1B keeps on its first "
+            f"{LARGEST_FRACTION:g} it is a fraction of the activations that 1F1B keeps on its first "
             "rank, and messages come on top; a larger one is bytes, for activations and messages.",
         )
         group.add_argument(

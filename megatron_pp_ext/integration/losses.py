@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.integration import mtp_metrics
+from megatron_pp_ext.runtime.groups import wire_of
 from megatron_pp_ext.runtime.parcel import Parcels
 
 
@@ -24,7 +25,7 @@ class LossesHome:
         self._is_holder, self._is_reader = group.rank() == holder, group.rank() == group.size() - 1
         ranks = dist.get_process_group_ranks(group)
         self._holder, self._reader, self._down = ranks[holder], ranks[-1], down
-        self._wire = torch.device("cpu") if dist.get_backend(down) == "gloo" else device
+        self._wire = wire_of(down, device)
         self._parcels = Parcels(self._holder, self._reader, down, device)
 
     def bring_tokens(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -23,15 +23,12 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.compile import compile_schedule, least_limits, placements_of
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.limits import LARGEST_FRACTION, asked_for
+from megatron_pp_ext.schedule.limits import asked_for
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.search import cache
 from megatron_pp_ext.schedule.simulate import simulate
 
 CSV_PREFIX = "csv:"
-FRACTION_AT_MOST = LARGEST_FRACTION
-"""A larger --pipeline-memory-limit is a number of bytes."""
-
 DEVICE_MARGIN = 0.9
 """What ``auto`` uses of the memory it finds free: allocators fragment, and kernels need room."""
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.groups import direction_groups as direction_groups
+from megatron_pp_ext.runtime.groups import wire_of
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 DIMENSIONS = 3
@@ -57,8 +58,7 @@ class Channels:
         self._to = [down if here < peer else up for peer in range(len(ranks))]
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
-        # Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
-        self._wire = torch.device("cpu") if dist.get_backend(down) == "gloo" else device
+        self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
         self._posted: dict[Message, _Posted] = {}
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -88,8 +88,8 @@ class Channels:
     def send(self, peer: int, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` to pipeline rank ``peer``.
 
-        Returns while at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The tensor's storage is
-        kept until it has left; the caller may drop its own reference but must not write to it.
+        What is computed next waits until at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The
+        tensor's storage is kept until then; the caller may drop its own reference but must not write to it.
         """
         payload = tensor.detach().contiguous()
         if self._through_host:

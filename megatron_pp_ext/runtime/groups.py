@@ -65,9 +65,12 @@ def message_backend(default: str = "nccl", bound: bool = False) -> MessageBacken
     return own
 
 
-def backend_of(group: dist.ProcessGroup) -> MessageBackend:
-    """What carries messages in ``group``."""
-    return _about(_carrier(dist.get_backend_config(group)), group.bound_device_id is not None)
+def wire_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where tensors have to be for ``group`` to send them, if they are computed with on ``device``.
+
+    Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
+    """
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
 
 
 def is_nccl2(name: str) -> bool:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from megatron_pp_ext.runtime.groups import wire_of
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -35,7 +37,7 @@ class Parcels:
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._sender, self._receiver, self._group, self._device = sender, receiver, group, device
-        self._wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._wire = wire_of(group, device)
         self._form = b""
         self._length = 0
 

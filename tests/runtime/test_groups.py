@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron_pp_ext.runtime.groups import GroupOptions, backend_of, direction_groups, message_backend
+from megatron_pp_ext.runtime.groups import GroupOptions, direction_groups, message_backend
 
 PIPELINES = [0, 2], [1, 3]
 PATIENCE = timedelta(seconds=60)
@@ -210,7 +210,7 @@ def through_torch(rank: int, default: str) -> tuple[list[bool], str]:
         for _ in range(2):
             down, _ = direction_groups(PIPELINES[rank % 2], PATIENCE)
         dist.group.WORLD.bound_device_id = None  # a barrier follows
-    return split, backend_of(down).name
+    return split, dist.get_backend(down)
 
 
 @pytest.mark.skipif(not dist.is_backend_available("nccl-lazy"), reason="this torch has no nccl-lazy")
