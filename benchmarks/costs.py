@@ -1,13 +1,13 @@
 """Costs other than the papers' unit: families, torch's schedules and the papers' own bubble rates."""
 
-from published import MEASURED_COST
 from tables import FEWER_TRIALS, Row, Times, costs_of, table, verdict
 
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.compile import compile_schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 from megatron_pp_ext.schedule.simulate import simulate
+from reference.published_schedules import MEASURED_COST
 
 PROFILES: dict[str, Times] = {
     "1, 1.1, .7, hop .05": (1, 1.1, 0.7, 0.05),
@@ -43,7 +43,7 @@ def unequal_costs() -> str:
 def torchs() -> str:
     """Schedule classes of torch.distributed.pipelining, and the compiled one at the same peak."""
     # Not above: the processes that ``speed`` measures would start with torch's memory on their record.
-    from torchs import TORCH, torch_schedule
+    from tests.support.torchs import TORCH, torch_schedule
 
     p, m = 8, 16
     rows: list[Row] = []

@@ -7,8 +7,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tables import FEWER_TRIALS, UNEQUAL, UNIT, Times, costs_of, table
 
+from megatron_pp_ext.compiler.compile import Compiled, frontier
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.compile import Compiled, frontier
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 

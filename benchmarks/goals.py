@@ -1,12 +1,12 @@
 """Goals that others have reached: what does the compiler reach?"""
 
-from published import MORE_UNIT_COST, UNIT_COST
 from tables import UNEQUAL, UNIT, Row, Times, costs_of, table, timed, verdict
 
+from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.compile import TRIALS, compile_schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
+from reference.published_schedules import MORE_UNIT_COST, UNIT_COST
 
 # Best known makespans in half-stage slots (V placement): p, m, times, {live chunks: makespan}.  Those
 # at unit cost are proved optimal except 119; the unequal ones are the best that a long search found,

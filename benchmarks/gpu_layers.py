@@ -13,12 +13,12 @@ from gpu import Bench
 from split import Block
 from tables import Row, table
 
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.made_up import MadeUpChannels
-from megatron_pp_ext.runtime.memory import Owner
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
-from megatron_pp_ext.runtime.stage import ModuleStage
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 
 HIDDEN = TOKENS = 4096
@@ -34,7 +34,7 @@ class EngineBlock(torch.nn.Module):
         super().__init__()
         import transformer_engine.pytorch as engine
 
-        from megatron_pp_ext.integration.transformer_engine import split_backwards
+        from megatron_pp_ext.integration.hooks.engine_linear import split_backwards
 
         about: dict[str, Any] = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
         self.up = engine.LayerNormLinear(hidden, 4 * hidden, **about)

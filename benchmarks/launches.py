@@ -22,18 +22,17 @@ from tables import Row, table
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "launches"))
 
-from clocked import PROCESSORS, seconds  # noqa: E402
-from entries import Launches  # noqa: E402
-from grid import Steps, everything, families  # noqa: E402
-from hardware import Setting  # noqa: E402
-from policies import ONE_AHEAD, TWO_AHEAD, WHEN_NEEDED, launch  # noqa: E402
-from queues import circle  # noqa: E402
-from recording import record  # noqa: E402
-from synchronizations import before_every_action, before_every_launch, never  # noqa: E402
-
 from megatron_pp_ext.schedule.actions import Kind  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.simulate import simulate  # noqa: E402
+from tests.support.launches.clocked import PROCESSORS, seconds  # noqa: E402
+from tests.support.launches.entries import Launches  # noqa: E402
+from tests.support.launches.grid import Steps, everything, families  # noqa: E402
+from tests.support.launches.hardware import Setting  # noqa: E402
+from tests.support.launches.policies import ONE_AHEAD, TWO_AHEAD, WHEN_NEEDED, launch  # noqa: E402
+from tests.support.launches.queues import circle  # noqa: E402
+from tests.support.launches.recording import record  # noqa: E402
+from tests.support.launches.synchronizations import before_every_action, before_every_launch, never  # noqa: E402
 
 RESULTS = HERE / "results" / "launches.md"
 HOP = 0.05

@@ -19,9 +19,9 @@ from tables import table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.made_up import MadeUpChannels
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 
 RESULTS = Path(__file__).parent / "results" / "overhead.md"

@@ -20,11 +20,11 @@ from statistics import median
 
 import numpy as np
 
-from megatron_pp_ext.planner import profile_file
-from megatron_pp_ext.planner.layout import layout_of
-from megatron_pp_ext.planner.partition import partition
-from megatron_pp_ext.planner.profile import Layer, Profile
-from megatron_pp_ext.planner.recurrence import Level
+from megatron_pp_ext.partition import profile_file
+from megatron_pp_ext.partition.layout import layout_of
+from megatron_pp_ext.partition.partitioner import partition
+from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.partition.recurrence import Level
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.view import trace_file
 

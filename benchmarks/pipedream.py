@@ -28,9 +28,9 @@ from sleeping import SleepingLayer, Times, loss_of
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder, gather
-from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure

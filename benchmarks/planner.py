@@ -55,12 +55,11 @@ def activations() -> list[str]:
     """The recorder's peaks in training runs on the CPU."""
     for folder in ("tests", "tests/integration"):
         sys.path.insert(0, str(ROOT / folder))
-    import ranks  # noqa: F401  (the stand-ins for torch.cuda)
-
     from megatron_pp_ext.integration import install
+    from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda)
 
     install()
-    import test_planner_memory as runs
+    from tests.integration import test_planner_memory as runs
 
     rows: list[Row] = []
     for name, (count, flags) in runs.CONFIGURATIONS.items():

@@ -7,12 +7,12 @@ from argparse import Namespace
 from typing import Any, NamedTuple
 
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.description import describe
-from megatron_pp_ext.planner.estimate import Estimate
-from megatron_pp_ext.planner.plan import plan_of
-from megatron_pp_ext.planner.search import Evaluated, Search
-from megatron_pp_ext.planner.space import Space
-from megatron_pp_ext.planner.whole import estimate_plan
+from megatron_pp_ext.planner.search.best_first import Evaluated, Search
+from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.step.estimate import Estimate
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.whole import estimate_plan
+from megatron_pp_ext.request.plan import plan_of
 
 
 class Run(NamedTuple):

@@ -32,7 +32,7 @@ def speed() -> str:
     rows: list[Row] = []
     for p, m, limit, times in ((16, 64, 12, UNEQUAL), (16, 64, 18, UNEQUAL), (64, 512, 44, UNEQUAL)):
         program = (
-            "from megatron_pp_ext.schedule.compile import compile_schedule; "
+            "from megatron_pp_ext.compiler.compile import compile_schedule; "
             "from megatron_pp_ext.schedule.costs import Costs; "
             "from megatron_pp_ext.schedule.placement import v; "
             f"costs = Costs.uniform(v({p}), forward={times[0]}, input_gradient={times[1]}, "

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.runtime.memory import Owner
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 
 _TRIES = 25

@@ -27,7 +27,7 @@ from rich.progress import track
 from tables import table
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from megatron_pp_ext.runtime.memory import Owner
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
 
 RESULTS = Path(__file__).parent / "results"

@@ -41,7 +41,7 @@ print(time.perf_counter() - start)
 """
 _COMPILE = """
 import time
-from megatron_pp_ext.schedule.compile import compile_schedule
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import v
 start = time.perf_counter()

@@ -27,8 +27,8 @@ from torch.distributed.pipelining import schedules as torchs  # noqa: E402
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups  # noqa: E402
 from megatron_pp_ext.runtime.executor import Stage, execute  # noqa: E402
+from megatron_pp_ext.runtime.module_stage import ModuleStage  # noqa: E402
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank  # noqa: E402
-from megatron_pp_ext.runtime.stage import ModuleStage  # noqa: E402
 from megatron_pp_ext.schedule import catalog  # noqa: E402
 from megatron_pp_ext.schedule.actions import Schedule  # noqa: E402
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message  # noqa: E402

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pp_ext.schedule.compile import TRIALS, Compiled, compile_schedule
+from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 

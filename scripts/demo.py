@@ -28,7 +28,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from megatron_pp_ext.schedule.measured import RecordedStep
+from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
 from megatron_pp_ext.view import picture, trace_file
 

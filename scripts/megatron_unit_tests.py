@@ -101,8 +101,9 @@ def stand_in_for_schedules() -> None:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_pp_ext.integration import active, sources
-    from megatron_pp_ext.integration.forward_backward import PipelineRunner
+    from megatron_pp_ext.integration import requested
+    from megatron_pp_ext.integration.request import sources
+    from megatron_pp_ext.integration.runners.flushed import PipelineRunner
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:
@@ -110,12 +111,12 @@ def stand_in_for_schedules() -> None:
             chunks = len(model) if isinstance(model, list) else 1
             group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
             placement = Placement(shape, group.size(), chunks)
-            pipeline = active.Pipeline(sources.from_catalogue(name, placement), placement)
-            active.activate(pipeline)
+            pipeline = requested.Pipeline(sources.from_catalogue(name, placement), placement)
+            requested.activate(pipeline)
             try:
                 return PipelineRunner(pipeline)(model=model, pg_collection=pg_collection, **options)
             finally:
-                active.activate(None)
+                requested.activate(None)
 
         return run
 
@@ -139,7 +140,7 @@ def import_once(file: str) -> None:
 
 def judge(file: str, world: int, mode: str) -> dict[str, str]:
     """The outcome of every test of a file."""
-    from ranks import RankError, run_ranks
+    from tests.support.ranks import RankError, run_ranks
 
     outcomes: dict[str, str] = {}
     while True:
@@ -214,7 +215,7 @@ def main() -> None:
     out = options.out.absolute() if options.out else None
     os.chdir(options.checkout)
     sys.path.insert(0, str(options.checkout.absolute()))
-    import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
+    from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
 
     # isort: split
     # Before the ranks are forked: each would import these by itself.

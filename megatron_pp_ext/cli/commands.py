@@ -73,7 +73,7 @@ def schedule(
     """Build a schedule, simulate it and show it.  Seconds are of one chunk's action on one rank."""
     if name == "flex":
         from megatron_pp_ext.cli import flex
-        from megatron_pp_ext.schedule.compile import TRIALS
+        from megatron_pp_ext.compiler.compile import TRIALS
 
         chunks = 2 if chunks is None else chunks
         if ranks < 2 or chunks < 1:
@@ -194,6 +194,6 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what this machine has and lacks, and whether every seam into Megatron fits."""
-    from megatron_pp_ext.doctor import examine
+    from megatron_pp_ext.integration.doctor import examine
 
     raise typer.Exit(examine(console, megatron))

@@ -15,9 +15,9 @@ from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.estimate import Estimate
-    from megatron_pp_ext.planner.plan import Plan
+    from megatron_pp_ext.planner.step.estimate import Estimate
     from megatron_pp_ext.planner.system import System
+    from megatron_pp_ext.request.plan import Plan
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, mi300x, or what mpp calibrate wrote.")
@@ -45,18 +45,18 @@ def estimate(
     mpp estimate --system h100 --world-size 64 -- --num-layers 32 --hidden-size 4096 ...
     """
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.plan import plan_of
-    from megatron_pp_ext.planner.whole import estimate_plan
+    from megatron_pp_ext.planner.step.whole import estimate_plan
+    from megatron_pp_ext.request.plan import plan_of
 
     ask.require_at_least("--margin", margin, 0)
     machine = systems.read(system)
     args, _ = described(flags, model)
     cut = stages = None
     if model is None:
-        from megatron_pp_ext.integration import description
+        from megatron_pp_ext.integration.request import launch_flags
 
-        stages = description.stages_asked_for(args)
-        cut = lambda count: description.layers_by_stage(args, count)  # noqa: E731
+        stages = launch_flags.stages_asked_for(args)
+        cut = lambda count: launch_flags.layers_by_stage(args, count)  # noqa: E731
     one = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     gpus = one if world_size is None else world_size
     if gpus < 1:
@@ -88,8 +88,8 @@ def described(
     if model is not None:
         if flags:
             raise ValueError(f"--model {model} and flags behind -- contradict each other: leave one out")
-        from megatron_pp_ext.planner import description as planners
-        from megatron_pp_ext.planner.launch import words_of
+        from megatron_pp_ext.planner.search.launch_lines import words_of
+        from megatron_pp_ext.planner.step import model_description as planners
 
         args, values = planners.read(model, sizes)
         return args, words_of(values)
@@ -100,9 +100,9 @@ def described(
 
     with console.status("asking Megatron's parser"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron_pp_ext.integration import description
+        from megatron_pp_ext.integration.request import launch_flags
 
-        return description.read_flags(words), words
+        return launch_flags.read_flags(words), words
 
 
 def _joined(flags: list[str], sizes: Mapping[str, int | None]) -> list[str]:

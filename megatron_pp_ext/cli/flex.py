@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_pp_ext.schedule.compile import (
+from megatron_pp_ext.compiler.compile import (
     Compiled,
     InfeasibleLimit,
     compile_schedule,
@@ -10,8 +10,8 @@ from megatron_pp_ext.schedule.compile import (
     least_limits,
     placements_of,
 )
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, asked_for
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.limits import LARGEST_FRACTION, asked_for
 from megatron_pp_ext.schedule.simulate import Timeline
 
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)

@@ -9,10 +9,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.training_run import command, short_run, whole_number, without_files
-from megatron_pp_ext.planner.jobs import WARM_UP, Job, Result, State, Submit, local, run_all
-from megatron_pp_ext.planner.launch import BATCH_SCRIPT
-from megatron_pp_ext.planner.slurm import Slurm
+from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
+from megatron_pp_ext.jobs.slurm import Slurm
+from megatron_pp_ext.jobs.training_run import command, short_run, whole_number, without_files
+from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT
 
 PLACES = ("local", "slurm")
 

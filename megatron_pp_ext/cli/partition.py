@@ -15,9 +15,9 @@ from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.partition import Partition
-    from megatron_pp_ext.planner.profile import Profile
-    from megatron_pp_ext.planner.recurrence import Level
+    from megatron_pp_ext.partition.partitioner import Partition
+    from megatron_pp_ext.partition.profile import Profile
+    from megatron_pp_ext.partition.recurrence import Level
 
 
 @app.command()
@@ -57,9 +57,9 @@ def partition(
     PipeDream's partitioner: the fewest seconds between microbatches, over all workers.  Weight
     versions and microbatches in flight count against --memory, and --state-per-weight.
     """
-    from megatron_pp_ext.planner import profile_file
-    from megatron_pp_ext.planner.layout import has_layout, layout_of
-    from megatron_pp_ext.planner.partition import partition as best_partition
+    from megatron_pp_ext.partition import profile_file
+    from megatron_pp_ext.partition.layout import has_layout, layout_of
+    from megatron_pp_ext.partition.partitioner import partition as best_partition
 
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else memory
@@ -80,7 +80,7 @@ def partition(
 
 
 def _levels(workers: int | None, bandwidth: float | None, levels: str | None) -> "list[Level]":
-    from megatron_pp_ext.planner.recurrence import Level
+    from megatron_pp_ext.partition.recurrence import Level
 
     if levels is None:
         if workers is None or bandwidth is None:

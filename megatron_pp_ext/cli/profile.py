@@ -12,12 +12,12 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.training_run import command, short_run, whole_number, words_of
 from megatron_pp_ext.files import require_folder
-from megatron_pp_ext.planner.jobs import end
+from megatron_pp_ext.jobs.job import end
+from megatron_pp_ext.jobs.training_run import command, short_run, whole_number, words_of
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.profile import Profile
+    from megatron_pp_ext.partition.profile import Profile
 
 _STEPS, _MICROBATCHES = 4, 8
 """The first step warms up; the others give 24 microbatches to take the median of."""
@@ -43,7 +43,7 @@ def profile(
 
     mpp profile graph.txt   shows one, PipeDream's too
     """
-    from megatron_pp_ext.planner import profile_file
+    from megatron_pp_ext.partition import profile_file
 
     if flags:
         _measure(file, flags, script)

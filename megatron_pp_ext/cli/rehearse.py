@@ -16,7 +16,8 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.training_run import (
+from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.jobs.training_run import (
     command,
     run_all,
     short_run,
@@ -24,7 +25,6 @@ from megatron_pp_ext.cli.training_run import (
     without_files,
     words_of,
 )
-from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import costs_file, csv_file

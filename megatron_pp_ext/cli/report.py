@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from megatron_pp_ext.cli.options import Files
+from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.bounds import lower_bound
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal, trace_file
 

@@ -16,7 +16,7 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.search import Compiles, Result, Search
+    from megatron_pp_ext.planner.search.best_first import Compiles, Result, Search
 
 STAGES = (
     "pipeline_model_parallel_layout",
@@ -78,11 +78,11 @@ def search(
     from megatron_pp_ext.cli.measure import Where, ranked, run
     from megatron_pp_ext.cli.measure import show as show_measured
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.candidate import settled_in
-    from megatron_pp_ext.planner.launch import flags as flags_of
-    from megatron_pp_ext.planner.layers import pattern
-    from megatron_pp_ext.planner.search import Compiles, Search
-    from megatron_pp_ext.planner.space import Space
+    from megatron_pp_ext.planner.search.best_first import Compiles, Search
+    from megatron_pp_ext.planner.search.candidate import settled_in
+    from megatron_pp_ext.planner.search.configurations import Space
+    from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
+    from megatron_pp_ext.request.layers import pattern
 
     pictures = ask.Pictures(svg, png).paths
     for output in (json, html, *pictures):
@@ -167,8 +167,8 @@ def run_with_bar(search: "Search") -> "Result":
 
 def _schedules(asked: str | None, flag: str | None) -> tuple[Sequence[str], "Compiles"]:
     """The families to try, and whether to have schedules compiled."""
-    from megatron_pp_ext.planner.search import Compiles
-    from megatron_pp_ext.planner.space import SCHEDULES
+    from megatron_pp_ext.planner.search.best_first import Compiles
+    from megatron_pp_ext.planner.search.configurations import SCHEDULES
     from megatron_pp_ext.schedule import catalog
 
     if asked and flag:

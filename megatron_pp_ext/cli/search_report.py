@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Column, Table
 
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.planner import launch
-from megatron_pp_ext.planner.reasons import why
-from megatron_pp_ext.planner.search import Evaluated, Result
+from megatron_pp_ext.planner.search import launch_lines
+from megatron_pp_ext.planner.search.best_first import Evaluated, Result
+from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.system import System
 
 _COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "messages", "behind the best")
@@ -72,7 +72,7 @@ class Report:
                     "candidate": asdict(one.candidate),
                     "estimate": asdict(one.estimate),
                     "behind": why(best, one),
-                    "torchrun": launch.torchrun(
+                    "torchrun": launch_lines.torchrun(
                         one.candidate, self.words, self.gpus, self.system.gpus_per_node
                     ),
                 }
@@ -123,7 +123,9 @@ class Report:
                 f"Estimated on {self.gpus} x {self.system.name}: step {found.step_seconds:.4g} s, MFU "
                 f"{found.utilisation:.1%}, {found.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
-            text = launch.batch_file(one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment)
+            text = launch_lines.batch_file(
+                one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
+            )
             file = folder / f"{number:02}-{one.candidate.name}.sh"
             file.write_text(text, encoding="utf-8")
             file.chmod(0o755)
@@ -145,7 +147,9 @@ class Report:
         ]
 
     def _command(self, one: Evaluated) -> str:
-        return launch.line(launch.torchrun(one.candidate, self.words, self.gpus, self.system.gpus_per_node))
+        return launch_lines.line(
+            launch_lines.torchrun(one.candidate, self.words, self.gpus, self.system.gpus_per_node)
+        )
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.tradeoff import Point

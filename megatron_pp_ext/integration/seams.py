@@ -33,7 +33,7 @@ def all_seams(cpu: bool = False) -> tuple[Seam, ...]:
 def launch_seams(cpu: bool) -> tuple[Seam, ...]:
     """What lets a training script run where it otherwise would not, under any schedule."""
     from megatron_pp_ext.cpu.seams import cpu_seams
-    from megatron_pp_ext.integration import dataset_helpers, skipped_steps
+    from megatron_pp_ext.integration.hooks import dataset_helpers, skipped_steps
 
     return (
         Seam(
@@ -56,39 +56,37 @@ def launch_seams(cpu: bool) -> tuple[Seam, ...]:
 
 def schedule_seams() -> tuple[Seam, ...]:
     """What brings schedules into a training run, in the order in which the run passes it."""
-    from megatron_pp_ext.integration import (
-        arguments,
-        checkpoints,
+    from megatron_pp_ext.integration.hooks import (
+        checkpoint_placement,
         data_parallel,
-        flags,
-        forward_backward,
-        linear,
+        local_linear,
         memory_report,
-        optimizer,
-        placement,
-        trace,
+        mirrored_chunks,
+        stage_optimizer,
     )
+    from megatron_pp_ext.integration.request import parser, validation
+    from megatron_pp_ext.integration.runners import choose, tracing
 
     return (
         Seam(
             "megatron.training.arguments",
             "add_megatron_arguments",
             {_17: "parser"},
-            flags.add_flags,
+            parser.add_flags,
             "the --pipeline-schedule flags",
         ),
         Seam(
             "megatron.training.arguments",
             "validate_args",
             {_17: "args defaults"},
-            arguments.translate_flags,
+            validation.translate_flags,
             "a schedule in Megatron's own terms, before Megatron checks them",
         ),
         Seam(
             "megatron.training.yaml_arguments",
             "validate_yaml",
             {_17: "args defaults"},
-            arguments.refuse_yaml,
+            validation.refuse_yaml,
             "no schedule without its flags translated",
         ),
         Seam(
@@ -102,35 +100,35 @@ def schedule_seams() -> tuple[Seam, ...]:
                 _19: f"{_MODEL_PARALLEL_UP_TO_EXPERTS}gtp_remat_size expert_gtp_remat_size "
                 f"{_MODEL_PARALLEL_UP_TO_SHARP_GROUP}rank_offset local_world_size",
             },
-            placement.embed_on_first_rank,
+            mirrored_chunks.embed_on_first_rank,
             "under a V the first rank has both ends of the model",
         ),
         Seam(
             "megatron.training.training",
             "get_model",
             {_17: "model_provider_func model_type wrap_with_ddp config pg_collection"},
-            placement.build_chunks_placed,
+            mirrored_chunks.build_chunks_placed,
             "chunks of a V or wave from the other end, made by a model provider",
         ),
         Seam(
             "megatron.training.models.dist_utils",
             "build_virtual_pipeline_stages",
             {_18: "build_model_func pg_collection vp_size model_type"},
-            placement.build_chunks_placed,
+            mirrored_chunks.build_chunks_placed,
             "chunks of a V or wave from the other end, made from a model config",
         ),
         Seam(
             "megatron.training.training",
             "build_train_valid_test_data_iterators",
             {_17: "build_train_valid_test_datasets_provider"},
-            placement.provide_data_placed,
+            mirrored_chunks.provide_data_placed,
             "data for the stages that a V puts on this rank",
         ),
         Seam(
             "megatron.core.pipeline_parallel.schedules",
             "get_forward_backward_func",
             {_17: "pp_size vp_size", _19: "pp_size vp_size schedule_pg_collection"},
-            forward_backward.choose_schedule,
+            choose.choose_schedule,
             "the schedule itself",
         ),
         Seam(
@@ -141,28 +139,28 @@ def schedule_seams() -> tuple[Seam, ...]:
                 "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
                 "is_first_microbatch current_microbatch vp_stage is_last_stage"
             },
-            trace.record_forward,
+            tracing.record_forward,
             "--pipeline-trace of stock's schedules",
         ),
         Seam(
             "megatron.core.pipeline_parallel.schedules",
             "backward_step",
             {_17: "input_tensor output_tensor output_tensor_grad config"},
-            trace.record_backward,
+            tracing.record_backward,
             "--pipeline-trace of stock's schedules",
         ),
         Seam(
             "megatron.core.distributed.param_and_grad_buffer",
             "_ParamAndGradBucketGroup.start_grad_sync",
             {_17: "self force_all_reduce"},
-            trace.record_reduction_start,
+            tracing.record_reduction_start,
             "--pipeline-trace of gradient reduction",
         ),
         Seam(
             "megatron.core.distributed.param_and_grad_buffer",
             "_ParamAndGradBucketGroup.finish_grad_sync",
             {_17: "self force_all_reduce"},
-            trace.record_reduction_end,
+            tracing.record_reduction_end,
             "--pipeline-trace of gradient reduction",
         ),
         Seam(
@@ -173,7 +171,7 @@ def schedule_seams() -> tuple[Seam, ...]:
                 _19: f"{_LINEAR} gtp_remat_size",
                 _20: f"{_LINEAR} gtp_remat_size output_dtype",
             },
-            linear.split_backward,
+            local_linear.split_backward,
             "the backward in two halves",
         ),
         Seam(
@@ -187,14 +185,14 @@ def schedule_seams() -> tuple[Seam, ...]:
             "megatron.core.distributed.finalize_model_grads",
             "_allreduce_word_embedding_grads",
             {_17: "model config embd_group pp_group"},
-            placement.sum_tied_gradients,
+            mirrored_chunks.sum_tied_gradients,
             "tied weights whose two copies are on one rank",
         ),
         Seam(
             "megatron.core.optimizer.clip_grads",
             "get_grad_norm_fp32",
             {_17: "grads_for_norm norm_type grad_stats_parallel_group"},
-            optimizer.sum_within_stage,
+            stage_optimizer.sum_within_stage,
             "gradient norms of a pipeline that never flushes",
         ),
         Seam(
@@ -204,21 +202,21 @@ def schedule_seams() -> tuple[Seam, ...]:
                 _17: "parameters grad_stats_parallel_group use_decoupled_grad tp_group",
                 _19: "parameters grad_stats_parallel_group use_decoupled_grad tp_group expert_tp_group",
             },
-            optimizer.sum_within_stage,
+            stage_optimizer.sum_within_stage,
             "counts of zeros in a pipeline that never flushes",
         ),
         Seam(
             "megatron.training.utils",
             "logical_and_across_model_parallel_group",
             {_17: "input", _19: "input group"},
-            optimizer.keep_to_oneself,
+            stage_optimizer.keep_to_oneself,
             "updates of a pipeline that never flushes",
         ),
         Seam(
             "megatron.training.utils",
             "reduce_max_stat_across_model_parallel_group",
             {_17: "stat", _19: "stat group"},
-            optimizer.keep_to_oneself,
+            stage_optimizer.keep_to_oneself,
             "logs of a pipeline that never flushes",
         ),
         Seam(
@@ -246,7 +244,7 @@ def schedule_seams() -> tuple[Seam, ...]:
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
             "distribute_main_replicas_with_precomputed_distribution",
             {_17: "sharded_state_dict parallelization_group precomputed_distribution"},
-            checkpoints.write_copies_once,
+            checkpoint_placement.write_copies_once,
             "checkpoints of tied weights whose two copies are on one rank",
         ),
         Seam(
@@ -257,7 +255,7 @@ def schedule_seams() -> tuple[Seam, ...]:
                 _19: "load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group expt_dp_group "
                 "gpt_compat_layer_maps",
             },
-            checkpoints.load_placed,
+            checkpoint_placement.load_placed,
             "state for the stages of this rank, a copy of it for each tied weight",
         ),
     )

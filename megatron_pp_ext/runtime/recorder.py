@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime import clock
-from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.runtime import clock_offset
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.measured import Measured, RankRecord, Reduction
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 
 _Mark = float | torch.Event
 """A moment: seconds on this machine's clock, or a place in the device's queue of work."""
@@ -58,7 +58,7 @@ class StepRecorder:
             torch.accelerator.synchronize()
             event = torch.Event(enable_timing=True)
             event.record()
-            self._origin = clock.now(), event
+            self._origin = clock_offset.now(), event
         STORE.meter = self.meter if metered else None
         try:
             yield
@@ -104,7 +104,7 @@ class StepRecorder:
 
     def _mark(self) -> _Mark:
         if self._origin is None:
-            return clock.now()
+            return clock_offset.now()
         event = torch.Event(enable_timing=True)
         event.record()
         return event
@@ -119,7 +119,7 @@ class StepRecorder:
 
 def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
     """``record`` on the clock of ``group``'s first rank; collective, see ``clock.offset_to_first``."""
-    return record.moved(*clock.offset_to_first(group, device))
+    return record.moved(*clock_offset.offset_to_first(group, device))
 
 
 def gather[T](record: T, group: dist.ProcessGroup) -> list[T] | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 
 WeightWork = Callable[[], None]
 """Computes one weight's gradient and adds it where it belongs."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
 from megatron_pp_ext.runtime.executor import Stage
-from megatron_pp_ext.runtime.memory import ActivationMeter, watching
 
 
 class _Name(NamedTuple):

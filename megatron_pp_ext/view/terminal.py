@@ -9,9 +9,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_pp_ext.schedule.measured import RecordedStep
+from megatron_pp_ext.schedule.idle_time import Idle, extent, idle_times
+from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.schedule.waits import Idle, extent, idle_times
 from megatron_pp_ext.view.colours import colour, ink, parts
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
-from megatron_pp_ext.schedule.measured import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
 _INSIDE = 1e-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext import doctor
+from megatron_pp_ext.integration import doctor
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pp_ext.cli import measure
 from megatron_pp_ext.cli.measure import Where
-from megatron_pp_ext.planner.jobs import Result, State
+from megatron_pp_ext.jobs.job import Result, State
 
 FLAGS = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
 

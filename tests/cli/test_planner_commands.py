@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from megatron_pp_ext.cli import measure
-from megatron_pp_ext.planner.jobs import Result, State
+from megatron_pp_ext.jobs.job import Result, State
 
 MODEL = {
     "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32000, "bf16": True,

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp_ext.cli import rehearse as command
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
-from megatron_pp_ext.cli.training_run import last_words
+from megatron_pp_ext.jobs.training_run import last_words
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.measured import Measured, RankRecord, Reduction
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 

@@ -1,3 +1,3 @@
 """Tests here import Megatron: the stand-ins for torch.cuda go in before pytest imports them."""
 
-import ranks  # noqa: F401
+from tests.support import ranks  # noqa: F401

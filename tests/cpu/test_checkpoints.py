@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-import rounding
-from training import Run, train
+
+from tests.support import rounding
+from tests.support.training import Run, train
 
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import rounding
-from training import TINY, train
 
 from megatron_pp_ext import __main__ as launcher
+from tests.support import rounding
+from tests.support.training import TINY, train
 
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
 

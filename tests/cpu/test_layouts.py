@@ -3,9 +3,10 @@
 import functools
 
 import pytest
-import rounding
 import torch
-from training import Run, global_parameters, train
+
+from tests.support import rounding
+from tests.support.training import Run, global_parameters, train
 
 EVALUATE = ["--eval-interval", "2", "--eval-iters", "1"]
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"

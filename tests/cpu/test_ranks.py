@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+
+from tests.support.ranks import RankError, run_ranks
 
 
 def test_results_come_back_in_rank_order() -> None:

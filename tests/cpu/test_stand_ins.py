@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_pp_ext import cpu
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0), "cpu", None])

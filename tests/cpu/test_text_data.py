@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from training import train
 
 from megatron_pp_ext.text_data import END_OF_DOCUMENT, PIECE, TextDataError, prepare
+from tests.support.training import train
 
 
 def documents(prefix: Path) -> list[bytes]:

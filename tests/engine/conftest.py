@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 if "TRANSFORMER_ENGINE" in os.environ and "megatron.core" not in sys.modules:
-    import ranks  # noqa: F401  (the stand-ins for torch.cuda)
-    from checkout import install
+    from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda)
+    from tests.support.engine_checkout import install
 
     install(Path(os.environ["TRANSFORMER_ENGINE"]))
 
     import megatron_pp_ext.integration
 
     megatron_pp_ext.integration.install()
-    sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))

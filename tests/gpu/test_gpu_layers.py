@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import rounding
 import torch
 
-from megatron_pp_ext.runtime.memory import Owner
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from tests.support import rounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def _move(parameter: Any) -> None:
 
 
 def _assert_same(make: Callable[[], torch.nn.Module], call: Callable[..., torch.Tensor]) -> None:
-    from megatron_pp_ext.integration.transformer_engine import split_backwards
+    from megatron_pp_ext.integration.hooks.engine_linear import split_backwards
 
     whole, cut = make(), make()
     cut.load_state_dict(whole.state_dict())

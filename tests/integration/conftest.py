@@ -3,12 +3,7 @@
 Without --pipeline-schedule the patches must change nothing; ``test_seams`` holds them to it.
 """
 
-import sys
-from pathlib import Path
-
-import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
-
 from megatron_pp_ext.integration import install
+from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
 
 install()
-sys.path.append(str(Path(__file__).parent.parent / "launches"))  # the model of launch queues

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import rounding
-from training import TINY
+
+from tests.support import rounding
+from tests.support.training import TINY
 
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
 

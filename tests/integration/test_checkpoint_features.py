@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
-import rounding
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from ranks import RankError
-from training import train
 
-from megatron_pp_ext.integration import checkpoints
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.integration.hooks import checkpoint_placement
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.compile import compile_schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
+from tests.support import rounding
+from tests.support.ranks import RankError
+from tests.support.training import train
 
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -115,7 +115,7 @@ def test_state_that_would_fit_is_refused_elsewhere(tmp_path: Path, monkeypatch: 
     with pytest.raises(RankError, match=r"for wave placement .* but this run has loop placement"):
         resume(tmp_path, 2, *loop)
     # Without the refusal it would load, and train on wrongly.
-    monkeypatch.setattr(checkpoints, "_fix_if_rank_by_rank", lambda *state: None)
+    monkeypatch.setattr(checkpoint_placement, "_fix_if_rank_by_rank", lambda *state: None)
     assert resume(tmp_path, 2, *loop) != run[2:]
 
 

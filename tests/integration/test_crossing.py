@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-import rounding
-from training import train
+
+from tests.support import rounding
+from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "4")
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")

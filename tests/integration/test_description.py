@@ -1,15 +1,16 @@
 """A launch script's flags, read by Megatron's parser without a process group."""
 
 import pytest
-from training import TINY
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.description import layers_by_stage, read_flags, stages_asked_for
-from megatron_pp_ext.planner import launch, system
-from megatron_pp_ext.planner.candidate import Candidate, Recompute
-from megatron_pp_ext.planner.description import DEFAULTS, describe, flag
-from megatron_pp_ext.planner.plan import plan_of
-from megatron_pp_ext.planner.whole import estimate_plan
+from megatron_pp_ext.integration.request.launch_flags import layers_by_stage, read_flags, stages_asked_for
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.search import launch_lines
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.step.model_description import DEFAULTS, describe, flag
+from megatron_pp_ext.planner.step.whole import estimate_plan
+from megatron_pp_ext.request.plan import plan_of
+from tests.support.training import TINY
 
 
 def read(flags):
@@ -33,7 +34,7 @@ def test_a_description_and_its_flags_say_the_same():
         "hidden_dropout": 0.05, "fp8": "hybrid", "bf16": True, "normalization": "RMSNorm", "num_experts": 4,
     }  # fmt: skip
     candidate = Candidate(2, 1, 2, 2, 4, 1, 8, Recompute("all", "full", "uniform", 1), "flex", 2, 123456)
-    args = read_flags(launch.flags(candidate, launch.words_of(values)))
+    args = read_flags(launch_lines.flags(candidate, launch_lines.words_of(values)))
     expected = vars(candidate.described(describe(values)))
     assert {name: getattr(args, name) for name in expected} == {
         **expected, "attention_backend": args.attention_backend,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankError
-from training import initialize_by_layer, train
 
-from megatron_pp_ext.integration.stage import ModelStage
+from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from tests.support.ranks import RankError
+from tests.support.training import initialize_by_layer, train
 
 FLAGS = ("--pipeline-model-parallel-size", "4", "--ckpt-format", "torch_dist", "--train-iters", "4")
 SCHEDULE = ("--pipeline-schedule", "v-half")

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
-from comparison import assert_same_bits, assert_same_gradients, run, stock
-from test_model_costs import costs
-from test_refusals import PP4, read
-from training import train
 
-from megatron_pp_ext.planner.programs import compiled
+from megatron_pp_ext.planner.step.programs import compiled
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
+from tests.integration.test_model_costs import costs
+from tests.integration.test_refusals import PP4, read
+from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock
+from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "4")
 FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")

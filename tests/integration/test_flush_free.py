@@ -5,18 +5,19 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import rounding
 import torch
-import training
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
-from ranks import RankError, run_ranks
 
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration import active, flush_free, forward_backward, sources, updates
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.request import sources, updates
+from megatron_pp_ext.integration.runners import choose, flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.view import trace_file
+from tests.support import rounding, training
+from tests.support.ranks import RankError, run_ranks
 
 UNTIED = "--untie-embeddings-and-output-weights"
 UPDATES = 20
@@ -39,8 +40,8 @@ def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
         one = Reference(*reference)
         training.training.get_forward_backward_func = lambda **_: one
     run = training._train(rank, argv, initialize, None)
-    pipeline = active.pipeline()
-    versions = forward_backward.runner(pipeline).most_version_bytes if pipeline else 0
+    pipeline = requested.pipeline()
+    versions = choose.runner(pipeline).most_version_bytes if pipeline else 0
     parameters = training.global_parameters(chunks)
     return {
         "parameters": {name: parameter.detach().float().clone() for name, parameter in parameters},

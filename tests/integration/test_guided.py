@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparison import assert_same_bits, run, stock
 from megatron.core.utils import unwrap_model
-from test_refusals import PP4, read
-from training import initialize_by_layer, train
 
-from megatron_pp_ext.integration import guided
-from megatron_pp_ext.integration.profile_steps import ProfileSteps
-from megatron_pp_ext.runtime import clock
+from megatron_pp_ext.integration.request.profile_steps import ProfileSteps
+from megatron_pp_ext.integration.runners import profile_guided
+from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.measured import RecordedStep
+from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
+from tests.integration.test_refusals import PP4, read
+from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.training import initialize_by_layer, train
 
 EQUAL = ("--clip-grad", "0", "--untie-embeddings-and-output-weights", "--train-iters", "6")
 PIPELINE = ("--pipeline-model-parallel-size", "4", *EQUAL)
@@ -42,7 +42,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """What rank 0 logs of the change goes here."""
     file = tmp_path / "log"
     file.touch()
-    say = guided.print_rank_0
+    say = profile_guided.print_rank_0
 
     def print_and_keep(text: str) -> None:
         say(text)
@@ -50,14 +50,14 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             with file.open("a") as lines:
                 lines.write(f"{text}\n")
 
-    monkeypatch.setattr(guided, "print_rank_0", print_and_keep)
+    monkeypatch.setattr(profile_guided, "print_rank_0", print_and_keep)
     return file
 
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements as of stages that take very different times, so that there is much to gain."""
-    measure = guided.measured_costs
+    measure = profile_guided.measured_costs
 
     def measured(steps) -> Costs:
         stages = measure(steps).stages
@@ -68,7 +68,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         )
 
-    monkeypatch.setattr(guided, "measured_costs", measured)
+    monkeypatch.setattr(profile_guided, "measured_costs", measured)
 
 
 @pytest.mark.parametrize("name", ["v-half", "1f1b"])
@@ -100,7 +100,7 @@ def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
     """Make layer 8 sleep in its forward, and twice as long in its backward; the clocks of ranks differ."""
     initialize_by_layer(chunks)
     ahead = 1000 * torch.distributed.get_rank()
-    clock.now = lambda: time.perf_counter() + ahead
+    clock_offset.now = lambda: time.perf_counter() + ahead
 
     def backward_sleeps(gradient: torch.Tensor) -> None:
         time.sleep(2 * SLEEP)
@@ -118,13 +118,13 @@ def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
 
 def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The stage that sleeps costs its sleep in F and in I; its W and the other stages do not."""
-    simulate = guided.simulate
+    simulate = profile_guided.simulate
 
     def keep(schedule: Schedule, costs: Costs) -> Timeline:
         (tmp_path / "costs").write_bytes(pickle.dumps(costs))
         return simulate(schedule, costs)
 
-    monkeypatch.setattr(guided, "simulate", keep)
+    monkeypatch.setattr(profile_guided, "simulate", keep)
     file = tmp_path / "trace.json"
     flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b")
     train(2, [*flags, *MEASURED, "--pipeline-trace", str(file)], initialize=slow_last_stage)
@@ -202,7 +202,7 @@ def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", *MEASURED]
     flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "2"]
     for activation, told in ((100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")):
-        monkeypatch.setattr(guided, "measured_costs", partial(costs, activation))
+        monkeypatch.setattr(profile_guided, "measured_costs", partial(costs, activation))
         train(2, flags)
         (line,) = log.read_text().splitlines()
         assert re.search(f"m = 1, measured in steps 2-3: flex stays, {told}", line)

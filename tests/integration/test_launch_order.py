@@ -8,11 +8,12 @@ from itertools import combinations, pairwise, product, zip_longest
 from typing import NamedTuple
 
 import pytest
-from entries import Collective, Kernel, Launches, Transfer, Wait
-from hardware import Setting
-from queues import circle
-from synchronizations import before_every_action, before_every_launch, never
-from whole_jobs import BETWEEN, record_job
+
+from tests.support.launches.entries import Collective, Kernel, Launches, Transfer, Wait
+from tests.support.launches.hardware import Setting
+from tests.support.launches.queues import circle
+from tests.support.launches.synchronizations import before_every_action, before_every_launch, never
+from tests.support.launches.whole_jobs import BETWEEN, record_job
 
 BASE = "--pipeline-model-parallel-size 2 --num-layers 4 --train-iters 2"
 GATHER, SCATTER, EXCHANGE = "_?all_?gather", "_?reduce_scatter", "all_?to_?all"

@@ -1,7 +1,8 @@
 """Stages with unequal numbers of layers: the ends counted as layers, or given numbers of their own."""
 
 import pytest
-from comparison import assert_same_gradients, run, stock
+
+from tests.support.comparison import assert_same_gradients, run, stock
 
 PIPELINE = "--pipeline-model-parallel-size"
 FLEX = "flex --pipeline-memory-limit 0.75"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.linear import split_backward
-from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.integration.hooks.local_linear import split_backward
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 
 ROWS, WIDTH, OUT = 6, 4, 3

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rounding
 import torch
 from megatron.core.timers import Timer
 from megatron.training import get_args, theoretical_memory_usage, training
 from megatron.training.utils import is_last_rank
-from training import initialize_by_layer, train
+
+from tests.support import rounding
+from tests.support.training import initialize_by_layer, train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 SCHEDULES = {

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import training
-from comparison import stock
 from megatron.training import training as megatron_training
+
+from tests.support import training
+from tests.support.comparison import stock
 
 V_HALF = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half")
 

@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 from megatron.core.parallel_state import get_nccl_options
 from megatron.training import arguments as megatron_arguments
-from training import TINY
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.message_groups import group_options
+from megatron_pp_ext.integration.runners.message_groups import group_options
 from megatron_pp_ext.runtime.groups import GroupOptions
+from tests.support.training import TINY
 
 FILES = {
     "dp_cp: {max_ctas: 16, is_high_priority_stream: false}": GroupOptions(),

@@ -11,16 +11,16 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.training import arguments as megatron_arguments
-from training import TINY, train
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration import model_costs
-from megatron_pp_ext.integration.model_costs import estimate
+from megatron_pp_ext.integration.request import model_costs
+from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
+from tests.support.training import TINY, train
 
 TOKENS = SEQUENCE = HIDDEN = 32
 VOCABULARY = 64

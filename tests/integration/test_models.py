@@ -1,10 +1,11 @@
 """Every kind of model trains as under stock's 1F1B: gradients, losses, and the losses that are logged."""
 
 import pytest
-import rounding
 import torch
-from comparison import Result, assert_same_gradients, run, stock
-from training import global_parameters, since, train
+
+from tests.support import rounding
+from tests.support.comparison import Result, assert_same_gradients, run, stock
+from tests.support.training import global_parameters, since, train
 
 PIPELINE = "--pipeline-model-parallel-size"
 FLEX = "flex --pipeline-memory-limit 0.75"

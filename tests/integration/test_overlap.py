@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from comparison import assert_same_bits, run, stock
-from training import since, train
 
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.measured import Measured, RecordedStep
+from megatron_pp_ext.schedule.recorded import Measured, RecordedStep
 from megatron_pp_ext.view import trace_file
+from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.training import since, train
 
 PP2_DP2 = ("--pipeline-model-parallel-size", "2")
 REDUCE = ("--overlap-grad-reduce",)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_refusals import read
 
-from megatron_pp_ext.integration.paged_stash import begin_step
+from megatron_pp_ext.integration.runners.paged_stash import begin_step
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
+from tests.integration.test_refusals import read
 
 stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="Megatron 0.18 and later")
 

@@ -6,10 +6,21 @@ The table is in ``features``; a row that fails runs alone with ``-k`` and its na
 from itertools import combinations
 
 import pytest
-import rounding
 import torch
-from comparison import assert_same_bits, assert_same_gradients, run
-from features import EXCLUDED, FACTORS, FLAGS, LARGE_ROWS, MICROBATCHES, SEQUENCE, Row, covering_rows, job
+
+from tests.support import rounding
+from tests.support.comparison import assert_same_bits, assert_same_gradients, run
+from tests.support.features import (
+    EXCLUDED,
+    FACTORS,
+    FLAGS,
+    LARGE_ROWS,
+    MICROBATCHES,
+    SEQUENCE,
+    Row,
+    covering_rows,
+    job,
+)
 
 ROWS = covering_rows(FACTORS, EXCLUDED)
 CLIPPED_ABOVE = float(FLAGS["clipping"]["engages"].split()[-1])

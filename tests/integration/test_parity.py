@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from comparison import assert_same_bits, assert_same_gradients, run, stock
 from megatron.core import mpu
-from training import global_parameters, has_flag, train
 
 from megatron_pp_ext.schedule import catalog
+from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock
+from tests.support.training import global_parameters, has_flag, train
 
 PIPELINE = "--pipeline-model-parallel-size"
 TP2 = ("--tensor-model-parallel-size", "2")

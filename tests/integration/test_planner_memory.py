@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import TINY, train
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.description import layers_by_stage, read_flags, stages_asked_for
+from megatron_pp_ext.integration.request.launch_flags import layers_by_stage, read_flags, stages_asked_for
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.plan import plan_of
-from megatron_pp_ext.planner.programs import program
-from megatron_pp_ext.planner.workload import Workload
+from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request.plan import plan_of
 from megatron_pp_ext.view import trace_file
+from tests.support.training import TINY, train
 
 LARGER = (
     "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --vocab-size 512 "

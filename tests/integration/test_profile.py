@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rounding
 import torch
 from megatron.core.utils import unwrap_model
-from training import initialize_by_layer, train
 
 from megatron_pp_ext.cli.profile import training_flags
-from megatron_pp_ext.integration.profile import refuse_flags
-from megatron_pp_ext.planner import profile_file
-from megatron_pp_ext.planner.layout import layout_of
-from megatron_pp_ext.planner.partition import partition
-from megatron_pp_ext.planner.profile import Profile
-from megatron_pp_ext.planner.recurrence import Level
+from megatron_pp_ext.integration.runners.layer_profiler import refuse_flags
+from megatron_pp_ext.partition import profile_file
+from megatron_pp_ext.partition.layout import layout_of
+from megatron_pp_ext.partition.partitioner import partition
+from megatron_pp_ext.partition.profile import Profile
+from megatron_pp_ext.partition.recurrence import Level
+from tests.support import rounding
+from tests.support.training import initialize_by_layer, train
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 8, 32, 32, 64
 HIDDEN_BYTES = 4 * HIDDEN * SEQUENCE

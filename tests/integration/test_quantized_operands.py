@@ -6,8 +6,8 @@ Transformer Engine's own classes are in tests/engine.
 import pytest
 import torch
 
-from megatron_pp_ext.integration.transformer_engine import DeferringStore
-from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.integration.hooks.engine_linear import DeferringStore
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 
 ROWS, WIDTH = 8, 4

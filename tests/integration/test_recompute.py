@@ -1,7 +1,8 @@
 """Recomputed activations: the halves of a split backward still are the whole, to the last bit."""
 
 import pytest
-from comparison import assert_same_gradients, run, stock
+
+from tests.support.comparison import assert_same_gradients, run, stock
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 FULL = "--recompute-granularity full --recompute-method"

@@ -3,13 +3,13 @@
 import pytest
 from megatron.training import arguments as megatron_arguments
 from megatron.training import yaml_arguments
-from ranks import RankError
-from training import TINY, has_flag, train
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.arguments import read_flags
-from megatron_pp_ext.integration.refusals import _ALWAYS, _SPLIT, _V
+from megatron_pp_ext.integration.request.refusals import _ALWAYS, _SPLIT, _V
+from megatron_pp_ext.integration.request.validation import read_flags
 from megatron_pp_ext.schedule.placement import loop
+from tests.support.ranks import RankError
+from tests.support.training import TINY, has_flag, train
 
 PP4 = "--pipeline-model-parallel-size 4"
 

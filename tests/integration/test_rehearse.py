@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-import training
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
-from megatron_pp_ext.integration.rehearse import refuse_flags
+from megatron_pp_ext.integration.runners.rehearsing import refuse_flags
 from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
+from tests.support import ranks, training
 
 SEQUENCE = HIDDEN = 32
 

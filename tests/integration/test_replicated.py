@@ -3,27 +3,26 @@
 from functools import partial
 
 import pytest
-import rounding
 import torch
 import torch.distributed as dist
-import training
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from ranks import run_ranks
 
-from megatron_pp_ext.integration.data_parallel import DataParallel, last_actions
-from megatron_pp_ext.integration.replicated import process_groups
-from megatron_pp_ext.integration.stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, last_actions
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.replicated_groups import process_groups
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from tests.support import rounding, training
+from tests.support.ranks import run_ranks
 
 MICROBATCHES, LENGTH, WORDS, WIDTH = 6, 8, 32, 16
 

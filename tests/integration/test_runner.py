@@ -4,19 +4,21 @@ import pytest
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
-from ranks import run_ranks
 
-from megatron_pp_ext.integration import active, forward_backward, sources
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.request import sources
+from megatron_pp_ext.integration.runners import flushed
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import linear
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
 def pipeline():
-    chosen = active.Pipeline(sources.from_catalogue("1f1b", linear(2)), linear(2))
-    active.activate(chosen)
+    chosen = requested.Pipeline(sources.from_catalogue("1f1b", linear(2)), linear(2))
+    requested.activate(chosen)
     yield chosen
-    active.activate(None)
+    requested.activate(None)
 
 
 def contract(**changed):
@@ -26,7 +28,7 @@ def contract(**changed):
 
 def test_distillation_is_refused(pipeline):
     runner = stock_schedules.get_forward_backward_func()
-    assert isinstance(runner, forward_backward.PipelineRunner)
+    assert isinstance(runner, flushed.PipelineRunner)
     with pytest.raises(ValueError, match="does not support modelopt's distillation"):
         runner(**contract(adjust_tensor_shapes_fn=lambda *shapes: shapes))
 
@@ -42,9 +44,9 @@ def test_several_modules_are_refused(pipeline):
 def compare(rank: int) -> str:
     """Ranks 0 and 1 are one pipeline, 2 and 3 another, with another schedule."""
     dist.init_process_group("gloo")
-    forward_backward.require_same_on_all(catalog.build("1f1b", 2, 4))
+    flushed.require_same_on_all(catalog.build("1f1b", 2, 4))
     with pytest.raises(RuntimeError) as error:
-        forward_backward.require_same_on_all(catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4))
+        flushed.require_same_on_all(catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4))
     return str(error.value)
 
 

@@ -7,9 +7,9 @@ import os
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
 import pytest
-from comparison import assert_same_bits, run
 
 from megatron_pp_ext.integration import install, patching, seams
+from tests.support.comparison import assert_same_bits, run
 
 SEAMS = seams.schedule_seams()
 

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rounding
 import torch
-from comparison import Result, assert_same_bits, assert_same_norms, run, stock
 from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
-from training import initialize_by_layer, since, train
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.integration.refusals import refuse_unsupported_config
+from megatron_pp_ext.integration.request.refusals import refuse_unsupported_config
+from tests.support import rounding
+from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
+from tests.support.training import initialize_by_layer, since, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")

@@ -4,14 +4,14 @@ import errno
 from pathlib import Path
 
 import pytest
-from test_parity import MAIN_FAMILIES
-from training import train
 
 from megatron_pp_ext import files
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
+from tests.integration.test_parity import MAIN_FAMILIES
+from tests.support.training import train
 
 RANKS, MICROBATCHES = 4, 9
 PIPELINE = ("--pipeline-model-parallel-size", str(RANKS), "--global-batch-size", str(MICROBATCHES))

@@ -8,24 +8,24 @@ from random import Random
 
 import pytest
 import torch
-import training
 from megatron.core.tensor_parallel import RowParallelLinear
-from test_refusals import read
 
-from megatron_pp_ext.integration.refusals import refuse_unsupported
-from megatron_pp_ext.integration.transformer_engine import (
+from megatron_pp_ext.compiler.compile import compile_schedule, least_limits
+from megatron_pp_ext.integration.hooks.engine_linear import (
     DeferringStore,
     require_first_first,
     split_backwards,
 )
-from megatron_pp_ext.runtime.memory import ActivationMeter, Owner
+from megatron_pp_ext.integration.request.refusals import refuse_unsupported
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.compile import compile_schedule, least_limits
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
+from tests.integration.test_refusals import read
+from tests.support import training
 
 ROWS, WIDTH, OUT, GROUPS = 6, 4, 3, 2
 

@@ -1,10 +1,10 @@
 """What the schedules that never flush ask of the flags."""
 
 import pytest
-from test_refusals import read
-from training import has_flag
 
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from tests.integration.test_refusals import read
+from tests.support.training import has_flag
 
 PP4 = "--pipeline-model-parallel-size 4"
 UNTIED = "--untie-embeddings-and-output-weights"

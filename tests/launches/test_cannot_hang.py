@@ -10,25 +10,25 @@ from itertools import product
 from random import Random
 
 import pytest
-import slow
-import synchronizations
-from entries import HostWait, Kernel, Transfer
-from grid import everything, without_flush
-from hardware import Setting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queues import circle
-from recording import plans, record, record_plans
 
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.compile import compile_schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support import slow
+from tests.support.launches import synchronizations
+from tests.support.launches.entries import HostWait, Kernel, Transfer
+from tests.support.launches.grid import everything, without_flush
+from tests.support.launches.hardware import Setting
+from tests.support.launches.queues import circle
+from tests.support.launches.recording import plans, record, record_plans
 
 SETTINGS = [
     *(Setting(*choice) for choice in product((1, 2, 8, 32), (True, False), (True, False))),

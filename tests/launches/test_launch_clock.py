@@ -1,14 +1,14 @@
 """The launch queues with a clock: by hand, and against the simulator where messages cost nothing."""
 
 import pytest
-from clocked import PROCESSORS, seconds
-from entries import Kernel, Transfer, Wait
-from grid import families
-from hardware import Setting
-from policies import Policy, launch
 
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.launches.clocked import PROCESSORS, seconds
+from tests.support.launches.entries import Kernel, Transfer, Wait
+from tests.support.launches.grid import families
+from tests.support.launches.hardware import Setting
+from tests.support.launches.policies import Policy, launch
 
 SEND, RECEIVE = Transfer("down", 1, is_send=True), Transfer("down", 0, is_send=False)
 

@@ -8,11 +8,12 @@ kind: its evaluations and its pipelines without a flush need not have been quite
 from itertools import product
 
 import pytest
-import synchronizations
-from grid import everything
-from hardware import Setting
-from policies import ONE_AHEAD, TWO_AHEAD, WHEN_NEEDED, launch
-from queues import circle
+
+from tests.support.launches import synchronizations
+from tests.support.launches.grid import everything
+from tests.support.launches.hardware import Setting
+from tests.support.launches.policies import ONE_AHEAD, TWO_AHEAD, WHEN_NEEDED, launch
+from tests.support.launches.queues import circle
 
 PIPELINES = [
     steps for ranks, factor in product((2, 4), (1, 2, 4)) for steps in everything(ranks, factor * ranks)

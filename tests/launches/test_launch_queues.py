@@ -4,12 +4,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import synchronizations
-from entries import Batch, Collective, HostWait, Kernel, Transfer, Wait
-from hardware import Setting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queues import circle
+
+from tests.support.launches import synchronizations
+from tests.support.launches.entries import Batch, Collective, HostWait, Kernel, Transfer, Wait
+from tests.support.launches.hardware import Setting
+from tests.support.launches.queues import circle
 
 EVERY = [
     Setting(queues, sends_wait, stream_a_pair, foreign_streams)

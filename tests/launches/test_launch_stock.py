@@ -3,12 +3,12 @@
 from itertools import product
 
 import pytest
-import stock
-from entries import Kernel
-from hardware import Setting
-from queues import circle
 
 from megatron_pp_ext.schedule import catalog
+from tests.support.launches import stock
+from tests.support.launches.entries import Kernel
+from tests.support.launches.hardware import Setting
+from tests.support.launches.queues import circle
 
 SETTINGS = [Setting(*choice) for choice in product((1, 2, 8, 32), (True, False), (True, False))]
 SIZES = [(ranks, factor * ranks) for ranks in (2, 3, 4, 8) for factor in (1, 2)]

@@ -85,9 +85,8 @@ def test_it_applies_to_the_checkout_and_trains(tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     # Here, for the flags: importing them imports Megatron, which the other tests do without.
-    from training import TINY
-
     from megatron_pp_ext.cpu import with_cpu_flags
+    from tests.support.training import TINY
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(starter), str(script), *with_cpu_flags([*TINY, "--mock-data"])]

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.planner import space as space_module
+from megatron_pp_ext.compiler.limits import asked_for
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.candidate import Candidate, Recompute, settled_in, strip
-from megatron_pp_ext.planner.description import describe
-from megatron_pp_ext.planner.estimate import estimate
-from megatron_pp_ext.planner.plan import plan_of
-from megatron_pp_ext.planner.programs import program
-from megatron_pp_ext.planner.reasons import why
-from megatron_pp_ext.planner.search import WHOLE, Compiles, Evaluated, Search, bounds
-from megatron_pp_ext.planner.space import Space
-from megatron_pp_ext.planner.workload import Workload
+from megatron_pp_ext.planner.search import configurations as space_module
+from megatron_pp_ext.planner.search.best_first import WHOLE, Compiles, Evaluated, Search, bounds
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
+from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.explanation import why
+from megatron_pp_ext.planner.step.estimate import estimate
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request.plan import plan_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.limits import asked_for
 
 MODEL = {
     "num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048, "vocab_size": 32000,

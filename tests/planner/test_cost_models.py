@@ -3,14 +3,14 @@
 import pytest
 
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.clock import SystemClock
-from megatron_pp_ext.planner.description import describe
-from megatron_pp_ext.planner.estimate import estimate
-from megatron_pp_ext.planner.layer_costs import LayerCosts
-from megatron_pp_ext.planner.plan import plan_of
-from megatron_pp_ext.planner.programs import placement_of, program
-from megatron_pp_ext.planner.whole import estimate_plan
-from megatron_pp_ext.planner.workload import Workload
+from megatron_pp_ext.planner.step.estimate import estimate
+from megatron_pp_ext.planner.step.kernel_seconds import SystemClock
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.programs import placement_of, program
+from megatron_pp_ext.planner.step.whole import estimate_plan
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request.plan import plan_of
 
 GPT3 = {
     "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_pp_ext.planner.description import describe
-from megatron_pp_ext.planner.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_description import describe
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
 OPERANDS = TOKENS * (HIDDEN + 3 * HIDDEN) + TOKENS * (HIDDEN + HIDDEN) + 2 * TOKENS * (HIDDEN + INNER)

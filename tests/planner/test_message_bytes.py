@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.description import describe
-from megatron_pp_ext.planner.estimate import estimate, memory
-from megatron_pp_ext.planner.programs import program
-from megatron_pp_ext.planner.workload import Workload
+from megatron_pp_ext.planner.step.estimate import estimate, memory
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement, linear

@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
 
-from megatron_pp_ext.runtime import stage as stage_module
+from megatron_pp_ext.runtime import module_stage as stage_module
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
-from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.ranks import RankError, run_ranks
 
 WIDTH, ROWS = 6, 3
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_pp_ext.runtime.groups import GroupOptions, direction_groups, message_backend
+from tests.support.ranks import run_ranks
 
 PIPELINES = [0, 2], [1, 3]
 PATIENCE = timedelta(seconds=60)

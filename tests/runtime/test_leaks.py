@@ -10,17 +10,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import Stage, execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
-from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families import pipedream
+from tests.support.ranks import run_ranks
 
 RANKS, MICROBATCHES, STEPS, WARM_UP = 2, 2, 500, 100
 ROWS, WIDTH = 64, 64

@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_pp_ext.runtime.groups import direction_groups
+from tests.support.ranks import run_ranks
 
 
 def meetings(rank: int, ranks: int, edges: list[tuple[int, int]]) -> list[tuple[int, int, str]]:

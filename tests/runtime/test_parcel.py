@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from megatron_pp_ext.runtime.parcel import Parcels
+from tests.support.ranks import run_ranks
 
 LOSS = torch.tensor([1.5, 7.0])
 TREES = [

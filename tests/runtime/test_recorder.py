@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_pp_ext.runtime import clock
+from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
 
@@ -38,7 +38,7 @@ def test_a_device_is_asked_after_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", wait)
-    monkeypatch.setattr(clock, "now", lambda: Event.now)
+    monkeypatch.setattr(clock_offset, "now", lambda: Event.now)
     recorder = StepRecorder()
     Event.now = START
     action = Action(0, Kind.W, 0)

@@ -1,19 +1,19 @@
 """Replicated stages on plain torch stages: the gradients of one process, routed in turn."""
 
 import pytest
-import rounding
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_executor import ROWS, WIDTH, loss, make_module, microbatch_data
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from tests.runtime.test_executor import ROWS, WIDTH, loss, make_module, microbatch_data
+from tests.support import rounding
+from tests.support.ranks import run_ranks
 
 MICROBATCHES = 8
 

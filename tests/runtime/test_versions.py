@@ -5,18 +5,18 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_executor import ROWS, WIDTH
-from test_executor import make_module as make_double
-from test_executor import microbatch_data as double_data
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.runtime.stage import ModuleStage
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from tests.runtime.test_executor import ROWS, WIDTH
+from tests.runtime.test_executor import make_module as make_double
+from tests.runtime.test_executor import microbatch_data as double_data
+from tests.support.ranks import run_ranks
 
 UPDATES = 20
 OPTIMIZERS = {

@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from megatron_pp_ext.schedule.check import InvalidSchedule, check, require_one_f
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support import slow
 
 
 def parse(text):

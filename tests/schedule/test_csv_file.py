@@ -1,10 +1,10 @@
 import pytest
-import slow
 from hypothesis import HealthCheck, given, settings
 
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.placement import Shape
+from tests.support import slow
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)

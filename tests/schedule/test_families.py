@@ -1,12 +1,12 @@
 """All families over a grid of sizes: complete, in order, within memory, and as short as published."""
 
 import pytest
-from published import UNIT_COST
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families.building_block import Block, unroll
 from megatron_pp_ext.schedule.simulate import simulate
+from reference.published_schedules import UNIT_COST
 
 SIZES = sorted({(p, m) for p in (2, 3, 4, 5, 8) for m in (1, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1)})
 LONG = [(p, m) for p in (2, 3, 4, 5, 6, 7, 8, 11, 16) for m in (2 * p, 2 * p + 1, 4 * p)]

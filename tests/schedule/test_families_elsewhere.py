@@ -3,14 +3,14 @@
 from itertools import pairwise
 
 import pytest
-from published import MORE_UNIT_COST
-from torchs import TORCH, torch_schedule
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
+from reference.published_schedules import MORE_UNIT_COST
+from tests.support.torchs import TORCH, torch_schedule
 
 TIMES = [(1, 1, 1, 0), (1, 1.1, 0.7, 0.05), (1, 1, 0.5, 0), (1, 2, 1, 0.1)]
 

@@ -1,14 +1,14 @@
 import pytest
-import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import MEASURED_COST
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 from megatron_pp_ext.schedule.simulate import simulate
+from reference.published_schedules import MEASURED_COST
+from tests.support import slow
 
 F, I, W, B = Kind
 

@@ -6,7 +6,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.measured import Measured, RankRecord
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 

@@ -1,0 +1,236 @@
+"""The best schedule found for measured costs under a memory limit.
+
+The published families are points: each has one amount of memory and was worked out for F, I and W
+of equal length.  Here the costs of every stage and the memory of every rank are given, and a
+portfolio of methods competes, each with a fixed number of trials so that every rank and every
+machine finds the same schedule.  Whatever they propose is judged alike: valid, within every rank's
+limit, and shortest when simulated.  A lower bound comes with the answer; the two bracket the optimum.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.compiler.limits import at_most, cut_for, rooms_beside_messages
+from megatron_pp_ext.compiler.limits import least_limits as least_limits
+from megatron_pp_ext.compiler.search import cache
+from megatron_pp_ext.compiler.search.problem import TOLERANCE, problem_of
+from megatron_pp_ext.compiler.search.propose import Proposal, from_families, from_search
+from megatron_pp_ext.schedule.catalog import NAMES
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+VERSION = 7
+"""Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
+
+TRIALS = 1000
+"""How many orders a search may try on a pipeline of ordinary size; fewer on larger ones."""
+
+_CLOSE = 1e-6
+"""The fraction by which two makespans in integer time may be in the wrong order."""
+
+
+class InfeasibleLimit(ValueError):
+    """A memory limit that no schedule can keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A schedule with its clock and with how good it can be at most.
+
+    ``timeline.schedule`` is named "flex".  ``lower_bound`` is a makespan that no schedule within the
+    limit can be shorter than, with any of the placements considered.  ``origin`` says, for people,
+    which member of the portfolio found the schedule.
+    """
+
+    timeline: Timeline
+    lower_bound: float
+    origin: str
+
+
+def compile_schedule(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory_limit: float | Sequence[float],
+    *,
+    placements: Sequence[Placement] | None = None,
+    trials: int = TRIALS,
+) -> Compiled:
+    """The shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
+
+    ``costs`` are those of the finest cut of the model, ``len(costs.stages) == ranks * chunks``.
+    Placements with fewer chunks merge neighbouring stages; with None, all placements that the cut
+    allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
+    ``StageCosts.activation``: one number for all ranks or one a rank, which ``Timeline.peak_memory``
+    keeps to.  ``trials`` bounds the search; 0 leaves the published families.
+
+    The answer is never longer than that of a published family with one of the placements that
+    keeps the limit, its own messages counted.  Raises ValueError for arguments that do not fit together
+    and InfeasibleLimit, with the least feasible limit, where no order fits.
+    """
+    if ranks < 2 or microbatches < 1 or trials < 0:
+        raise ValueError(
+            f"got {ranks} ranks, {microbatches} microbatches and {trials} trials, "
+            "but a schedule has at least 2, 1 and 0 of them: correct them"
+        )
+    limits = _limits(ranks, memory_limit)
+    if placements is not None and not placements:
+        raise ValueError("no placements to choose from: name one, or leave them out for all")
+    if placements is None:
+        placements = placements_of(ranks, costs)
+    cuts = [(placement, cut_for(placement, ranks, costs)) for placement in placements]
+    least = [least_limits(ranks, costs, placement, microbatches) for placement in placements]
+    feasible = [cut for cut, needs in zip(cuts, least, strict=True) if all(map(at_most, needs, limits))]
+    if not feasible:
+        raise InfeasibleLimit(_infeasible(least, limits, costs))
+
+    bound = min(
+        lower_bound(placement, microbatches, cut, rooms_beside_messages(placement, microbatches, cut, limits))
+        for placement, cut in feasible
+    )
+    name = cache.key([VERSION, NAMES, microbatches, trials, limits, [_spelled(*cut) for cut in feasible]])
+    found = cache.load(name)
+    if found is not None:
+        schedule, notes = found
+        for placement, cut in feasible:
+            if placement == schedule.placement and microbatches == schedule.microbatches:
+                timeline = simulate(schedule, cut)
+                if all(map(at_most, timeline.peak_memory, limits)):
+                    return Compiled(timeline, min(bound, timeline.makespan), str(notes.get("origin")))
+
+    timeline, origin = _shortest(feasible, microbatches, limits, trials)
+    check(timeline.schedule)
+    cache.store(name, timeline.schedule, {"origin": origin})
+    return Compiled(timeline, min(bound, timeline.makespan), origin)
+
+
+def frontier(
+    ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], *, trials: int = TRIALS
+) -> list[Compiled]:
+    """One schedule for each of the rising ``limits``, which are for all ranks alike.
+
+    More memory never makes it longer: where ``compile_schedule`` finds nothing shorter than for the
+    limit before, that schedule is taken again.  Raises what ``compile_schedule`` raises.
+    """
+    found: list[Compiled] = []
+    for limit in limits:
+        new = compile_schedule(ranks, microbatches, costs, limit, trials=trials)
+        if found and found[-1].timeline.makespan < new.timeline.makespan:
+            new = replace(found[-1], lower_bound=min(new.lower_bound, found[-1].timeline.makespan))
+        found.append(new)
+    return found
+
+
+def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
+    """All placements that costs of this many stages can be cut for.
+
+    Of schedules of equal length the first is taken: few chunks before many, as they mean fewer
+    messages, and turns before loops.
+
+    ValueError where ``ranks`` does not divide the number of stages.
+    """
+    chunks, left = divmod(len(costs.stages), ranks)
+    if left or not chunks:
+        raise ValueError(
+            f"costs are given for {len(costs.stages)} stages, which {ranks} ranks cannot hold evenly: "
+            "give one StageCosts for each chunk of each rank"
+        )
+    found: list[Placement] = []
+    for count in range(1, chunks + 1):
+        if chunks % count == 0:
+            turns = v(ranks) if count == 2 else wave(ranks, count)
+            found += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
+    return tuple(found)
+
+
+def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
+    """One checked limit a rank."""
+    if isinstance(memory_limit, Sequence):
+        limits = tuple(map(float, memory_limit))
+        if len(limits) != ranks:
+            raise ValueError(
+                f"memory_limit has {len(limits)} values for {ranks} ranks: give one number, or one a rank"
+            )
+    else:
+        limits = (float(memory_limit),) * ranks
+    for limit in limits:
+        if not math.isfinite(limit) or limit <= 0:
+            raise ValueError(
+                f"memory_limit is {limit:g}, but must be a finite number above 0: "
+                "give it in the unit of StageCosts.activation"
+            )
+    return limits
+
+
+def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> str:
+    """The error for limits below what every placement needs (``least``), after the one that needs least."""
+    needs = min(least, key=lambda needs: (max(needs), needs))
+    rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
+    same = len(set(limits)) == 1
+    beside = " and a few messages" if costs.message else ""
+    return (
+        f"memory limit {limits[rank]:g} of rank {rank} is infeasible, it must keep one microbatch's "
+        f"activations of all its stages{beside}: raise the limit to at least "
+        f"{max(needs) if same else needs[rank]:g}"
+    )
+
+
+def _spelled(placement: Placement, costs: Costs) -> list[object]:
+    """The inputs in a form that is equal exactly when they are."""
+    stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
+    shared = [float(value).hex() for value in (costs.hop, costs.message)]
+    return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
+
+
+def _shortest(
+    cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float], trials: int
+) -> tuple[Timeline, str]:
+    """The best of the portfolio; of equals the first.
+
+    Methods compare orders by integer makespan, which may be off by rounding; the proposals that are
+    within ``_CLOSE`` of the best are simulated, and that decides.
+    """
+    rooms = [rooms_beside_messages(placement, microbatches, costs, limits) for placement, costs in cuts]
+    problems = [
+        problem_of(placement, microbatches, costs, room)
+        for (placement, costs), room in zip(cuts, rooms, strict=True)
+    ]
+    proposals: list[Proposal] = []
+    for problem, (_, costs) in zip(problems, cuts, strict=True):
+        proposals += from_families(problem, costs, limits)
+    bounds = [
+        lower_bound(placement, microbatches, costs, room)
+        for (placement, costs), room in zip(cuts, rooms, strict=True)
+    ]
+    # The most promising first: what it finds may spare the others their search.
+    for at in sorted(range(len(cuts)), key=bounds.__getitem__):
+        (placement, costs), bound = cuts[at], bounds[at]
+        shortest = min(proposal.makespan for proposal in proposals)
+        if trials and bound < shortest * (1 - TOLERANCE) and not _is_dominated(placement, cuts):
+            proposals += from_search(problems[at], costs, limits, trials, bound)
+
+    shortest = min(proposal.makespan for proposal in proposals)
+    best: tuple[Timeline, str] | None = None
+    for proposal in proposals:
+        if proposal.makespan <= shortest * (1 + _CLOSE):
+            timeline = proposal.timeline
+            if not all(map(at_most, timeline.peak_memory, limits)):
+                raise AssertionError(f"{proposal.origin} breaks the limit it was made for")
+            if best is None or timeline.makespan < best[0].makespan * (1 - TOLERANCE):
+                best = timeline, f"{proposal.origin}, {proposal.problem.placement.shape} placement"
+    assert best is not None
+    return best
+
+
+def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
+    """Whether a search had better use another placement.
+
+    With as many chunks a rank, a placement that turns round at the last rank has fewer hops than one
+    that jumps back to the first, and its ranks need the same memory where a loop's do not.
+    """
+    turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
+    return placement.shape is Shape.LOOP and placement.chunks in turns

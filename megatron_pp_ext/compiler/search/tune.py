@@ -1,0 +1,218 @@
+"""Search for the building block, and for how strictly to keep to it, at the real costs.
+
+The block is one microbatch's timetable.  It starts as the microbatch's own way through the stages
+with a pause after every station, one length for each of the legs down and up the ranks: pauses of
+0 and 0 ticks, with F = I = W of one tick, are V-Min's block, 1 and 0 V-Half's and 3 and 1 V-ZB's
+(arXiv 2405.15362, figure 3).  Small random changes, kept when the list schedule gets no longer,
+then adapt pauses, turns, single stations, the first and the last microbatches and the dispatcher's
+patience to the costs and the limit.
+
+All numbers are integers and the generator is used for integers only, so that every machine walks
+the same way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from random import Random
+
+from megatron_pp_ext.compiler.search.dispatch import NEVER, Knobs, dispatch
+from megatron_pp_ext.compiler.search.problem import Problem
+
+_SUB = 64
+"""Block times are in 1/64 of the problem's time unit: finer than any action, so due times rarely tie."""
+
+_LONG = 1 << 50
+"""More than any time that matters."""
+
+# Where plans start, in quarters of a tick: the pauses on the way down and on the way up; in quarters
+# of a microbatch's work: the period.  A short period makes a rank rather begin microbatches, a long
+# one rather finish them.
+_PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2), (2, 2), (4, 4))
+_LEG_PAUSES = (0, 0, 1, 2, 4, 8)
+_SLACKS = (0, 2, 8, 16, _LONG)
+_PATIENCES = (0, 2, 4)
+_PERIODS = (2, 3, 4, 4, 6, 8)
+
+_EDGE = 8
+"""How many microbatches at the beginning and at the end have a jitter."""
+
+_CHAINS = 4
+"""How many of the starting points are improved side by side."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Plan:
+    """A building block and the dispatcher's manners.
+
+    ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
+    ``jitter``, ``weight_delay`` and ``slack`` are in 1/64 time units; the two patiences are in time
+    units.  ``jitter`` makes the first and the last microbatches follow each other more or less closely
+    than a period apart, for warm-up and cool-down.
+    """
+
+    pauses: tuple[int, ...]
+    turns: tuple[int, ...]
+    shifts: tuple[int, ...]
+    period: int
+    weight_delay: int
+    slack: int
+    patience: int
+    weight_patience: int
+    makes_room: bool
+    jitter: tuple[int, ...]
+
+    def knobs(self, problem: Problem) -> Knobs:
+        """What the dispatcher is told."""
+        ranks = problem.placement.ranks
+        due = []
+        now = 0
+        for station, shift in enumerate(self.shifts):
+            due.append(now + shift)
+            leg, at = divmod(station, ranks)
+            now += _SUB * (problem.duration[station] + problem.delay[station])
+            if at < ranks - 1:
+                now += self.pauses[leg]
+            elif leg < len(self.turns):
+                now += self.turns[leg]
+        gaps = [self.period] * problem.microbatches
+        for at in range(min(_EDGE, len(gaps))):
+            gaps[at] += self.jitter[at]
+            gaps[-1 - at] += self.jitter[-1 - at]
+        return Knobs(
+            tuple(due),
+            tuple(gaps),
+            self.weight_delay,
+            self.slack,
+            self.patience,
+            self.weight_patience,
+            self.makes_room,
+        )
+
+
+Found = tuple[int, Plan]
+"""A makespan and the plan that has it."""
+
+
+def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> list[Found]:
+    """The best plans after ``trials`` list schedules, one a chain, shortest first; empty if none ran.
+
+    A third of the trials are starting points, a third goes to all chains alike, and a sixth each to
+    the better two and to the best.  With ``each_leg`` half of the starting points have a pause of its own
+    for every leg: a wave's legs need not go in pairs.
+    """
+    found = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
+    for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
+        for chain, start in enumerate(found[:chains]):
+            found[chain] = improve(problem, start, trials // (share * chains), random)
+        found.sort()
+    return found
+
+
+def improve(problem: Problem, start: Found, trials: int, random: Random) -> Found:
+    """Walk from ``start``: ``trials`` random changes, each kept when it makes nothing longer."""
+    length, plan = start
+    tick = _tick(problem)
+    for _ in range(trials):
+        changed = plan
+        for _ in range(random.choice((1, 1, 2, 3))):
+            changed = _change(changed, tick, random)
+        new = _length(problem, changed, length)
+        if new is not None and new <= length:
+            length, plan = new, changed
+    return length, plan
+
+
+def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
+    """The shortest few of ``plans``, shortest first."""
+    found: list[Found] = []
+    for plan in plans:
+        length = _length(problem, plan, found[-1][0] if len(found) == _CHAINS else NEVER)
+        if length is not None:
+            found = sorted([*found, (length, plan)])[:_CHAINS]
+    return found
+
+
+def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
+    run = dispatch(problem, plan.knobs(problem), longest)
+    return None if run is None else run[0]
+
+
+def _work(problem: Problem) -> int:
+    """The time that one microbatch's actions take on the busiest rank."""
+    return max(problem.work) // problem.microbatches
+
+
+def _tick(problem: Problem) -> int:
+    """The mean time of an action, in time units."""
+    return max(1, _work(problem) // (3 * problem.placement.chunks))
+
+
+def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
+    """A published kind of block or one between two of them, kept to more or less strictly."""
+    legs = 2 * problem.placement.chunks
+    quarter = _tick(problem) * _SUB // 4
+    pauses = random.choice(_PAUSES)
+    slack = random.choice(_SLACKS)
+    patience = random.choice(_PATIENCES) * _tick(problem) // 4
+    by_leg = pauses * problem.placement.chunks
+    if each_leg and random.randrange(2):
+        by_leg = tuple(random.choice(_LEG_PAUSES) for _ in range(legs))
+    return Plan(
+        pauses=tuple(pause * quarter for pause in by_leg),
+        turns=(0,) * (legs - 1),
+        shifts=(0,) * problem.stations,
+        period=_work(problem) * _SUB * random.choice(_PERIODS) // 4,
+        weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
+        slack=slack if slack == _LONG else slack * quarter,
+        patience=patience,
+        weight_patience=patience,
+        makes_room=random.randrange(2) == 0,
+        jitter=(0,) * (2 * _EDGE),
+    )
+
+
+def _change(plan: Plan, tick: int, random: Random) -> Plan:
+    """``plan`` with one thing altered."""
+    fine = tick * _SUB
+    match random.randrange(12):
+        case 0:
+            leg = random.randrange(len(plan.pauses))
+            pause = max(-fine // 2, plan.pauses[leg] + random.randrange(-fine // 2, fine // 2 + 1))
+            return replace(plan, pauses=_with(plan.pauses, leg, pause))
+        case 1:
+            leg = random.randrange(len(plan.turns))
+            turn = plan.turns[leg] + random.randrange(-2 * fine, 2 * fine + 1)
+            return replace(plan, turns=_with(plan.turns, leg, turn))
+        case 2:
+            slack = random.choice((0, 1, 2, 4, 8, 16, 32, _LONG))
+            if slack < _LONG:
+                slack = slack * fine // 4 + random.randrange(fine)
+            return replace(plan, slack=slack)
+        case 3:
+            return replace(plan, patience=random.randrange(tick + tick // 4 + 1))
+        case 4:
+            return replace(plan, weight_patience=random.randrange(tick + tick // 4 + 1))
+        case 5:
+            delay = _LONG if random.randrange(2) else random.randrange(16 * fine)
+            return replace(plan, weight_delay=delay)
+        case 6:
+            shifts = plan.shifts
+            for _ in range(3):
+                station = random.randrange(len(shifts))
+                shift = shifts[station] + random.randrange(-2 * fine, 2 * fine + 1)
+                shifts = _with(shifts, station, shift)
+            return replace(plan, shifts=shifts)
+        case 7:
+            return replace(plan, shifts=_with(plan.shifts, random.randrange(len(plan.shifts)), 0))
+        case 8:
+            return replace(plan, makes_room=not plan.makes_room)
+        case 9 | 10:
+            at = random.randrange(len(plan.jitter))
+            jitter = plan.jitter[at] + random.randrange(-2 * fine, 2 * fine + 1)
+            return replace(plan, jitter=_with(plan.jitter, at, jitter if random.randrange(4) else 0))
+        case _:
+            return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])

@@ -1,0 +1,190 @@
+"""What this machine has and lacks for running the schedules, and whether they fit its Megatron."""
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron_pp_ext.integration.hooks.engine_linear import FIRST_RELEASE
+from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
+
+VERDICT = (
+    "Verdict: every schedule is proved free of hangs (the catalogue's, compiled ones, checked csv files), "
+    "whatever the number of hardware queues; not covered is a model whose ranks launch collectives in "
+    "different orders; no schedule has run over NCCL on a GPU yet."
+)
+"""The proof (``schedule.messages``) asks nothing of the backend, so it is the same on every machine."""
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
+
+
+def examine(console: Console, checkout: Path | None = None) -> int:
+    """Print versions, what is missing, how messages go, and every seam; return 0 if all seams fit, else 1.
+
+    ``checkout`` is a Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
+    ValueError if it is none, or if it comes too late.
+    """
+    if checkout is not None:
+        _put_first(checkout)
+    _print_versions(console)
+    missing = Table("this machine lacks", "so", title="Missing", title_justify="left")
+    for what, consequence in lacking():
+        missing.add_row(what, consequence)
+    if missing.row_count:
+        console.print(missing)
+
+    carried = Table("part", "here", title="Messages between ranks", title_justify="left")
+    for part, here in messages():
+        carried.add_row(part, here)
+    console.print(carried)
+    console.print(VERDICT, soft_wrap=True)
+
+    # The stand-ins let Megatron be imported on a machine without a GPU; the devices are known by now.
+    if not torch.cuda.is_available():
+        from megatron_pp_ext import cpu
+
+        cpu.install()
+    return _examine_seams(console)
+
+
+def lacking() -> Iterator[tuple[str, str]]:
+    """What this machine has not, and the consequence."""
+    if not torch.cuda.is_available():
+        yield "a GPU that torch can use", "start scripts with --cpu: slow, for trying things out"
+    engine = _version("transformer-engine")
+    if engine is None:
+        yield "transformer-engine", "Megatron's default layers: give --transformer-impl local (--cpu does)"
+    elif _numbers(engine) < _numbers(FIRST_RELEASE):
+        yield (
+            f"transformer-engine {FIRST_RELEASE} or newer",
+            f"{engine} cannot split its backward: give --transformer-impl local, or update it",
+        )
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        why = "local layers need --no-gradient-accumulation-fusion (--cpu gives it)"
+        if _version("apex") and importlib.util.find_spec("apex.optimizers") is None:
+            why += "; the apex installed here is another project's, build NVIDIA's from source"
+        yield "NVIDIA apex", why
+    if shutil.which("nvcc") is None:
+        yield "nvcc", "nothing of this package needs it; building the two above from source does"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """What carries messages between ranks, and the settings under which a GPU runs their kernels."""
+    is_there = dist.is_nccl_available()
+    yield "NCCL", _nccl_version() if is_there else "not in this torch"
+    if is_there:
+        yield '"nccl" stands for', _behind_nccl()
+        yield "nccl-lazy", "available" if dist.is_backend_available("nccl-lazy") else "not in this torch"
+    backend = message_backend("nccl" if is_there else "gloo")
+    yield "pipeline messages", f"{backend.name}: {backend.note}"
+    # CUDA's default, and ROCm's.
+    name, default = ("GPU_MAX_HW_QUEUES", 4) if torch.version.hip else ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
+    yield "hardware queues", _setting(name, str(default))
+    if not torch.version.hip:
+        yield "modules are loaded", _setting("CUDA_MODULE_LOADING", "LAZY")
+
+
+def _nccl_version() -> str:
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
+    except AttributeError:
+        return "torch does not tell its version"
+
+
+def _behind_nccl() -> str:
+    if is_nccl2("nccl"):
+        return "nccl2; TORCH_DIST_USE_NCCL2=0 takes nccl-legacy"
+    if dist.is_backend_available("nccl2"):
+        return "nccl-legacy, since TORCH_DIST_USE_NCCL2=0"
+    return "the only NCCL backend of this torch"
+
+
+def _setting(name: str, default: str) -> str:
+    value = os.environ.get(name)
+    return f"{default} ({name} is not set)" if value is None else f"{value} ({name})"
+
+
+def _put_first(checkout: Path) -> None:
+    if not (checkout / "megatron" / "core").is_dir():
+        raise ValueError(f"{checkout} has no megatron/core; give the folder of a Megatron-LM checkout")
+    if "megatron.core" in sys.modules:
+        raise ValueError(f"--megatron {checkout} comes too late: another Megatron is imported already")
+    sys.path.insert(0, str(checkout.resolve()))
+
+
+def _print_versions(console: Console) -> None:
+    found = Table("part", "found", title="Versions", title_justify="left")
+    found.add_row("python", platform.python_version())
+    for package in PACKAGES:
+        found.add_row(package, _version(package) or "not installed")
+    if torch.cuda.is_available():
+        found.add_row("devices", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    else:
+        found.add_row("devices", f"{os.cpu_count()} CPU cores")
+    console.print(found)
+
+
+def _examine_seams(console: Console) -> int:
+    from megatron_pp_ext.integration import patching, seams
+
+    problems = []
+    try:
+        patching.require_known_release()
+        always, everything = seams.all_seams(), seams.all_seams(cpu=True)
+    except (patching.SeamError, ImportError) as error:
+        console.print(f"Seams into Megatron: none. {error}", soft_wrap=True)
+        return 1
+    location = importlib.import_module("megatron.core").__path__[0]
+    table = Table(
+        title=f"Seams into Megatron {patching.megatron_version()} in {location}", title_justify="left"
+    )
+    table.add_column("seam", overflow="fold")
+    table.add_column("for")
+    table.add_column("as since")
+    table.add_column("fits")
+    paths = {seam.path for seam in always}
+    for seam in everything:
+        since = seam.since(patching.megatron_release())
+        fits = "not there yet"
+        if since is not None:
+            try:
+                seam.find()
+                fits = "yes"
+            except patching.SeamError as error:
+                problems.append(str(error))
+                fits = "no"
+        why = seam.why if seam.path in paths else f"--cpu: {seam.why}"
+        table.add_row(seam.path.removeprefix("megatron."), why, _dotted(since), fits)
+    console.print(table)
+    console.print(
+        "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
+        "queue of the checkpoint writers is made before the run."
+    )
+    for problem in problems:
+        console.print(problem, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(found: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in found.split("+")[0].split(".")[:2] if number.isdigit())
+
+
+def _dotted(release: tuple[int, ...] | None) -> str:
+    return ".".join(str(number) for number in release or ())

@@ -1,0 +1,1 @@
+"""What takes the place of Megatron's own functions, beside the step itself."""

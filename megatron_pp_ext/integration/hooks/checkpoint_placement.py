@@ -1,0 +1,128 @@
+"""What a checkpoint has to know of where stages live.
+
+Megatron's torch_dist checkpoints name weights by their place in the model, so that they load under any
+placement.  Two things go by rank all the same: the two copies of a tied weight, which stock never has on
+one rank, and the state of a distributed optimizer that was not saved fully reshardable.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training.checkpointing import CheckpointType
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+
+def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
+    """Let a rank that holds a tensor twice write it once.
+
+    Under a V both copies of a tied weight, and of its optimizer state, are on the first rank.  Stock
+    shares the writing out among data-parallel ranks by the tensors' names and makes every copy on the
+    chosen rank the one to write, then refuses to write a tensor twice.
+
+    Seam: ``distribute_main_replicas_with_precomputed_distribution`` in
+    ``megatron.core.dist_checkpointing.strategies.fully_parallel``.
+    """
+
+    @functools.wraps(stock)
+    def distribute(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(sharded_state_dict, *args, **kwargs)
+        written = set()
+        for shard in nested_values(sharded_state_dict):
+            # Zero is what stock marks a tensor with that this rank is to write, 1 any other.
+            if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
+                place = _sharded_tensor_shard_id(shard)
+                shard.replica_id = int(place in written)
+                written.add(place)
+
+    return distribute
+
+
+def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what goes by rank and lay elsewhere; give each copy of a tensor numbers of its own.
+
+    Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
+    train on with one layer's optimizer state in another.  Ends the process with one line.
+
+    Seam: ``_load_base_checkpoint`` in ``megatron.training.checkpointing``, which is asked for what all
+    ranks have in common before it is asked for tensors.
+    """
+
+    @functools.wraps(stock)
+    def load(load_dir: str, args: Namespace, *others: Any, **kwargs: Any) -> Any:
+        loaded = stock(load_dir, args, *others, **kwargs)
+        state, _, _, kind = loaded
+        # Before validation a checkpoint is only asked for its flags.
+        if state and "args" in state and hasattr(args, "pipeline_placement"):
+            _refuse_other_placement(load_dir, state, kind, args)
+        if state and requested.pipeline() is not None:
+            _separate_copies(state)
+        return loaded
+
+    return load
+
+
+def _refuse_other_placement(load_dir: str, state: dict[str, Any], kind: Any, args: Namespace) -> None:
+    saved = state["args"]
+    before, now = _placement(saved), _placement(args)
+    by_us = getattr(saved, "pipeline_placement", None) or args.pipeline_placement
+    fix = _fix_if_rank_by_rank(state, kind, args)
+    if by_us and before != now and fix:
+        raise SystemExit(
+            f"megatron_pp_ext: the checkpoint in {load_dir} keeps state rank by rank, for {before}, "
+            f"but this run has {now}; {fix}"
+        )
+
+
+def _separate_copies(state: dict[str, Any]) -> None:
+    """Clone tensors that are there twice, as --ckpt-fully-parallel-load leaves them.
+
+    The optimizer takes its state as it is loaded: two tied weights would move the same moments.
+    """
+    seen = set()
+
+    def separate(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            return value
+        place = value.data_ptr()
+        if place in seen:
+            return value.clone()
+        seen.add(place)
+        return value
+
+    dict_list_map_inplace(separate, state)
+
+
+def describe(placement: Placement) -> str:
+    """A placement in words that a checkpoint can keep and a person can read."""
+    return f"{placement.shape} placement with {placement.chunks} chunk(s) on each of {placement.ranks} ranks"
+
+
+def _placement(args: Namespace) -> str:
+    """Where a run with these validated flags has its stages, by our words or else by stock's flags."""
+    ours = getattr(args, "pipeline_placement", None)
+    if ours is not None:
+        return str(ours)
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    ranks = getattr(args, "pipeline_model_parallel_size", 1)
+    return describe(Placement(Shape.LOOP if chunks > 1 else Shape.LINEAR, ranks, chunks))
+
+
+def _fix_if_rank_by_rank(state: dict[str, Any], kind: Any, args: Namespace) -> str | None:
+    """What to do instead, if this run would load something that depends on where stages live."""
+    if kind == CheckpointType.LEGACY:
+        return "go on with the old placement, or save with --ckpt-format torch_dist there"
+    if not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
+        return None
+    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if sharding is None or sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+        return None
+    return "save with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim"

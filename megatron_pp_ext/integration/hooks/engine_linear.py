@@ -1,0 +1,165 @@
+"""Cutting the backward of Transformer Engine's linear layers in two.
+
+Each of its linear modules (Linear, LayerNormLinear, GroupedLinear, and so Megatron's TELinear,
+TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and TEGroupedLinear) asks an
+object of its own, ``wgrad_store``, whether to compute the weight's gradient at once, and hands it the
+product and its operands if not.  Transformer Engine's own store is a queue for each module, which has to
+be asked for when the module is built and runs first in, first out.  The one here leaves the work to the W
+of the stage and microbatch whose I is running, beside that of Megatron's local layers.
+
+The product was bound to its operands in I: what FP8 scaled them by goes with them, and no later
+microbatch's scaling can reach it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+
+FIRST_RELEASE = "2.3"
+"""The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
+
+
+def split_backwards(model: Iterable[Any]) -> None:
+    """Let Transformer Engine's linear layers in the chunks of ``model`` leave weight gradients for later.
+
+    Nothing changes for them under a schedule that does not split.  A module of several linear layers
+    (LayerNormMLP, which Megatron does not build) keeps its whole backward.
+    """
+    for chunk in model:
+        for module in chunk.modules():
+            if hasattr(module, "wgrad_store") and _named(module, "weight"):
+                module.wgrad_store = DeferringStore(module)
+
+
+def require_first_first(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage begins with microbatch 0, its forwards and its weight gradients.
+
+    ``is_first_microbatch`` is true of a module's first forward ever and, where layers quantize (FP8, FP4,
+    --te-precision-config-file), of microbatch 0's in every step.  That forward casts the weights, which later
+    ones rely on; and where accumulation is fused its weight gradient overwrites ``main_grad``, to which those
+    of others are added (``accumulate`` in Transformer Engine's module/linear.py, layernorm_linear.py and
+    grouped_linear.py, the same from 2.3 to 2.18; Megatron's extensions/transformer_engine.py).
+    """
+    for rank, order in enumerate(schedule.orders):
+        begun: set[tuple[int, bool]] = set()
+        for action in order:
+            is_forward = action.kind is Kind.F
+            if action.kind is Kind.I or (action.stage, is_forward) in begun:
+                continue
+            begun.add((action.stage, is_forward))
+            if action.microbatch != 0:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "
+                    f"{'forward' if is_forward else 'weight gradient'}, but Transformer Engine "
+                    f"{'casts weights' if is_forward else 'overwrites earlier gradients'} in the latter; put "
+                    "microbatch 0 first, or add --transformer-impl local"
+                )
+
+
+class DeferringStore:
+    """Stands where ``WeightGradStore`` of one ``module`` stood; the method names are Transformer Engine's."""
+
+    def __init__(self, module: Any) -> None:
+        self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
+        self._is_fused = module.fuse_wgrad_accumulation
+        self._is_grouped = hasattr(module, "num_gemms")
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the module may hand its product over.
+
+        Forwards are told yes, since their backward asks again: then only an I is.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        return STORE.is_collecting or not is_in_backward
+
+    def put(self, operands: Sequence[Any], product: Any) -> None:
+        """Leave ``product(*operands)`` for W."""
+        if self._is_grouped and not self._is_fused:
+            # The buffers that W will fill are what the module returns as gradients in I.
+            for buffer in self._buffers(operands):
+                buffer.zero_()
+        input, gradient, *buffers = operands
+        operands = [_read_by_w(input), _read_by_w(gradient), *buffers]
+
+        def add_gradients() -> None:
+            for parameter, gradient in self._gradients(product(*operands), operands):
+                add_gradient(parameter, gradient)
+
+        work = add_gradients
+        for parameter in (*self._weights, *self._biases):
+            work = defer_weight(parameter, work)
+        # Fused, the buffers are the gradients themselves, which are no activations.
+        STORE.defer(work, *_tensors(operands[: 2 if self._is_fused else None]))
+
+    def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """What W still has to add to which parameter.
+
+        A fused product has added the weights' itself; biases' come with the product unless I computed them.
+        """
+        if self._is_grouped:
+            weights, biases = self._buffers(operands), result[1] or ()
+        else:
+            weights, biases = _cut(result[0], self._weights), _cut(result[1], self._biases)
+        if not self._is_fused:
+            yield from zip(self._weights, weights, strict=True)
+        for bias, gradient in zip(self._biases, biases, strict=False):
+            if gradient is not None and gradient.numel():
+                yield bias, gradient
+
+    def _buffers(self, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Where a grouped product puts the weights' gradients: one each, or one for all groups."""
+        whole = getattr(operands[2], "rowwise_data", None)
+        return operands[2] if whole is None else [whole.view_as(*self._weights)]
+
+
+def _named(module: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
+    """Parameters of the product.  Those of a norm in the same module begin with layer_norm_."""
+    return [
+        parameter for name, parameter in module.named_parameters(recurse=False) if name.startswith(prefix)
+    ]
+
+
+def _cut(gradient: torch.Tensor | None, parameters: list[torch.nn.Parameter]) -> Sequence[torch.Tensor]:
+    """A module may keep one product's rows in several parameters, such as those of query, key and value."""
+    if gradient is None or not parameters:
+        return ()
+    return gradient.split([parameter.shape[0] for parameter in parameters])
+
+
+def _read_by_w(operand: Any) -> Any:
+    """``operand`` without the copy of its numbers that only forward and I read.
+
+    A quantized operand may have two, scaled along rows and along columns; the product of a weight gradient,
+    which sums over rows, reads the second of both operands.  Transformer Engine drops the first from what it
+    quantizes for a forward in the same way, and knows where there is but one copy for both uses (FP8 with one
+    scale a tensor on Blackwell).  A tensor that autograd brought may have other users: it stays whole, and W
+    gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both.
+    """
+    if isinstance(operand, list | tuple):
+        return [_read_by_w(one) for one in operand]
+    if not hasattr(operand, "get_data_tensors"):
+        return operand
+    if isinstance(operand, torch.Tensor):
+        operand = operand.detach()
+    if hasattr(operand, "update_usage"):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    elif getattr(operand, "columnwise_data", None) is not None:
+        # Groups in one tensor have no update_usage.
+        operand.rowwise_data = operand.scale_inv = None
+    return operand
+
+
+def _tensors(operands: Any) -> Iterator[torch.Tensor]:
+    """All tensors in ``operands``: plain, quantized (by their data) or in lists."""
+    if isinstance(operands, list | tuple):
+        for operand in operands:
+            yield from _tensors(operand)
+    elif hasattr(operands, "get_data_tensors"):
+        yield from _tensors(operands.get_data_tensors())
+    elif isinstance(operands, torch.Tensor):
+        yield operands

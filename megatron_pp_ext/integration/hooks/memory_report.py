@@ -1,0 +1,61 @@
+"""Megatron's report of theoretical memory, made true for the schedule in force.
+
+Stock knows two schedules, 1F1B and interleaved, and one first stage: with an embedding and no output layer.
+"""
+
+import copy
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+
+
+def activations_as_scheduled(stock: Callable[..., float]) -> Callable[..., float]:
+    """Count the microbatches in flight that the schedule has on its fullest rank.
+
+    Seams: ``compute_activation_memory`` and ``compute_activation_memory_without_sp`` in
+    ``megatron.training.theoretical_memory_usage``, in bytes.
+    """
+
+    @functools.wraps(stock)
+    def compute(args: Namespace, num_microbatches: int | None, verbose: bool = False) -> float:
+        pipeline = requested.pipeline()
+        if pipeline is None or pipeline.source is None or num_microbatches is None:
+            return stock(args, num_microbatches, verbose)
+        schedule = pipeline.source.build(num_microbatches, None)
+        in_flight = max(simulate(schedule, Costs.unit(schedule.placement)).peak_microbatches)
+        # Without chunks and without their number, stock counts as many microbatches as there are ranks.
+        unscheduled = copy.copy(args)
+        unscheduled.virtual_pipeline_model_parallel_size = None
+        as_1f1b = stock(unscheduled, None, verbose)
+        if verbose:
+            print(f"Number of in-flight microbatches under {pipeline.name}: {in_flight:g}")
+        return as_1f1b * in_flight / args.pipeline_model_parallel_size
+
+    return compute
+
+
+def weights_of_both_ends(stock: Callable[..., float]) -> Callable[..., float]:
+    """Count the output layer where a V puts it: on the first rank, beside the embedding.
+
+    Seam: ``compute_weight_and_optimizer_memory`` in ``megatron.training.theoretical_memory_usage``, in
+    bytes.
+    """
+
+    @functools.wraps(stock)
+    def compute(args: Namespace, verbose: bool = False) -> float:
+        memory = stock(args, verbose)
+        pipeline = requested.pipeline()
+        if pipeline is None or not pipeline.has_both_ends_on_first_rank:
+            return memory
+        if verbose:
+            print(f"Under {pipeline.name} the most loaded shard has the output layer, too")
+        # A second matrix of the embedding's size, tied or not.
+        both = copy.copy(args)
+        both.padded_vocab_size *= 2
+        return stock(both, False)
+
+    return compute

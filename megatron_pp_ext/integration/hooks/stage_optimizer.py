@@ -1,0 +1,77 @@
+"""Updating a stage's weights without asking the other stages.
+
+Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them
+agree that the update was done.  Under a schedule that never flushes, each stage goes by its own.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_pp_ext.integration import requested
+
+
+def goes_by_stage() -> bool:
+    """Whether stages update their weights without asking each other."""
+    pipeline = requested.pipeline()
+    return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
+
+
+def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Sum a statistic of the gradients over this stage's ranks alone.
+
+    Seams: ``get_grad_norm_fp32`` and ``count_zeros_fp32`` in ``megatron.core.optimizer.clip_grads``.
+    """
+    parameters = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def statistic(*args: Any, **kwargs: Any) -> Any:
+        if not goes_by_stage():
+            return stock(*args, **kwargs)
+        call = parameters.bind(*args, **kwargs)
+        group = call.arguments.get("grad_stats_parallel_group")
+        if group is not None:
+            call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
+        return stock(*call.args, **call.kwargs)
+
+    return statistic
+
+
+def keep_to_oneself(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer with what this rank says, which the other ranks of its stage say too.
+
+    Seams: ``logical_and_across_model_parallel_group`` and
+    ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
+    """
+
+    @functools.wraps(stock)
+    def across_model_parallel_group(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if goes_by_stage() else stock(value, *args, **kwargs)
+
+    return across_model_parallel_group
+
+
+def _part_of_stage(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of those ranks of ``group`` that are in this rank's pipeline stage."""
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    wanted = _ranks(group) & _ranks(stage)
+    for candidate in (
+        stage,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_tensor_and_context_parallel_group(),
+    ):
+        if _ranks(candidate) == wanted:
+            return candidate
+    raise RuntimeError(
+        f"Megatron has no process group of the ranks {sorted(wanted)}, over which this stage would take its "
+        "gradient norm; add --pipeline-allow-waits, which takes it over all stages"
+    )
+
+
+def _ranks(group: dist.ProcessGroup) -> set[int]:
+    return set(dist.get_process_group_ranks(group))

@@ -1,0 +1,1 @@
+"""From Megatron's command line to a request for a pipeline, and the errors of both."""

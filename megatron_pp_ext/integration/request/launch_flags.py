@@ -1,0 +1,59 @@
+"""A launch script's flags, read by Megatron's own parser: no process group, no device, nothing patched."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_pp_ext.integration.request import layer_cut
+from megatron_pp_ext.integration.request.model_costs import vocabulary
+from megatron_pp_ext.integration.request.parser import add_flags
+from megatron_pp_ext.planner.step.model_description import require_complete
+
+_NOT_COUNTED = (
+    ("multi_latent_attention", "the compressed keys of --multi-latent-attention are not modelled"),
+    ("yaml_cfg", "--yaml-cfg hides the flags"),
+    ("use_megatron_fsdp", "--use-megatron-fsdp shards weights in a way that is not modelled"),
+)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, where argparse would end the process."""
+        raise ValueError(f"in the model's flags: {message}: correct it")
+
+
+def read_flags(words: Sequence[str]) -> Namespace:
+    """What the flags ``words`` say, Megatron's defaults for the rest, with the size of the vocabulary.
+
+    ValueError for flags that Megatron does not know or that contradict each other, and for models whose
+    costs are not modelled.
+    """
+    parser = add_megatron_arguments(_Parser(allow_abbrev=False, add_help=False))
+    if not any("--pipeline-schedule" in action.option_strings for action in parser._actions):
+        # Where this package's schedules are installed, Megatron's parser has their flags already.
+        parser = add_flags(lambda parser: parser)(parser)
+    args = parser.parse_args(list(words))
+    for name, reason in _NOT_COUNTED:
+        if getattr(args, name, None):
+            raise ValueError(f"{reason}: leave it out of the estimate")
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    if args.tensor_model_parallel_size == 1:
+        args.sequence_parallel = False
+    args.num_layers = args.num_layers or getattr(args, "encoder_num_layers", None)
+    args.seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
+    require_complete(args, "the model")
+    args.vocab_size = vocabulary(args)
+    return args
+
+
+def layers_by_stage(args: Namespace, stages: int) -> list[int]:
+    """How Megatron cuts the layers into ``stages`` stages; ValueError where they do not fill them."""
+    return layer_cut.by_stage(args, stages)
+
+
+def stages_asked_for(args: Namespace) -> int | None:
+    """How many stages a layout or a pattern describes; None where neither does."""
+    return layer_cut.stages_asked_for(args)

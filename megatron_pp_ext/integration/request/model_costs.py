@@ -1,0 +1,45 @@
+"""What the stages of a model cost, estimated from Megatron's arguments before anything is built.
+
+Schedules are compiled from costs.  Where none were measured (--pipeline-costs), the arithmetic of the
+layers stands in: seconds are proportional to floating-point operations, activations and messages are
+counted in bytes.  Messages are taken to cost no time.
+"""
+
+import copy
+from argparse import Namespace
+
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+from megatron_pp_ext.integration.request import layer_cut
+from megatron_pp_ext.planner.step import workload
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.schedule.costs import Costs
+
+
+def estimate(args: Namespace, stages: int) -> Costs:
+    """The costs of ``args``'s model cut into ``stages`` stages, as Megatron will cut it; hops are free.
+
+    Raises ValueError where the arguments do not tell enough.
+    """
+    model = pieces(args, LayerCosts(args), vocabulary(args))
+    parts = stage_parts(args, model, layer_cut.by_stage(args, stages))
+    return Costs(tuple(part.costs() for part in parts), message=message_bytes(args))
+
+
+def message_bytes(args: Namespace) -> float:
+    """A message between the stages of ``args``'s model; the longest one where lengths vary."""
+    return workload.message_bytes(args, LayerCosts(args).hidden_bytes)
+
+
+def vocabulary(args: Namespace) -> int:
+    """The rows of the embedding; ValueError where no flag tells."""
+    known = args.padded_vocab_size or args.vocab_size
+    if known:
+        return int(known)
+    if args.tokenizer_type is None:
+        raise ValueError(
+            "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
+            "what goes with it, or --padded-vocab-size"
+        )
+    return int(build_tokenizer(copy.copy(args)).vocab_size)

@@ -1,0 +1,97 @@
+"""The flags that users type; ``arguments`` says what they mean."""
+
+import functools
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.schedule import catalog
+
+
+def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
+    """Add this package's flags to Megatron's.
+
+    Seam: ``add_megatron_arguments`` in ``megatron.training.arguments``.
+    """
+
+    @functools.wraps(stock)
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        parser = stock(parser)
+        group = parser.add_argument_group(title="pipeline schedules (megatron_pp_ext)")
+        group.add_argument(
+            "--pipeline-schedule",
+            metavar="NAME",
+            default=None,
+            help="Pipeline schedule: flex (the best found within --pipeline-memory-limit), auto (within what "
+            f"the device has), csv:FILE, or one of: {', '.join(catalog.NAMES)}. Without it, Megatron's own.",
+        )
+        group.add_argument(
+            "--pipeline-memory-limit",
+            metavar="X",
+            type=float,
+            default=None,
+            help="Memory of every pipeline rank under flex. Up to "
+            f"{LARGEST_FRACTION:g} it is a fraction of the activations that 1F1B keeps on its first "
+            "rank, and messages come on top; a larger one is bytes, for activations and messages.",
+        )
+        group.add_argument(
+            "--pipeline-costs",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
+            "from the model's arithmetic.",
+        )
+        group.add_argument(
+            "--pipeline-trace",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Record what every pipeline rank did in the last training step into FILE, which opens "
+            "in Perfetto; works for Megatron's own schedules too.",
+        )
+        group.add_argument(
+            "--pipeline-profile-steps",
+            metavar="A-B",
+            default=None,
+            help="Measure the stages in training steps A to B, compile a shorter schedule for the same "
+            "placement and memory from that, and go on with it.",
+        )
+        group.add_argument(
+            "--profile-pipeline",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Measure seconds and bytes of every layer into FILE, for `mpp partition` to read; "
+            "under Megatron's own schedules.",
+        )
+        group.add_argument(
+            "--rehearse-pipeline",
+            metavar="FILE",
+            type=Path,
+            default=None,
+            help="Run this pipeline rank without the others and write what its actions cost to FILE; "
+            "`mpp rehearse` sets it.",
+        )
+        group.add_argument(
+            "--pipeline-update-interval",
+            metavar="K",
+            type=int,
+            default=None,
+            help="Microbatches between two updates of the weights under pipedream: those of a global batch.",
+        )
+        group.add_argument(
+            "--pipeline-vertical-sync",
+            action="store_true",
+            help="Under pipedream, let a microbatch meet the same version of the weights on all stages.",
+        )
+        group.add_argument(
+            "--pipeline-allow-waits",
+            action="store_true",
+            help="Under pipedream and pipedream-2bw, allow what makes all stages wait for each other at "
+            "every update: a global gradient norm, tied embeddings, fp16.",
+        )
+        return parser
+
+    return add_megatron_arguments

@@ -1,0 +1,1 @@
+"""Who runs the microbatches of a training step."""

@@ -1,0 +1,157 @@
+"""A stage made of a Megatron model chunk."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as stock_schedules
+
+from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, LastActions, last_actions
+from megatron_pp_ext.integration.hooks.mirrored_chunks import as_chunk
+from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.placement import Placement
+
+
+def _no_tokens() -> torch.Tensor:
+    return torch.zeros([], dtype=torch.int, device="cuda")
+
+
+@dataclass
+class StepInputs:
+    """What Megatron gave for one step, and the losses and tokens that the stages leave in it."""
+
+    forward_step_func: Callable[..., Any]
+    model: list[torch.nn.Module]
+    iterators: list[Any]
+    microbatches: int
+    config: Any
+    cp_size: int
+    data_parallel: DataParallel
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    losses: list[Any] = field(default_factory=list)
+    tokens: torch.Tensor = field(default_factory=_no_tokens)
+
+
+def model_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, "ModelStage"]:
+    """The stages of this rank, by number, for one step."""
+    last = last_actions(plan)
+    return {
+        stage: ModelStage(
+            inputs,
+            stage,
+            chunk,
+            vp_stage=chunk if placement.chunks > 1 else None,
+            is_last=stage == placement.stages - 1,
+            last=last.get(stage),
+        )
+        for chunk, stage in enumerate(placement.stages_of(plan.rank))
+    }
+
+
+class ModelStage:
+    """One chunk of the model at work; see ``executor.Stage``.
+
+    ``inputs`` and ``last`` are those of the step that is running.
+
+    Forward and backward of a microbatch are Megatron's own ``forward_step`` and ``backward_step``,
+    which bring loss scaling, autocast and timers with them.
+    """
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        stage: int,
+        chunk: int,
+        vp_stage: int | None,
+        is_last: bool,
+        last: LastActions | None,
+    ) -> None:
+        self.inputs = inputs
+        self._stage, self._chunk = stage, chunk
+        self._vp_stage, self._is_last = vp_stage, is_last
+        self.last = last
+        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        """See ``executor.Stage``; on the last stage the loss goes to the loss store as well."""
+        inputs = self.inputs
+        if activation is not None and not inputs.forward_only:
+            activation.requires_grad_()
+        if microbatch == 0:
+            inputs.data_parallel.first_forward(self._chunk)
+        with as_chunk(self._vp_stage):
+            output, tokens = stock_schedules.forward_step(
+                inputs.forward_step_func,
+                inputs.iterators[self._chunk],
+                inputs.model[self._chunk],
+                inputs.microbatches,
+                activation,
+                inputs.losses,
+                inputs.config,
+                cp_group_size=inputs.cp_size,
+                collect_non_loss_data=inputs.collect_non_loss_data,
+                is_first_microbatch=stock_schedules.check_first_val_step(
+                    inputs.first_val_step, inputs.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self._vp_stage,
+                is_last_stage=self._is_last,
+            )
+        inputs.tokens += tokens
+        if inputs.forward_only:
+            return output
+        handed_on: torch.Tensor = output.detach()
+        # The graph hangs on `output`, but its numbers are the next stage's business.
+        stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
+        self._in_flight[microbatch] = activation, output
+        return handed_on
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See ``executor.Stage``."""
+        with self._counted(Kind.B, microbatch):
+            return self._backward(microbatch, gradient)
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See ``executor.Stage``."""
+        with self._counted(Kind.I, microbatch), STORE.collecting(Owner(self._stage, microbatch)):
+            return self._backward(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """See ``executor.Stage``."""
+        clock = timed(self.inputs.config, "backward-compute", level=2)
+        with self._counted(Kind.W, microbatch), clock:
+            STORE.run(Owner(self._stage, microbatch))
+
+    def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        assert self.last is not None
+        action = Action(self._stage, kind, microbatch)
+        return self.inputs.data_parallel.backward(self._chunk, action, self.last)
+
+    def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        activation, output = self._in_flight.pop(microbatch)
+        with as_chunk(self._vp_stage):
+            input_gradient: torch.Tensor | None = stock_schedules.backward_step(
+                activation, output, gradient, self.inputs.config
+            )
+        return input_gradient
+
+
+@contextmanager
+def timed(config: Any, name: str, level: int, barrier: bool = False) -> Iterator[None]:
+    """Add to one of the timers that --timing-log-level prints; ``barrier`` waits for all ranks first.
+
+    Stock's ``forward_step`` and ``backward_step`` time themselves.
+    """
+    if config.timers is None:
+        yield
+        return
+    config.timers(name, log_level=level).start(barrier=barrier)
+    yield
+    config.timers(name).stop()

@@ -1,0 +1,38 @@
+"""A partition in the words of Megatron's --pipeline-model-parallel-layout.
+
+A letter a layer (E embedding, t transformer layer, L output layer and loss), ``*n`` for n of a kind in a
+row, and ``|`` between stages: ``Et*3|t*5|t*4L``.
+"""
+
+from itertools import groupby
+
+from megatron_pp_ext.partition.partitioner import Partition
+from megatron_pp_ext.partition.profile import Profile
+
+
+def has_layout(partition: Partition) -> bool:
+    """Whether all stages have as many replicas; Megatron then calls these data-parallel ranks."""
+    return len(set(partition.replicas)) == 1
+
+
+def layout_of(partition: Partition, profile: Profile) -> str:
+    """The layout string; ValueError for unequal replicas, and for a model that is not Megatron's."""
+    if not has_layout(partition):
+        raise ValueError(
+            f"stages with {'-'.join(map(str, partition.replicas))} replicas have no layout: Megatron gives "
+            "every stage as many data-parallel ranks as every other: ask for a straight partition"
+        )
+    for layer in profile.layers:
+        if layer.symbol not in ("E", "t", "L"):
+            raise ValueError(
+                f"layer {layer.name!r} has the symbol {layer.symbol!r}, but a layout knows E, t and L: "
+                "profile a Megatron model with mpp profile or --profile-pipeline"
+            )
+    return "|".join(
+        "".join(
+            letter + (f"*{count}" if count > 1 else "")
+            for letter, run in groupby(profile.layers[at].symbol for at in stage.layers)
+            for count in (len(list(run)),)
+        )
+        for stage in partition.stages
+    )

@@ -1,0 +1,182 @@
+"""Cutting a profiled model into stages for pipelining without a flush (PipeDream, SOSP 2019, section 3.1).
+
+found = partition(profile, [Level(workers=8, bandwidth=3.125e9)])
+found.bottleneck_seconds            # between one microbatch and the next
+[(stage.layers, stage.replicas) for stage in found.stages]
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_pp_ext.partition.antichains import States, states_of
+from megatron_pp_ext.partition.cost_formulas import COSTS, Footprint
+from megatron_pp_ext.partition.in_flight import in_flight
+from megatron_pp_ext.partition.profile import Profile
+from megatron_pp_ext.partition.recurrence import Block, Hoarder, Level, Worker, hierarchy
+
+MOST_WORKERS = 4096
+"""Of one level: time and memory grow with their square."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Positions of ``layers`` in the profile, and on how many workers each runs them.
+
+    ``seconds`` is forward and backward of one microbatch on one replica; ``in_flight`` microbatches, as
+    many weight versions and what goes with the weights make ``memory_bytes`` on each worker.
+    """
+
+    layers: tuple[int, ...]
+    replicas: int
+    seconds: float
+    in_flight: int
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The best pipeline found: seconds between microbatches, and what compares with it."""
+
+    stages: tuple[Stage, ...]
+    bottleneck_seconds: float
+    data_parallel_seconds: float
+    single_worker_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Over data parallelism on the same workers."""
+        return self.data_parallel_seconds / self.bottleneck_seconds
+
+    @property
+    def noam(self) -> int:
+        """Microbatches in flight on a replica of the input stage: ceil(workers / its replicas)."""
+        return self.stages[0].in_flight
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of every stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    def record(self, profile: Profile) -> dict[str, Any]:
+        """The numbers, as they go into a JSON file; layers count from 0."""
+        return {
+            "stages": [
+                {
+                    "first": min(stage.layers),
+                    "last": max(stage.layers),
+                    "layers": [profile.layers[at].name for at in stage.layers],
+                    "replicas": stage.replicas,
+                    "seconds": stage.seconds,
+                    "in_flight": stage.in_flight,
+                    "memory_bytes": stage.memory_bytes,
+                }
+                for stage in self.stages
+            ],
+            "bottleneck_seconds": self.bottleneck_seconds,
+            "data_parallel_seconds": self.data_parallel_seconds,
+            "single_worker_seconds": self.single_worker_seconds,
+            "speedup": self.speedup,
+            "noam": self.noam,
+        }
+
+
+def partition(
+    profile: Profile,
+    levels: Sequence[Level],
+    *,
+    cost: str = "paper",
+    memory: float = math.inf,
+    state_per_weight: float = 0.0,
+    straight: bool = False,
+) -> Partition:
+    """The partition with the fewest seconds between microbatches that uses every worker.
+
+    ``levels`` go from the innermost outwards; ``cost`` is a name from ``COSTS``; ``memory`` is what a worker
+    has, in bytes, of which gradients and optimizer state take ``state_per_weight`` for each byte of weights;
+    a ``straight`` pipeline has one worker a stage.  ValueError where a value is out of its range, where
+    there are more stages than layers, or where nothing fits in ``memory`` (says what would).
+    """
+    _check(profile, levels, cost, memory, state_per_weight, straight)
+    states = states_of(profile)
+    worker = Worker(states, memory, state_per_weight)
+    solver = hierarchy(states, worker, levels, COSTS[cost], straight)
+    if math.isinf(solver.best):
+        hoarder = Hoarder(states, state_per_weight=state_per_weight)
+        least = hierarchy(states, hoarder, levels, Footprint(), straight).best
+        raise ValueError(
+            f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
+            f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"
+        )
+    return Partition(
+        stages=_stages(states, worker, solver.split(0, len(states) - 1, 0.0)),
+        bottleneck_seconds=solver.best,
+        data_parallel_seconds=_data_parallel(states, levels, cost),
+        single_worker_seconds=profile.seconds,
+    )
+
+
+def _check(
+    profile: Profile,
+    levels: Sequence[Level],
+    cost: str,
+    memory: float,
+    state_per_weight: float,
+    straight: bool,
+) -> None:
+    if cost not in COSTS:
+        raise ValueError(f"the cost {cost!r} is unknown: choose one of {', '.join(COSTS)}")
+    if not levels:
+        raise ValueError("there are no machines to run on: give at least one level of them")
+    for level in levels:
+        if level.workers < 1:
+            raise ValueError(f"the number of workers is {level.workers}, but must be 1 or more: raise it")
+        if level.workers > MOST_WORKERS:
+            raise ValueError(
+                f"the number of workers is {level.workers}, but at most {MOST_WORKERS} of one level can be "
+                "looked at: give machines within machines, a level each"
+            )
+        if not math.isfinite(level.bandwidth) or level.bandwidth <= 0:
+            raise ValueError(
+                f"the bandwidth is {level.bandwidth:g}, but must be a finite number above 0: "
+                "give the bytes a second of a link"
+            )
+    if math.isnan(memory) or memory <= 0:
+        raise ValueError(f"the memory is {memory:g}, but must be a number of bytes above 0: correct it")
+    if not math.isfinite(state_per_weight) or state_per_weight < 0:
+        raise ValueError(
+            f"the state per weight is {state_per_weight:g}, but must be a finite number of 0 or more: "
+            "give bytes of gradients and optimizer state for each byte of weights"
+        )
+    workers, layers = math.prod(level.workers for level in levels), len(profile.layers)
+    if straight and workers > layers:
+        raise ValueError(
+            f"a straight pipeline over {workers} workers needs as many layers, but the profile has {layers}: "
+            f"use at most {layers} workers, or allow replicas"
+        )
+
+
+def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[Stage, ...]:
+    depths = in_flight([block.replicas for block in blocks])
+    return tuple(
+        Stage(
+            layers=states.layers(block.start, block.end),
+            replicas=block.replicas,
+            seconds=float(states.seconds[block.end] - states.seconds[block.start]),
+            in_flight=depth,
+            memory_bytes=float(worker.bytes(block.start, block.end, np.array([depth]))[0, 0]),
+        )
+        for block, depth in zip(blocks, depths, strict=True)
+    )
+
+
+def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
+    """Seconds between microbatches with the whole model on every worker, one stage at every level."""
+    seconds, shared_by = np.float64(states.seconds[-1]), 1
+    for level in levels:
+        seconds = COSTS[cost].stage(seconds, states.weights[-1], level.workers, level.bandwidth, shared_by)
+        shared_by = level.workers
+    return float(seconds)

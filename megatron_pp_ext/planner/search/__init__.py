@@ -1,0 +1,1 @@
+"""Which of all configurations takes the shortest step and fits."""

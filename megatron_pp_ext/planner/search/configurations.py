@@ -1,0 +1,124 @@
+"""All legal ways to run a model on so many GPUs."""
+
+import math
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.step.programs import NO_PIPELINE
+from megatron_pp_ext.request.layers import spread
+from megatron_pp_ext.request.plan import require_divisible
+from megatron_pp_ext.schedule import catalog
+
+SCHEDULES = tuple(name for name in catalog.NAMES)
+"""What a search tries where nothing else is said: every family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is searched.
+
+    ``fixed`` names the arguments whose values in ``args`` are the user's and stay; everything else that a
+    candidate sets is tried.  Tensor parallelism stays within a node.
+    """
+
+    args: Namespace
+    gpus: int
+    gpus_per_node: int
+    batch: int
+    schedules: Sequence[str]
+    fixed: Collection[str] = ()
+
+    def cuts(self) -> Iterator[Candidate]:
+        """Every combination of parallel sizes, with a microbatch of 1 and one that is not recomputed."""
+        args = self.args
+        for tensor in self._sizes("tensor_model_parallel_size", min(self.gpus, self.gpus_per_node)):
+            for context in self._sizes("context_parallel_size", self.gpus // tensor):
+                left = self.gpus // tensor // context
+                for pipeline in self._sizes("pipeline_model_parallel_size", left):
+                    data = left // pipeline
+                    if self.batch % data or pipeline > spread(args):
+                        continue
+                    for expert in self._experts(data * context):
+                        cut = Candidate(
+                            tensor, context, expert, pipeline, data, 1, self.batch // data, Recompute("none")
+                        )
+                        if _is_legal(cut.described(args), self.gpus // pipeline):
+                            yield cut
+
+    def refined(self, cut: Candidate) -> Iterator[Candidate]:
+        """``cut`` with every microbatch, the smallest first."""
+        each = cut.microbatches
+        given = self.args.micro_batch_size if "micro_batch_size" in self.fixed else None
+        for size in [given] if given else _divisors(each):
+            if each % size == 0:
+                yield replace(cut, micro_batch=size, microbatches=each // size)
+
+    def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
+        """What can be recomputed, from nothing to everything."""
+        args = self.args
+        if "recompute_granularity" in self.fixed:
+            modules = tuple(args.recompute_modules or ())
+            given = (args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
+            return [Recompute(f"recompute-{args.recompute_granularity}", *given)]
+        is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
+        found = [Recompute("none")]
+        if is_unfused:
+            found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+        # Recomputing local linear layers with a bias, Megatron calls itself without end.
+        if not args.num_experts and not (args.transformer_impl == "local" and args.add_bias_linear):
+            found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
+        half = spread(args) // (cut.pipeline * chunks) // 2
+        if half:
+            found.append(Recompute("recompute-half", "full", "block", half))
+        return [*found, Recompute("recompute-full", "full", "uniform", 1)]
+
+    def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
+        """Numbers of chunks a rank, with the schedules that have them and whose stages the layers fill."""
+        if cut.pipeline == 1:
+            if "pipeline_schedule" not in self.fixed:
+                yield 1, [NO_PIPELINE]
+            return
+        layers = spread(self.args)
+        asked = (
+            self.args.num_virtual_stages_per_pipeline_rank
+            if "num_virtual_stages_per_pipeline_rank" in self.fixed
+            else None
+        )
+        for chunks in _divisors(layers // cut.pipeline) if layers % cut.pipeline == 0 else []:
+            names = [
+                name
+                for name in self.schedules
+                for entry in (catalog.entry(name),)
+                if chunks == entry.chunks or (entry.any_chunks and chunks > entry.chunks)
+                if asked is None or chunks == asked
+            ]
+            if names:
+                yield chunks, names
+
+    def _sizes(self, name: str, most: int) -> list[int]:
+        """Values of argument ``name``: the user's, or all that divide the GPUs that are left."""
+        if name in self.fixed:
+            given = getattr(self.args, name)
+            return [given] if given <= most and most % given == 0 else []
+        return _divisors(most)
+
+    def _experts(self, ranks: int) -> list[int]:
+        if "expert_model_parallel_size" in self.fixed:
+            return [self.args.expert_model_parallel_size]
+        count = self.args.num_experts
+        return [size for size in _divisors(count) if ranks % size == 0] if count else [1]
+
+
+def _is_legal(args: Namespace, stage_ranks: int) -> bool:
+    try:
+        require_divisible(args, stage_ranks)
+    except ValueError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return low + [number // size for size in reversed(low) if size * size != number]

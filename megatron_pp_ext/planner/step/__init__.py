@@ -1,0 +1,1 @@
+"""How long one training step takes, and what every rank keeps."""

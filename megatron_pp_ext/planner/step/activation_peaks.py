@@ -1,0 +1,67 @@
+"""How many bytes of activations a rank keeps at most under a schedule.
+
+That depends on the order of its own actions alone.  ``simulate`` tells the same for costs that only
+shrink after a forward; recomputation makes activations anew inside a backward, and is told here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+
+
+class InFlight:
+    """What a rank has in flight at any moment, chunk by chunk, whatever a chunk's bytes are.
+
+    A moment is a row of four numbers a chunk: microbatches between F and I, microbatches between I and W,
+    and whether an I or a whole backward is going on.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._placement = schedule.placement
+        self._moments = [_moments(schedule, rank) for rank in range(schedule.ranks)]
+
+    def peaks(self, parts: Sequence[Part]) -> tuple[float, ...]:
+        """The most bytes that each rank keeps at one time, for stages that cost ``parts``."""
+        found = []
+        for rank, moments in enumerate(self._moments):
+            bytes_each = [
+                value
+                for stage in self._placement.stages_of(rank)
+                for part in (parts[stage],)
+                for value in (
+                    part.after_forward,
+                    part.after_input_gradient,
+                    max(0.0, part.after_input_gradient + part.brief - part.after_forward),
+                    part.brief_in_whole,
+                )
+            ]
+            found.append(float((moments @ np.array(bytes_each)).max()))
+        return tuple(found)
+
+
+def _moments(schedule: Schedule, rank: int) -> Any:
+    """An array of moments x (4 x chunks); see ``InFlight``."""
+    chunks = schedule.placement.chunks
+    now = [0] * (4 * chunks)
+    seen: set[tuple[int, ...]] = {tuple(now)}
+    for stage, kind, _ in schedule.orders[rank]:
+        at = 4 * schedule.placement.chunk_of(stage)
+        if kind is Kind.F:
+            now[at] += 1
+            seen.add(tuple(now))
+            continue
+        during = [*now]
+        if kind is Kind.W:
+            now[at + 1] -= 1
+            continue
+        during[at + (2 if kind is Kind.I else 3)] = 1
+        seen.add(tuple(during))
+        now[at] -= 1
+        if kind is Kind.I:
+            now[at + 1] += 1
+            seen.add(tuple(now))
+    return np.array(sorted(seen))

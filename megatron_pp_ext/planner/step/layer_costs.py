@@ -1,0 +1,237 @@
+"""What the parts of a transformer cost for one microbatch on one tensor-parallel rank.
+
+Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
+are those that autograd saves and that deferred weight gradients hold on to, without what stays small (the
+statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with the
+meter's.  Under FP8 the operands that wait for W are counted as the one quantized copy that it reads, a byte
+a number, and all else as without.  Seconds are those of a ``Clock``.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron_pp_ext.planner.step.kernel_seconds import Clock
+from megatron_pp_ext.planner.step.model_part import Part
+
+
+class LayerCosts:
+    """The parts of the model that ``args`` describe, under their names in ``--recompute-modules``."""
+
+    def __init__(self, args: Namespace, clock: Clock | None = None) -> None:
+        self._args = args
+        self._clock = clock or Clock()
+        self._tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
+        self._bytes = 2 if args.bf16 or args.fp16 else 4
+        is_quantized = args.fp8 and args.transformer_impl != "local"
+        self._waiting = 1 / self._bytes if is_quantized else 1.0
+        self._share = args.tensor_model_parallel_size
+        self._hidden = args.hidden_size
+        self._gates = 2 if args.swiglu else 1
+        self._is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
+        is_selective = args.recompute_granularity == "selective"
+        self._recomputed = set(args.recompute_modules or ["core_attn"]) if is_selective else set()
+
+    @property
+    def hidden_bytes(self) -> float:
+        """One activation of the hidden size; only sequence parallelism cuts it."""
+        return self._whole_bytes / (self._share if self._args.sequence_parallel else 1)
+
+    @property
+    def _whole_bytes(self) -> float:
+        """The same, not cut."""
+        return self._tokens * self._hidden * self._bytes
+
+    def other(self) -> Part:
+        """Embedding look-ups, residual additions and the like: little, but an empty stage has some."""
+        operations = self._tokens * self._hidden
+        seconds = self._clock.product(operations / 2, 1, 1)
+        return Part(
+            weight_operations=operations,
+            forward_seconds=seconds,
+            input_gradient_seconds=seconds,
+            weight_gradient_seconds=seconds,
+        )
+
+    def attention(self) -> Part:
+        """Self-attention, with its norm and its projections."""
+        args = self._args
+        head_width = args.kv_channels or self._hidden // args.num_attention_heads
+        query = head_width * args.num_attention_heads
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        projected = query + 2 * groups * head_width
+        core = self._core(query, 2 * groups * head_width)
+        if "core_attn" in self._recomputed:
+            core = core.recomputed(kept=0)
+        # Attention in single products repeats keys and values for every query.
+        kept = Part(after_forward=self._cut(query + (3 * query if self._is_unfused else projected)))
+        return self._norm() + self._column(projected) + core + kept + self._row(query) + self._dropped()
+
+    def mlp(self) -> Part:
+        """A dense MLP and its norm."""
+        inside = self._feed_forward(self._inner())
+        inside = inside.recomputed(kept=0) if "mlp" in self._recomputed else inside
+        return self._norm() + inside + self._dropped()
+
+    def experts(self) -> Part:
+        """A layer of experts, with the shared one if there is one, and its norm.
+
+        As if the router, whose own cost is left out, sent every expert as many tokens.
+        """
+        args = self._args
+        chosen = args.moe_router_topk
+        inner = args.moe_ffn_hidden_size or self._inner()
+        inside = self._routed(self._feed_forward(inner, copies=chosen))
+        if not args.swiglu:
+            # The activation before it is scaled by the router's probabilities.
+            inside += Part(after_forward=self._cut(chosen * inner))
+        if "moe_act" in self._recomputed:
+            inside = inside.recomputed(kept=inside.after_forward - self._cut(chosen * inner))
+        if args.moe_shared_expert_intermediate_size:
+            shared = self._feed_forward(args.moe_shared_expert_intermediate_size)
+            inside += shared.recomputed(kept=0) if "shared_experts" in self._recomputed else shared
+        inside = inside.recomputed(kept=0) if "moe" in self._recomputed else inside
+        return self._norm() + inside + self._dropped()
+
+    def prediction(self) -> Part:
+        """What joins embedding and hidden state in one depth of multi-token prediction, no more."""
+        kept = self.hidden_bytes
+        joined = self._column(self._hidden).times(2)
+        return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._waiting)
+
+    def embedding(self, vocabulary: int) -> Part:
+        """The weights of the embedding, and the mask of its dropout; a look-up costs next to nothing."""
+        learned = getattr(self._args, "position_embedding_type", None) == "learned_absolute"
+        positions = (self._args.max_position_embeddings or 0) * self._hidden if learned else 0
+        return self._dropped() + Part(parameters=vocabulary * self._hidden / self._share + positions)
+
+    def head(self, vocabulary: int) -> Part:
+        """The last norm, the output layer and the loss, which keeps probabilities in fp32."""
+        probabilities = 4 * self._tokens * vocabulary / self._share
+        # Logits are read, turned to fp32, and passed over for their maximum, exponential and sum.
+        loss = Part(
+            forward_seconds=self._clock.copy(4 * probabilities),
+            input_gradient_seconds=self._clock.copy(2 * probabilities),
+            after_forward=probabilities,
+        )
+        # The output layer is Megatron's own, which knows no FP8.
+        waiting = self.hidden_bytes + self._cut(vocabulary)
+        logits = replace(self._column(vocabulary, has_bias=False), after_input_gradient=waiting)
+        return self._norm() + logits + loss
+
+    def loss_workspace(self, vocabulary: int) -> float:
+        """Bytes that come and go around the loss: logits as the product made them, and a copy in fp32."""
+        return (self._bytes + 4) * self._tokens * vocabulary / self._share
+
+    def _inner(self) -> int:
+        """Megatron's own default if none is given: two thirds for a gated MLP, in multiples of 64."""
+        if self._args.ffn_hidden_size:
+            return int(self._args.ffn_hidden_size)
+        return 8 * self._hidden // 3 // 64 * 64 if self._args.swiglu else 4 * self._hidden
+
+    def _core(self, query: int, keys_and_values: int) -> Part:
+        """Attention proper; keys and values of other context-parallel ranks arrive meanwhile."""
+        args = self._args
+        operations = 4 * self._tokens * args.seq_length * query / self._share
+        scores = self._tokens * args.seq_length * args.num_attention_heads / self._share
+        forward, backward = self._clock.attention(operations, self._bytes * scores, not self._is_unfused)
+        travel = self._clock.exchange(self._cut(keys_and_values))
+        return Part(
+            activation_operations=operations,
+            forward_seconds=max(forward, travel),
+            input_gradient_seconds=max(backward, 2 * travel),
+            after_forward=self._kept_scores(scores),
+        )
+
+    def _kept_scores(self, scores: float) -> float:
+        """Attention's probabilities, which only fused kernels do without."""
+        if not self._is_unfused:
+            return 0.0
+        has_dropout = self._args.attention_dropout > 0
+        # With dropout also what is left of them, and a mask of a byte each.
+        return scores * (self._bytes * (1 + has_dropout) + has_dropout)
+
+    def _cut(self, width: float) -> float:
+        """The bytes of an activation that tensor parallelism cuts."""
+        return self._tokens * width * self._bytes / self._share
+
+    def _norm(self) -> Part:
+        """A norm and the addition to the residual stream.
+
+        A norm keeps its input; its output is the input of what follows.
+        """
+        kept = 1 if "layernorm" in self._recomputed else 2
+        # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
+        seconds = self._clock.copy(5 * self.hidden_bytes)
+        parameters = self._hidden * (1 if self._args.normalization == "RMSNorm" else 2)
+        return Part(
+            forward_seconds=seconds,
+            input_gradient_seconds=seconds,
+            after_forward=kept * self.hidden_bytes,
+            parameters=parameters,
+        )
+
+    def _dropped(self) -> Part:
+        """The mask of the dropout behind embedding, attention or MLP, a byte each."""
+        return Part(after_forward=self.hidden_bytes / self._bytes if self._args.hidden_dropout > 0 else 0.0)
+
+    def _column(self, width: int, copies: int = 1, has_bias: bool = True) -> Part:
+        """From the hidden size to ``width``, of which every tensor-parallel rank has a share.
+
+        Under sequence parallelism the input is gathered, for W once more, and I's result is scattered;
+        without, I's results are summed.
+        """
+        gathering = self._clock.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
+        is_cut = self._args.sequence_parallel
+        return self._product(width, copies, self.hidden_bytes, width / self._share if has_bias else 0) + Part(
+            forward_seconds=gathering if is_cut else 0.0,
+            input_gradient_seconds=gathering if is_cut else 2 * gathering,
+            weight_gradient_seconds=gathering if is_cut else 0.0,
+        )
+
+    def _row(self, width: int, copies: int = 1) -> Part:
+        """From a share of ``width`` back to the hidden size, where results are summed, or also scattered."""
+        gathering = self._clock.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
+        is_cut = self._args.sequence_parallel
+        return self._product(width, copies, self._whole_bytes, self._hidden) + Part(
+            forward_seconds=gathering if is_cut else 2 * gathering,
+            input_gradient_seconds=gathering if is_cut else 0.0,
+        )
+
+    def _product(self, width: int, copies: int, hidden_bytes: float, bias: float) -> Part:
+        """With a weight of hidden size times ``width``, either way round; others keep its activations."""
+        tokens, inner = copies * self._tokens, width / self._share
+        return Part(
+            weight_operations=2 * tokens * self._hidden * inner,
+            forward_seconds=self._clock.product(tokens, inner, self._hidden),
+            input_gradient_seconds=self._clock.product(tokens, self._hidden, inner),
+            weight_gradient_seconds=self._clock.product(self._hidden, inner, tokens, adds=True),
+            after_input_gradient=copies * (hidden_bytes + self._cut(width)) * self._waiting,
+            parameters=self._hidden * inner + (bias if self._args.add_bias_linear else 0),
+        )
+
+    def _feed_forward(self, inner: int, copies: int = 1) -> Part:
+        """Up, the non-linearity, and down again, for ``copies`` times the tokens."""
+        through = copies * self._cut((self._gates + 1) * inner)
+        activation = Part(
+            forward_seconds=self._clock.copy(through),
+            input_gradient_seconds=self._clock.copy(through + copies * self._cut(self._gates * inner)),
+            after_forward=through,
+        )
+        return self._column(self._gates * inner, copies) + activation + self._row(inner, copies)
+
+    def _routed(self, one: Part) -> Part:
+        """A feed-forward part as experts on several ranks: what an expert has, each rank has for its own."""
+        args = self._args
+        sent = args.moe_router_topk * self.hidden_bytes
+        # To the experts and back; tokens are also put in order on both sides.
+        moving = 2 * self._clock.shuffle(sent) + self._clock.copy(4 * sent)
+        here = args.num_experts / args.expert_model_parallel_size
+        share = self._share / (args.expert_tensor_parallel_size or self._share)
+        return replace(
+            one,
+            forward_seconds=one.forward_seconds + moving,
+            input_gradient_seconds=one.input_gradient_seconds + moving,
+            after_forward=one.after_forward + sent,
+            parameters=0.0,
+            expert_parameters=one.parameters * share * here,
+        )

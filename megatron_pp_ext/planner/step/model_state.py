@@ -1,0 +1,77 @@
+"""The bytes of weights, gradients and optimizer state that a rank has for its share of the model."""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_pp_ext.planner.step.model_part import Part
+
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many ranks share out the optimizer's state of dense and of expert weights: data times context."""
+
+    dense: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Bytes of a rank, and how many weights its optimizer updates."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    updated: float
+
+
+def gradient_size(args: Namespace) -> int:
+    """Bytes of a gradient in Megatron's buffers: fp32 but where flags, or fp16's default, say otherwise."""
+    if args.bf16:
+        return 2 if args.grad_reduce_in_bf16 else 4
+    if args.fp16:
+        return 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+    return 4
+
+
+def weight_size(args: Namespace) -> int:
+    """Bytes of a weight as the forward uses it."""
+    return 2 if args.bf16 or args.fp16 else 4
+
+
+def model_state(args: Namespace, part: Part, sharing: Sharing) -> ModelState:
+    """The state of a rank whose stages add up to ``part``."""
+    total = part.parameters + part.expert_parameters
+    updated = total
+    if args.use_distributed_optimizer:
+        updated = part.parameters / sharing.dense + part.expert_parameters / sharing.expert
+    return ModelState(
+        weights=weight_size(args) * total,
+        gradients=gradient_size(args) * total,
+        optimizer=_optimizer_size(args) * updated,
+        updated=updated,
+    )
+
+
+def padded_vocabulary(args: Namespace) -> int:
+    """The rows of the embedding: as Megatron fills them up for tensor-parallel ranks to share."""
+    if args.padded_vocab_size:
+        return int(args.padded_vocab_size)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return math.ceil(args.vocab_size / multiple) * multiple
+
+
+def _optimizer_size(args: Namespace) -> float:
+    """Bytes a weight: the optimizer's moments, and beside half-precision weights an fp32 copy of them."""
+    if args.optimizer == "sgd":
+        moments = 4 if args.sgd_momentum else 0
+    else:
+        moments = _SIZES.get(str(args.exp_avg_dtype), 4) + _SIZES.get(str(args.exp_avg_sq_dtype), 4)
+    if weight_size(args) == 4:
+        return moments
+    copy = _SIZES.get(str(args.main_params_dtype), 4)
+    # Without the distributed optimizer, half-precision gradients are copied to fp32 for the update.
+    gradients = 4 if gradient_size(args) == 2 and not args.use_distributed_optimizer else 0
+    return moments + copy + gradients

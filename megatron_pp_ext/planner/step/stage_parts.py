@@ -1,0 +1,116 @@
+"""What the stages of a model cost, from Megatron's arguments alone."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.request.layers import pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The parts of a whole model, which any number of stages can be cut from.
+
+    ``layers`` are in order, equal ones being one object; ``other`` is what every stage has beside them.
+    ``hidden_bytes`` are those of one activation between layers, ``loss_workspace`` what comes and goes
+    around the loss.
+    """
+
+    layers: tuple[Part, ...]
+    other: Part
+    embedding: Part
+    head: Part
+    prediction: Part
+    hidden_bytes: float
+    loss_workspace: float
+
+
+def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
+    """The parts of ``args``'s model; ValueError where the arguments do not tell enough."""
+    return Pieces(
+        layers=tuple(_layers(args, costs)),
+        other=costs.other(),
+        embedding=costs.embedding(vocabulary),
+        head=costs.head(vocabulary),
+        prediction=costs.prediction(),
+        hidden_bytes=costs.hidden_bytes,
+        loss_workspace=costs.loss_workspace(vocabulary),
+    )
+
+
+def stage_parts(args: Namespace, model: Pieces, layers_by_stage: Sequence[int]) -> list[Part]:
+    """What each stage of ``model`` costs, given how many layers each has; equal stages are one object.
+
+    The embedding is in the first stage; the output layer, the loss and multi-token prediction are in the
+    last.
+    """
+    ends = list(accumulate(layers_by_stage))
+    by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    known: dict[tuple[int, ...], Part] = {}
+    sums = []
+    for stage in by_stage:
+        key = tuple(map(id, stage))
+        if key not in known:
+            known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
+        sums.append(known[key])
+    sums[0] += model.embedding
+    sums[-1] += model.head
+    for _ in range(args.mtp_num_layers or 0):
+        sums[-1] += model.prediction + model.layers[-1] + model.head
+    return sums
+
+
+def _sum(parts: Sequence[Part]) -> Part:
+    total = Part()
+    for _, run in groupby(parts, key=id):
+        same = list(run)
+        total += same[0].times(len(same))
+    return total
+
+
+def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
+    """The layers of the model, in order; equal ones are one object."""
+    letters = pattern(args)
+    if letters is None:
+        has_experts = _experts_by_layer(args)
+        attention = costs.attention()
+        kinds = {True: costs.experts, False: costs.mlp}
+        made = {kind: attention + kinds[kind]() for kind in set(has_experts)}
+        return [made[kind] for kind in has_experts]
+    known = {"*": costs.attention, "-": costs.mlp, "E": costs.experts}
+    unknown = sorted(set(letters) - set(known) - {"|"})
+    if unknown:
+        raise ValueError(
+            f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
+            "and give --pipeline-costs"
+        )
+    parts = {letter: known[letter]() for letter in set(letters) - {"|"}}
+    return [parts[letter] for letter in letters if letter != "|"]
+
+
+def _experts_by_layer(args: Namespace) -> list[bool]:
+    if not args.num_experts:
+        return [False] * args.num_layers
+    every = args.moe_layer_freq
+    if isinstance(every, list):
+        return [bool(has_experts) for has_experts in every]
+    return [layer % every == 0 for layer in range(args.num_layers)]
+
+
+def _recomputed(args: Namespace, hidden_bytes: float, stage: Sequence[Part]) -> Sequence[Part]:
+    """The layers of a stage, in groups under full recomputation, of which only the input is kept."""
+    if args.recompute_granularity != "full" or not stage:
+        return stage
+    size = args.recompute_num_layers or 1
+    whole: Sequence[Part] = []
+    if args.recompute_method == "block":
+        stage, whole, size = stage[:size], stage[size:], 1
+    kept = hidden_bytes
+    if args.distribute_saved_activations:
+        kept /= args.tensor_model_parallel_size
+    groups = [stage[start : start + size] for start in range(0, len(stage), size)]
+    made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
+    return [*(made[tuple(map(id, group))] for group in groups), *whole]

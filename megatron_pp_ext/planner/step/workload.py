@@ -1,0 +1,181 @@
+"""A model cut onto ranks: what every stage and every rank has to do and to keep, whatever the order.
+
+What depends on the order, when actions run and how many microbatches are in flight, is ``estimate``'s.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from megatron_pp_ext.planner.step.kernel_seconds import SystemClock
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.planner.step.model_state import (
+    ModelState,
+    Sharing,
+    gradient_size,
+    model_state,
+    padded_vocabulary,
+    weight_size,
+)
+from megatron_pp_ext.planner.step.stage_parts import Pieces, pieces, stage_parts
+from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.request.layers import evenly
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
+
+_BUCKET = 40e6
+"""Weights in a bucket of Megatron's gradient buffers at least; a million a data-parallel rank if more."""
+
+_ADAM_PASSES = 38
+"""Bytes of memory traffic for every weight that is updated: the gradient is read for its norm and again,
+its clipped value written; fp32 weight and both moments are read and written; the new weight is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds of a rank that its actions do not include: gradients out, weights in, the update."""
+
+    reduction: float
+    gathering: float
+    update: float
+
+
+def message_bytes(args: Namespace, hidden_bytes: float) -> float:
+    """A message between stages: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
+    is_wider = getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16)
+    return 2 * hidden_bytes if is_wider else hidden_bytes
+
+
+def model_on(args: Namespace, system: System) -> Pieces:
+    """The parts of ``args``'s model with the seconds that they take on ``system``."""
+    return pieces(args, LayerCosts(args, SystemClock(system, args)), padded_vocabulary(args))
+
+
+class Workload:
+    """``args``'s model on ``system``, its stages placed by ``placement``.
+
+    ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
+    where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
+    same.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        system: System,
+        placement: Placement,
+        data: int,
+        layers_by_stage: Sequence[int] | None = None,
+        model: Pieces | None = None,
+    ) -> None:
+        self.args, self.system, self.placement, self.data = args, system, placement, data
+        self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
+        self.model_ranks = self.tensor * placement.ranks * self.context
+        self._vocabulary = padded_vocabulary(args)
+        model = model or model_on(args, system)
+        layers = evenly(args, placement.stages) if layers_by_stage is None else layers_by_stage
+        self.parts = stage_parts(args, model, layers)
+        self.loss_workspace = model.loss_workspace
+        stride = self.tensor * self.context * data
+        is_near = (placement.ranks - 1) * stride < system.gpus_per_node
+        self._hop_link = system.node if is_near else system.network
+        message = message_bytes(args, model.hidden_bytes)
+        hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
+        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop, message)
+
+    @cached_property
+    def head_rank(self) -> int:
+        """The rank with the output layer and the loss."""
+        return self.placement.rank_of(self.placement.stages - 1)
+
+    @cached_property
+    def by_rank(self) -> list[Part]:
+        """What the stages of each rank add up to."""
+        sums = []
+        known: dict[tuple[int, ...], Part] = {}
+        for stages in _stages_of_ranks(self.placement):
+            first, *others = own = [self.parts[stage] for stage in stages]
+            key = tuple(map(id, own))
+            if key not in known:
+                known[key] = sum(others, first)
+            sums.append(known[key])
+        if self.placement.ranks == 1 and not self.args.untie_embeddings_and_output_weights:
+            # A single rank has one copy of a tied weight.
+            tied = self._vocabulary * self.args.hidden_size / self.tensor
+            sums[0] = sums[0] + Part(parameters=-tied)
+        return sums
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Over how many ranks gradients are summed: for experts those that have the same ones."""
+        dense = self.data * self.context
+        expert_tensor = self.args.expert_tensor_parallel_size or self.tensor
+        experts = expert_tensor * self.args.expert_model_parallel_size
+        return Sharing(dense, max(1, dense * self.tensor // experts))
+
+    @cached_property
+    def states(self) -> list[ModelState]:
+        """Weights, gradients and optimizer state of each rank."""
+        return _once(lambda part: model_state(self.args, part, self.sharing), self.by_rank)
+
+    @cached_property
+    def waits(self) -> list[Waits]:
+        """What each rank waits for beside its actions, were nothing overlapped."""
+        return _once(self._waits, self.by_rank)
+
+    @property
+    def tied_seconds(self) -> float:
+        """Summing a tied weight's gradients over the first and the last stage, if these are on two ranks."""
+        if self.args.untie_embeddings_and_output_weights or self.head_rank == 0:
+            return 0.0
+        size = gradient_size(self.args) * self._vocabulary * self.args.hidden_size / self.tensor
+        return self._hop_link.seconds(size)
+
+    def last_bucket(self, rank: int) -> float:
+        """The share of a rank's gradients that becomes complete only with its very last action."""
+        part = self.by_rank[rank]
+        bucket = max(_BUCKET, 1e6 * self.sharing.dense)
+        return min(1.0, bucket / max(1.0, part.parameters + part.expert_parameters))
+
+    def backward_seconds(self, rank: int) -> float:
+        """The whole backward of one microbatch on a rank."""
+        part = self.by_rank[rank]
+        return part.input_gradient_seconds + part.weight_gradient_seconds
+
+    def operations(self, microbatches: int) -> float:
+        """Model operations of a step on all ranks, recomputation not counted."""
+        forward = sum(part.forward_operations for part in self.parts)
+        return 3 * forward * self.tensor * self.context * self.data * microbatches
+
+    def _waits(self, part: Part) -> Waits:
+        args, system, sharing = self.args, self.system, self.sharing
+        experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or self.tensor)
+        groups = (
+            (part.parameters, sharing.dense, self.tensor),
+            (part.expert_parameters, sharing.expert, experts),
+        )
+        gradient, weight = gradient_size(args), weight_size(args)
+        out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
+        back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
+        is_sharded = args.use_distributed_optimizer
+        state = model_state(args, part, sharing)
+        touched = _ADAM_PASSES * state.updated + state.gradients
+        return Waits(
+            reduction=out if is_sharded else 2 * out,
+            gathering=back if is_sharded else 0.0,
+            update=touched / system.copy_bytes_per_second,
+        )
+
+
+@cache
+def _stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
+    return [placement.stages_of(rank) for rank in range(placement.ranks)]
+
+
+def _once[Made](compute: Callable[[Part], Made], parts: Sequence[Part]) -> list[Made]:
+    """``compute`` of every part; of parts that are one object, as most stages are, only once."""
+    distinct = {id(part): part for part in parts}
+    made = {key: compute(part) for key, part in distinct.items()}
+    return [made[id(part)] for part in parts]

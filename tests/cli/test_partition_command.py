@@ -1,0 +1,104 @@
+"""``mpp partition`` and ``mpp profile`` of a file: what they print, write and refuse."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pp_ext.cli import app
+from megatron_pp_ext.partition import profile_file
+from megatron_pp_ext.partition.profile import Layer, Profile
+from reference import vgg16
+
+GPT = Profile.chain(
+    [
+        Layer("embedding", 1, 1, 8, 0, 8, "E"),
+        *(Layer(f"layer {number}", 2, 4, 8, 0, 8, "t") for number in range(1, 7)),
+        Layer("output", 4, 8, 8, 0, 8, "L"),
+    ]
+)
+
+
+@pytest.fixture
+def mpp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vgg16.txt").write_text(vgg16.graph_txt())
+    GPT.write(tmp_path / "gpt.json")
+
+    def run(line):
+        return CliRunner().invoke(app, line.split())
+
+    return run
+
+
+def test_numbers_as_json(mpp, tmp_path):
+    result = mpp("partition vgg16.txt --workers 8 --bandwidth 3.125e9 --cost reference --json out.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["bottleneck_seconds"] == pytest.approx(0.09366112877714285)
+    assert found["data_parallel_seconds"] == pytest.approx(0.16154709964)
+    assert found["speedup"] == pytest.approx(0.16154709964 / 0.09366112877714285)
+    assert found["noam"] == 2
+    first, last = found["stages"]
+    assert (first["first"], first["replicas"], last["last"], last["replicas"]) == (0, 7, 39, 1)
+    assert first["layers"] + last["layers"] == [f"node{number}" for number in range(2, 42)]
+    assert "speedup 1.72" in result.output
+
+
+def test_levels_are_machines_in_machines(mpp, tmp_path):
+    assert mpp("partition vgg16.txt --levels 4x25e9,2x3.1e9 --cost reference --json out.json").exit_code == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["bottleneck_seconds"] == pytest.approx(0.12876775856)
+
+
+def test_layout_is_all_that_is_printed(mpp):
+    result = mpp("partition gpt.json --workers 4 --bandwidth 1e9 --straight --layout")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Et*2|t*2|t*2|L\n", "")
+
+
+def test_layout_of_replicas_says_why_not(mpp):
+    best = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout")
+    assert best.exit_code == 0, best.output
+    straight = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout --straight")
+    assert best.stdout == straight.stdout
+    assert "replicas, which no layout can say" in best.stderr
+
+
+def test_profile_shows_and_converts(mpp, tmp_path):
+    result = mpp("profile vgg16.txt --json vgg16.json")
+    assert result.exit_code == 0, result.output
+    assert "40 layers, a graph with 40 edges, 0.672535 s a microbatch" in result.output
+    assert profile_file.read(tmp_path / "vgg16.json") == profile_file.read(tmp_path / "vgg16.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("partition nowhere.json --workers 2 --bandwidth 1e9", "nowhere.json: No such file"),
+        ("partition vgg16.txt", "--workers is missing"),
+        ("partition vgg16.txt --workers 2", "--bandwidth is missing"),
+        ("partition vgg16.txt --workers 0 --bandwidth 1e9", "the number of workers is 0"),
+        ("partition vgg16.txt --workers 2 --bandwidth 0", "the bandwidth is 0"),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory 0", "the memory is 0"),
+        (
+            "partition vgg16.txt --workers 2 --bandwidth 1e9 --state-per-weight -1",
+            "the state per weight is -1",
+        ),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory 1e6", "raise it to at least"),
+        ("partition vgg16.txt --workers 41 --bandwidth 1e9 --straight", "but the profile has 40"),
+        ("partition vgg16.txt --levels 4x25e9 --bandwidth 1e9", "contradict each other"),
+        ("partition vgg16.txt --levels 4x25e9,2 --workers 8", "--levels has '2'"),
+        ("partition vgg16.txt --levels 4x25e9,2x3e9 --workers 4", "--workers is 4, but --levels"),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e9 --straight --layout", "has the symbol ''"),
+        ("profile nowhere.json", "nowhere.json: No such file"),
+        ("profile gpt.json --script a.py", "--script a.py is for measuring"),
+        ("profile gpt.json -- --save there", "--save would write a checkpoint"),
+        ("profile gpt.json -- --micro-batch-size", "--micro-batch-size needs a whole number"),
+    ],
+)
+def test_refusals(mpp, line, message):
+    result = mpp(line)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("mpp: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr

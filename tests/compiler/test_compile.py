@@ -1,0 +1,264 @@
+"""The compiler: within the limit, never worse than the published families, the same everywhere."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.compiler.compile import (
+    InfeasibleLimit,
+    compile_schedule,
+    frontier,
+    least_limits,
+    placements_of,
+)
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import linear, loop, v, wave
+from megatron_pp_ext.schedule.simulate import simulate
+from reference.published_schedules import MORE_UNIT_COST, UNIT_COST
+
+NOISE = 1 + 1e-8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_PP_EXT_CACHE", str(folder))
+        yield folder
+
+
+def uniform(placement, times):
+    forward, i, w, hop = times
+    return Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+
+
+times = st.floats(0.05, 50, allow_nan=False)
+activations = st.one_of(st.floats(0.01, 9), st.integers(1, 9))
+
+
+@st.composite
+def pipelines(draw):
+    """Ranks, microbatches, unequal stages, and a limit a rank between the least feasible and plenty."""
+    ranks, chunks, microbatches = (
+        draw(st.integers(2, 4)),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.integers(1, 6)),
+    )
+    stages = []
+    for _ in range(ranks * chunks):
+        activation = draw(activations)
+        released = draw(st.sampled_from([0, activation / 3, activation]))
+        stages.append(StageCosts(draw(times), draw(times), draw(times), activation, released))
+    costs = Costs(tuple(stages), draw(st.one_of(st.just(0.0), st.floats(0, 5))))
+    placements = placements_of(ranks, costs)
+    placement = draw(st.sampled_from(placements))
+    least = least_limits(ranks, costs, placement)
+    if draw(st.booleans()):
+        return ranks, microbatches, costs, max(least) * draw(st.floats(1, 5))
+    return ranks, microbatches, costs, tuple(limit * draw(st.floats(1, 5)) for limit in least)
+
+
+def published(ranks, microbatches, costs):
+    """Timelines of all that the catalogue builds for a cut of ``costs``."""
+    chunks = len(costs.stages) // ranks
+    for line in catalog.ENTRIES.values():
+        for count in range(1, chunks + 1):
+            if chunks % count == 0 and (count == line.chunks or (line.any_chunks and count > line.chunks)):
+                schedule = catalog.build(line.name, ranks, microbatches, count)
+                yield simulate(schedule, costs.merged(ranks * count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_any_costs_and_limits(pipeline):
+    ranks, microbatches, costs, limit = pipeline
+    compiled = compile_schedule(ranks, microbatches, costs, limit, trials=20)
+    timeline = compiled.timeline
+    limits = limit if isinstance(limit, tuple) else (limit,) * ranks
+    check(timeline.schedule)
+    assert timeline.schedule.name == "flex"
+    assert timeline.schedule.microbatches == microbatches
+    assert all(peak <= most * NOISE for peak, most in zip(timeline.peak_activations, limits, strict=True))
+    assert compiled.lower_bound <= timeline.makespan
+    for other in published(ranks, microbatches, costs):
+        # The bound is over the placements that fit, which are those of whatever fits.
+        if all(peak <= most for peak, most in zip(other.peak_activations, limits, strict=True)):
+            assert compiled.lower_bound <= other.makespan * NOISE
+            assert timeline.makespan <= other.makespan * NOISE
+    for order in timeline.schedule.orders:
+        for key in {(action.stage, action.kind) for action in order}:
+            ours = [action.microbatch for action in order if (action.stage, action.kind) == key]
+            assert ours == list(range(microbatches))
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(5, 5, 3), (8, 3, 3), (6, 3, 6), (6, 12, 5)])
+def test_bounds_do_not_depend_on_the_unit_of_time(p, m, chunks):
+    """Sums of tenths are not equal where those of ones are: what is as long must be taken for it."""
+    ones, tenths = (
+        lower_bound(loop(p, chunks), m, uniform(loop(p, chunks), (t, t, t, 0)), [100.0 * p] * p)
+        for t in (1, 0.1)
+    )
+    assert tenths == pytest.approx(ones / 10)
+
+
+@pytest.mark.parametrize("chunks", [3, 5])
+@pytest.mark.parametrize("seconds", [0.1, 1 / 3])
+def test_no_family_beats_its_bound(chunks, seconds):
+    for p, m in ((4, 4), (5, 5), (8, 3), (6, 12)):
+        schedule = catalog.build("interleaved-zb", p, m, chunks)
+        costs = uniform(schedule.placement, (seconds, seconds, seconds, 0))
+        timeline = simulate(schedule, costs)
+        bound = lower_bound(schedule.placement, m, costs, timeline.peak_activations)
+        assert bound <= timeline.makespan * NOISE
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "times", "goal"),
+    [
+        # arXiv 2405.15362's families at their own peak are optimal here; between them there is room.
+        (4, 8, 3, (1, 1, 1, 0), 86),
+        (4, 8, 4, (1, 1, 1, 0), 59),
+        (4, 8, 5, (1, 1, 1, 0), 56),
+        (4, 8, 6, (1, 1, 1, 0), 53),
+        (4, 8, 8, (1, 1, 1, 0), 51),
+        (6, 6, 10, (1, 1, 1, 0), 43),
+        (8, 16, 8, (1, 1, 1, 0), 119),
+        (4, 8, 4, (10, 11, 7, 1), 638),
+        (8, 16, 8, (10, 11, 7, 1), 1262),
+        (8, 16, 8, (10, 10, 5, 0), 1100),
+    ],
+)
+def test_makespans(p, m, limit, times, goal):
+    compiled = compile_schedule(p, m, uniform(v(p), times), limit, trials=300 if p == 8 else 1000)
+    assert compiled.timeline.makespan <= goal
+    assert max(compiled.timeline.peak_activations) <= limit
+
+
+@settings(max_examples=15, deadline=None)
+@given(pipelines())
+def test_more_memory_is_never_worse(pipeline):
+    ranks, microbatches, costs, _ = pipeline
+    least = min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
+    limits = [least * more for more in (1, 1.3, 1.6, 2, 3)]
+    found = frontier(ranks, microbatches, costs, limits, trials=6)
+    for limit, compiled in zip(limits, found, strict=True):
+        assert max(compiled.timeline.peak_activations) <= limit * NOISE
+        assert compiled.lower_bound <= compiled.timeline.makespan
+    lengths = [compiled.timeline.makespan for compiled in found]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("name", [*UNIT_COST, *MORE_UNIT_COST])
+def test_published_schedules_are_met_at_their_peak(name):
+    for p, m, makespan, _, peak in (UNIT_COST | MORE_UNIT_COST)[name]:
+        cut = linear(p) if name in ("1f1b", "zb-h1", "zb-h2") else v(p)
+        compiled = compile_schedule(p, m, Costs.unit(cut), peak, trials=60)
+        assert compiled.timeline.makespan <= makespan
+
+
+def test_more_chunks_shorten_the_schedule_at_equal_memory():
+    stages = (StageCosts(0.25, 0.25, 0.25, 0.25),) * 16
+    compiled = compile_schedule(4, 8, Costs(stages), 3, trials=300)
+    assert compiled.timeline.makespan <= 26
+    assert compiled.timeline.schedule.placement == wave(4, 4)
+
+
+def test_the_same_schedule_in_every_process(tmp_path):
+    """No hash order, no clock: two processes with different string hashes agree."""
+    program = (
+        "from megatron_pp_ext.compiler.compile import compile_schedule\n"
+        "from megatron_pp_ext.schedule.costs import Costs\n"
+        "from megatron_pp_ext.schedule.placement import v\n"
+        "costs = Costs.uniform(v(4), forward=1.1, input_gradient=1.3, weight_gradient=.7, hop=.03)\n"
+        "print(compile_schedule(4, 9, costs, 4, trials=150).timeline.schedule.digest)"
+    )
+    digests = set()
+    for seed in "12":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "MEGATRON_PP_EXT_CACHE": str(tmp_path / seed)}
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        digests.add(run.stdout)
+    assert len(digests) == 1
+
+
+def test_compiled_schedules_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "new"))
+    costs = uniform(v(3), (3, 4, 2, 1))
+
+    def compiled():
+        return compile_schedule(3, 6, costs, 4, trials=50)
+
+    first = compiled()
+    rows, notes = sorted((tmp_path / "new").iterdir())
+    assert (rows.suffix, notes.suffix) == (".csv", ".json")
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | {"origin": "the cache"}))
+    assert compiled() == type(first)(first.timeline, first.lower_bound, "the cache")
+    for spoiled in ("", "{}", '{"digest": 3}', "[]"):
+        notes.write_text(spoiled)
+        assert compiled() == first
+    for spoiled in ("0F0,?", "0F0\n", ""):
+        rows.write_text(spoiled)
+        assert compiled() == first
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", os.devnull)
+    assert compiled() == first
+
+
+def test_an_infeasible_limit_names_the_least_feasible():
+    costs = Costs.unit(v(4))
+    with pytest.raises(InfeasibleLimit, match=r"limit 1\.5 of rank 0 is infeasible.*raise .* at least 2$"):
+        compile_schedule(4, 8, costs, 1.5)
+    with pytest.raises(InfeasibleLimit, match=r"limit 1 of rank 2 is infeasible.*raise .* at least 2$"):
+        compile_schedule(4, 8, costs, (2, 2, 1, 2))
+    assert max(compile_schedule(4, 8, costs, 2, trials=0).timeline.peak_activations) == 2
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
+def test_a_limit_is_a_number_above_0(limit):
+    with pytest.raises(ValueError, match="must be a finite number above 0") as error:
+        compile_schedule(4, 8, Costs.unit(v(4)), limit)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_that_do_not_fit_together():
+    costs = Costs.unit(v(4))
+    with pytest.raises(ValueError, match="8 stages, which 3 ranks cannot hold evenly"):
+        compile_schedule(3, 8, costs, 4)
+    with pytest.raises(ValueError, match="3 values for 4 ranks"):
+        compile_schedule(4, 8, costs, (4, 4, 4))
+    with pytest.raises(ValueError, match="8 stages cannot be merged into 16"):
+        compile_schedule(4, 8, costs, 4, placements=[wave(4, 4)])
+    with pytest.raises(ValueError, match="is for 2 ranks, not 4"):
+        compile_schedule(4, 8, costs, 4, placements=[v(2)])
+    with pytest.raises(ValueError, match="no placements"):
+        compile_schedule(4, 8, costs, 4, placements=[])
+    with pytest.raises(ValueError, match="got 1 ranks"):
+        compile_schedule(1, 8, Costs.unit(linear(1)), 4)
+
+
+def test_placements_follow_from_the_cut():
+    assert placements_of(3, Costs.unit(linear(3))) == (linear(3),)
+    assert placements_of(3, Costs.unit(v(3))) == (linear(3), v(3), loop(3, 2))
+    assert placements_of(3, Costs.unit(wave(3, 3))) == (linear(3), wave(3, 3), loop(3, 3))
+    assert placements_of(3, Costs.unit(wave(3, 4))) == (linear(3), v(3), loop(3, 2), wave(3, 4), loop(3, 4))
+
+
+def test_placements_can_be_narrowed():
+    compiled = compile_schedule(4, 8, Costs.unit(v(4)), 8, placements=[linear(4)], trials=20)
+    assert compiled.timeline.schedule.placement == linear(4)
+
+
+def test_merged_stages_do_the_same_work():
+    costs = Costs(tuple(StageCosts(1 + s, 2, 3, s, s / 2) for s in range(4)), hop=1, message=2)
+    merged = Costs((StageCosts(3, 4, 6, 1, 0.5), StageCosts(7, 4, 6, 5, 2.5)), hop=1, message=2)
+    assert costs.merged(2) == merged
+    assert costs.merged(4) == costs

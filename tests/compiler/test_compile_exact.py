@@ -1,0 +1,61 @@
+"""Small pipelines, solved to proved optimality: how good are the compiler and its bound?"""
+
+import pytest
+
+pytest.importorskip("ortools", reason="the exact solver is OR-tools: install the dev extra")
+
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import linear, v
+from tests.support.exact import shortest
+
+UNIT, UNEQUAL = (1, 1, 1, 0), (10, 11, 7, 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+
+
+def judged(placement, microbatches, costs, limit):
+    """What the compiler found, between its bound and the optimum, which must be proved."""
+    compiled = compile_schedule(placement.ranks, microbatches, costs, limit, placements=[placement])
+    limits = [limit] * placement.ranks
+    found = compiled.timeline.makespan
+    bound, optimum = shortest(placement, microbatches, costs, limits, seconds=60, hint=found)
+    assert bound == optimum
+    assert compiled.lower_bound <= optimum <= found
+    return found, optimum
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "limit", "times"),
+    [
+        (linear(3), 4, 2, UNIT),
+        (linear(4), 6, 3, UNIT),
+        (linear(4), 6, 3, UNEQUAL),
+        (linear(4), 6, 5, UNEQUAL),
+        (v(2), 4, 2, UNIT),
+        (v(2), 4, 2, UNEQUAL),
+        (v(2), 4, 3, UNEQUAL),
+        (v(2), 6, 4, UNEQUAL),
+        (v(3), 3, 3, UNIT),
+        (v(3), 3, 3, UNEQUAL),
+        (v(3), 3, 4, UNEQUAL),
+        (v(3), 4, 6, UNEQUAL),
+        (v(4), 4, 5, UNIT),
+    ],
+)
+def test_optimal_on_small_pipelines(placement, m, limit, times):
+    forward, i, w, hop = times
+    costs = Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+    found, optimum = judged(placement, m, costs, limit)
+    assert found == optimum
+
+
+def test_optimal_with_unequal_stages_that_release_early():
+    """An embedding in front, an output layer behind, and half of the activations given back by I."""
+    stages = (StageCosts(5, 4, 3, 4, 2), *[StageCosts(4, 5, 3, 4, 2)] * 4, StageCosts(7, 8, 4, 6, 2))
+    for limit in (10, 14):
+        found, optimum = judged(v(3), 3, Costs(stages, 1), limit)
+        assert found <= 1.02 * optimum

@@ -1,0 +1,299 @@
+"""What waits: message buffers as they are counted on paper, against those that channels really hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, least_limits, placements_of
+from megatron_pp_ext.compiler.limits import asked_for
+from megatron_pp_ext.compiler.search.problem import problem_of
+from megatron_pp_ext.compiler.search.propose import one_at_a_time
+from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message, posted_receives
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
+from megatron_pp_ext.schedule.simulate import Timeline, peak_messages, simulate
+from tests.support.ranks import run_ranks
+
+NOISE = 1 + 1e-8
+WATCHED = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h2", "1f1b-v", "v-half", "v-zb", "dualpipe-v")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+class _Late:
+    """A send that nobody knows to be done before somebody waits for it, as with the slowest wire."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.wait = work.wait
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Watched(Channels):
+    """Channels that tell the most buffers they have held: of receives, of sends, and of both together.
+
+    A gradient that was taken counts until the next message or receive, since its backward needs it.
+    """
+
+    is_late = False
+    taken = received = sent = most = 0
+
+    def _note(self) -> None:
+        self.received = max(self.received, len(self._posted) + self.taken)
+        self.sent = max(self.sent, len(self._sending))
+        self.most = max(self.most, len(self._posted) + self.taken + len(self._sending))
+
+    def post(self, peer: int, message: Message) -> None:
+        self.taken = 0
+        super().post(peer, message)
+        self._note()
+
+    def receive(self, peer: int, message: Message) -> torch.Tensor:
+        tensor = super().receive(peer, message)
+        self.taken = int(message.sender > message.receiver)
+        self._note()
+        return tensor
+
+    def _send(self, peer: int, tensor: torch.Tensor) -> None:
+        self.taken = 0
+        super()._send(peer, tensor)
+        if self.is_late:
+            work, kept = self._sending.pop()
+            self._sending.append((_Late(work), kept))
+        self._note()
+
+
+class _Nothing:
+    """A stage that computes nothing, and whose messages are one number."""
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(1)
+
+    backward_input = backward
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+
+def watch(rank: int, schedules: list[Schedule]) -> list[list[tuple[int, int, int]]]:
+    """What the rank held at most under every schedule: with real sends, and with late ones."""
+    dist.init_process_group("gloo")
+    pipeline = list(range(dist.get_world_size()))
+    groups = direction_groups(pipeline)
+    found = []
+    for schedule in schedules:
+        stages = {stage: _Nothing() for stage in schedule.placement.stages_of(rank)}
+        held = []
+        for is_late in (False, True):
+            channels = _Watched(pipeline, *groups, (1,), torch.float, torch.device("cpu"))
+            channels.is_late = is_late
+            execute(plan_rank(schedule, rank), stages, channels)
+            held.append((channels.received, channels.sent, channels.most))
+        found.append(held)
+    return found
+
+
+def sent_by(schedule: Schedule, rank: int) -> int:
+    """The messages that leave a rank."""
+    placement = schedule.placement
+    messages = (outgoing_message(action, placement.stages) for action in schedule.orders[rank])
+    return sum(placement.rank_of(message.receiver) != rank for message in messages if message)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_channels_hold_no_more_than_is_counted(ranks: int) -> None:
+    """Receives exactly as many, and with sends that are always late as many of these as may be unfinished."""
+    schedules = [catalog.build(name, ranks, m) for name in WATCHED for m in (1, ranks, 2 * ranks)]
+    schedules.append(catalog.forward_only(v(ranks), 2 * ranks))
+    held = run_ranks(watch, ranks, schedules)
+    for number, schedule in enumerate(schedules):
+        for rank, counted in enumerate(peak_messages(schedule)):
+            may_be_unfinished = min(sent_by(schedule, rank), SENDS_AHEAD + 1)
+            (received, sent, most), (_, late, most_with_late) = held[rank][number]
+            assert received == counted - may_be_unfinished, schedule.name
+            assert late == may_be_unfinished, schedule.name
+            assert sent <= late
+            assert max(most, most_with_late) <= counted
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("interval", [1, 3, 8])
+def test_a_pipeline_that_never_flushes_receives_no_more_than_1f1b(ranks: int, interval: int) -> None:
+    """The planner takes one for the other."""
+    full = ranks + SENDS_AHEAD
+    counted = [most - SENDS_AHEAD - 1 for most in peak_messages(catalog.build("1f1b", ranks, full))]
+    waiting = [0] * ranks
+    for update in range(6):
+        step = pipedream.step(ranks, interval, update, 6)
+        for rank, posted in enumerate(posted_receives(step.orders, ranks, lambda stage, _: stage)):
+            for action, arrivals in zip((*step.orders[rank], None), posted, strict=True):
+                waiting[rank] += len(arrivals)
+                assert waiting[rank] <= counted[rank]
+                if action is not None:
+                    waiting[rank] -= rank > 0 if action.kind is Kind.F else rank + 1 < ranks
+    assert waiting == [0] * ranks
+
+
+def test_counted_by_hand() -> None:
+    """One microbatch through two ranks: each sends one message and takes one."""
+    schedule = catalog.build("1f1b", 2, 1)
+    timeline = simulate(schedule, Costs((StageCosts(1, 1, 1, 10), StageCosts(1, 1, 1, 20)), message=3))
+    assert timeline.peak_messages == (2, 2)
+    assert timeline.peak_memory == (10 + 2 * 3, 20 + 2 * 3)
+    free = simulate(schedule, replace(timeline.costs, message=0.0))
+    assert free.peak_memory == free.peak_activations == (10, 20)
+
+
+def test_a_turn_of_a_v_is_no_message() -> None:
+    """The last rank hands its first stage's output to its second, and the gradient back."""
+    assert peak_messages(catalog.build("v-half", 2, 1)) == (1 + 2, 1 + 2)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_more_microbatches_never_wait_less(name: str, ranks: int) -> None:
+    """``planner.search`` looks at 2p microbatches first: what does not fit then, does not fit with more."""
+    few = peak_messages(catalog.build(name, ranks, 2 * ranks))
+    for microbatches in (2 * ranks + 1, 3 * ranks, 5 * ranks + 1):
+        many = peak_messages(catalog.build(name, ranks, microbatches))
+        assert all(less <= more for less, more in zip(few, many, strict=True))
+
+
+def cuts() -> list[Placement]:
+    loops = [Placement(Shape.LOOP, ranks, chunks) for ranks in (2, 3, 5) for chunks in (2, 3)]
+    waves = [Placement(Shape.WAVE, ranks, 4) for ranks in (2, 3)]
+    return [*(linear(ranks) for ranks in (2, 3, 5)), *(v(ranks) for ranks in (2, 3, 5)), *loops, *waves]
+
+
+@pytest.mark.parametrize("placement", cuts(), ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 9])
+def test_one_microbatch_at_a_time_needs_the_least(placement: Placement, microbatches: int) -> None:
+    stages = tuple(StageCosts(1, 1, 1, 1 + stage % 3, 0.5) for stage in range(placement.stages))
+    for message in (0.0, 0.125, 5.0):
+        costs = Costs(stages, message=message)
+        problem = problem_of(placement, microbatches, costs, [100.0] * placement.ranks)
+        timeline = simulate(problem.schedule(one_at_a_time(problem), "one"), costs)
+        least = least_limits(placement.ranks, costs, placement, microbatches)
+        assert timeline.peak_memory == pytest.approx(least)
+        for name in catalog.NAMES:
+            entry = catalog.entry(name)
+            if entry.shape is placement.shape and placement.chunks == entry.chunks:
+                other = simulate(catalog.build(name, placement.ranks, microbatches), costs).peak_memory
+                assert all(peak * NOISE >= needed for peak, needed in zip(other, least, strict=True))
+
+
+@st.composite
+def pipelines(draw):
+    """Ranks, microbatches, stages, messages of up to a chunk's activations, and a limit above the least."""
+    ranks, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 6))
+    times = st.floats(0.05, 50)
+    stages = [
+        StageCosts(
+            draw(times), draw(times), draw(times), activation, draw(st.sampled_from([0, activation / 3]))
+        )
+        for activation in draw(st.lists(st.floats(0.01, 9), min_size=2 * ranks, max_size=2 * ranks))
+    ]
+    costs = Costs(tuple(stages), draw(st.floats(0, 5)), draw(st.floats(0.001, 5)))
+    least = [least_limits(ranks, costs, where, microbatches) for where in placements_of(ranks, costs)]
+    if draw(st.booleans()):
+        return ranks, microbatches, costs, min(map(max, least)) * draw(st.floats(1, 4))
+    return (
+        ranks,
+        microbatches,
+        costs,
+        tuple(needs * draw(st.floats(1, 4)) for needs in draw(st.sampled_from(least))),
+    )
+
+
+def published(ranks: int, microbatches: int, costs: Costs) -> list[Timeline]:
+    built = [
+        catalog.build(name, ranks, microbatches) for name in catalog.NAMES if catalog.entry(name).chunks <= 2
+    ]
+    return [simulate(schedule, costs.merged(schedule.placement.stages)) for schedule in built]
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines())
+def test_a_limit_holds_messages_too(pipeline) -> None:
+    ranks, microbatches, costs, limit = pipeline
+    limits = limit if isinstance(limit, tuple) else (limit,) * ranks
+    compiled = compile_schedule(ranks, microbatches, costs, limit, trials=12)
+    peaks = compiled.timeline.peak_memory
+    assert all(peak <= most * NOISE for peak, most in zip(peaks, limits, strict=True))
+    assert compiled.lower_bound <= compiled.timeline.makespan
+    for other in published(ranks, microbatches, costs):
+        if all(peak <= most for peak, most in zip(other.peak_memory, limits, strict=True)):
+            assert compiled.timeline.makespan <= other.makespan * NOISE
+            assert compiled.lower_bound <= other.makespan * NOISE
+
+
+def test_a_search_leaves_room_for_messages() -> None:
+    """Where messages break what is found without them, something shorter than the families is found still."""
+    times = {"forward": 1.0, "input_gradient": 1.1, "weight_gradient": 0.7, "hop": 0.05}
+    free = Costs.uniform(v(4), **times)
+    dear = replace(free, message=0.125)
+    # Room for six chunks and the fewest messages, but not for as many as there are beside six chunks.
+    limit = 6.8
+    both, alone = (compile_schedule(4, 8, costs, limit, trials=200) for costs in (dear, free))
+    assert max(simulate(alone.timeline.schedule, dear).peak_memory) > limit
+    assert max(both.timeline.peak_memory) <= limit
+    fitting = [one.makespan for one in published(4, 8, dear) if max(one.peak_memory) <= limit]
+    assert alone.timeline.makespan <= both.timeline.makespan < min(fitting)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "v-half", "v-zb"])
+def test_a_family_must_fit_with_its_own_messages(name: str) -> None:
+    schedule = catalog.build(name, 4, 8)
+    placement = schedule.placement
+    costs = replace(Costs.unit(placement), message=0.25)
+    peaks = simulate(schedule, costs).peak_memory
+    for limits in (peaks, [peak - 0.1 for peak in peaks]):
+        found = compile_schedule(4, 8, costs, limits, placements=[placement], trials=0).timeline
+        assert all(peak <= limit for peak, limit in zip(found.peak_memory, limits, strict=True))
+        if limits == peaks:
+            assert found.makespan <= simulate(schedule, costs).makespan
+        else:
+            assert found.schedule.orders != schedule.orders
+
+
+def test_a_rank_without_activations_has_nothing_to_give_up() -> None:
+    """Its limit is all for messages, and where these break it no room for activations would help."""
+    costs = Costs((StageCosts(1, 1, 1, 0.7), StageCosts(1, 1, 1, 0)), message=0.3)
+    limits = (5.0, 6 * 0.3)
+    timeline = compile_schedule(2, 8, costs, limits, trials=30).timeline
+    assert all(peak <= limit * NOISE for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+def test_the_least_feasible_limit_is_told_truly() -> None:
+    costs = replace(Costs.unit(v(3)), message=0.25)
+    with pytest.raises(
+        InfeasibleLimit, match=r"activations of all its stages and a few messages.* least 3\.5$"
+    ):
+        compile_schedule(3, 8, costs, 3.4)
+    assert max(compile_schedule(3, 8, costs, 3.5, trials=0).timeline.peak_memory) == 3.5
+
+
+def test_a_fraction_is_of_activations_and_an_amount_holds_both() -> None:
+    costs = Costs(tuple(StageCosts(1, 1, 1, 10.0 + stage) for stage in range(8)), message=2.0)
+    assert asked_for(0.5, 4, 8, costs) == (0.5 * 4 * (10 + 11), replace(costs, message=0.0))
+    assert asked_for(0.5, 4, 3, costs) == (0.5 * 3 * (10 + 11), replace(costs, message=0.0))
+    assert asked_for(90.0, 4, 8, costs) == (90.0, costs)

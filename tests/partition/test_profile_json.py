@@ -1,0 +1,68 @@
+"""Our own form of a profile: there and back, and mistakes refused by layer."""
+
+import json
+
+import pytest
+
+from megatron_pp_ext.partition import profile_file
+from megatron_pp_ext.partition.profile import Layer, Profile
+
+LAYER = {
+    "name": "a",
+    "forward_seconds": 1,
+    "backward_seconds": 2,
+    "activation_bytes": 3,
+    "parameter_bytes": 4,
+}
+
+
+@pytest.mark.parametrize("edges", [[("a", "b"), ("b", "c")], [("a", "b"), ("a", "c")], []])
+def test_there_and_back(edges, tmp_path):
+    layers = [Layer("a", 0.1, 0.2, 3, 4, 5, "E"), Layer("b", 0.1, 0.0, 0, 0), Layer("c", 1, 2, 3, 4, 0)]
+    profile = Profile.graph(layers, edges)
+    profile.write(tmp_path / "profile.json")
+    assert profile_file.read(tmp_path / "profile.json") == profile
+
+
+def test_kept_bytes_stand_in_for_what_was_not_measured():
+    assert Layer("a", 1, 1, 7, 0).kept_bytes == 7
+    assert Layer("a", 1, 1, 7, 0, saved_bytes=0).kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "'layers' is not a list"),
+        ({"layers": []}, "the profile has no layers"),
+        ({"layers": [3]}, "layer 0 is 3, but must be an object"),
+        ({"layers": [{**LAYER, "forward": 1}]}, "layer 'a': 'forward' is unknown"),
+        ({"layers": [{"name": "a"}]}, "layer 'a': 'forward_seconds' is missing"),
+        ({"layers": [{**LAYER, "name": 1}]}, "'name' is 1, but must be a text"),
+        ({"layers": [{**LAYER, "backward_seconds": "2"}]}, "backward_seconds is '2', but must be a number"),
+        ({"layers": [{**LAYER, "backward_seconds": None}]}, "backward_seconds is None, but must be a number"),
+        (
+            {"layers": [{**LAYER, "backward_seconds": -2}]},
+            "backward_seconds is -2, but must be a finite number",
+        ),
+        ({"layers": [{**LAYER, "parameter_bytes": float("nan")}]}, "parameter_bytes is nan"),
+        ({"layers": [{**LAYER, "saved_bytes": -1}]}, "saved_bytes is -1"),
+        ({"layers": [LAYER, LAYER]}, "the name 'a' comes twice"),
+        ({"layers": [{**LAYER, "forward_seconds": 0, "backward_seconds": 0}]}, "every layer"),
+        ({"layers": [LAYER], "edges": [["a"]]}, "'edges' must be a list of pairs"),
+        ({"layers": [LAYER], "edges": [["a", "z"]]}, "names 'z', but there is no such layer"),
+        ({"layers": [LAYER], "edges": [["a", "a"]]}, "the layers a -- a form a cycle"),
+    ],
+)
+def test_refusals(content, message, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"profile\.json: ") as error:
+        profile_file.read(file)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"layers": ' + b"[" * 3000, b"\xff\xfe"])
+def test_what_is_no_profile_is_refused(content, tmp_path):
+    (tmp_path / "profile.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"profile\.json: not"):
+        profile_file.read(tmp_path / "profile.json")

@@ -1,0 +1,54 @@
+"""Bytes in flight: those of the simulation, more where a backward computes things again."""
+
+import pytest
+
+from megatron_pp_ext.planner.step.activation_peaks import InFlight
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+
+
+def parts(stages, **more):
+    times = {"forward_seconds": 1.0, "input_gradient_seconds": 1.1, "weight_gradient_seconds": 0.7}
+    return [
+        Part(**times, after_forward=10.0 + stage, after_input_gradient=7.0 - stage / 40, **more)
+        for stage in range(stages)
+    ]
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_peaks_are_the_simulations(name):
+    schedule = catalog.build(name, 4, 10)
+    stages = parts(schedule.placement.stages)
+    timeline = simulate(schedule, Costs(tuple(part.costs() for part in stages)))
+    assert InFlight(schedule).peaks(stages) == pytest.approx(timeline.peak_activations)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_more_microbatches_never_need_less(name, ranks):
+    """The search looks at 2p microbatches first: what does not fit then, does not fit with more."""
+    chunks = catalog.entry(name).chunks
+    for before in (2 * ranks, 3 * ranks):
+        for after in (before + 1, 2 * before + 1):
+            few, many = (program(name, ranks, count, chunks) for count in (before, after))
+            stages = parts(ranks * chunks, brief=1.0, brief_in_whole=4.0)
+            less, more = few.in_flight.peaks(stages), many.in_flight.peaks(stages)
+            assert max(less) <= max(more) * (1 + 1e-12)
+
+
+def test_a_whole_backward_computes_one_group_again():
+    schedule = catalog.build("1f1b", 2, 4)
+    plain, again = parts(2), parts(2, brief_in_whole=4.0)
+    assert InFlight(schedule).peaks(again) == pytest.approx(
+        [peak + 4 for peak in InFlight(schedule).peaks(plain)]
+    )
+
+
+def test_an_input_gradient_keeps_what_its_forward_did_not():
+    stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=1.0, after_input_gradient=5.0, brief=2.0)] * 2
+    # zb-h1's last rank: one forward, and at most two microbatches between I and W.
+    peaks = InFlight(catalog.build("zb-h1", 2, 4)).peaks(stages)
+    assert max(peaks) >= 7

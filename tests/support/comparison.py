@@ -1,0 +1,116 @@
+"""Training runs under stock's schedules and under ours, and what has to be equal between them."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from tests.support import rounding, training
+
+
+class Result(NamedTuple):
+    """Losses of every step and evaluation, and all gradients of the first step by global name.
+
+    ``norms`` are those of every step's gradients, before clipping; None where the step was skipped.
+    ``logged`` are the losses, auxiliary ones included, that Megatron prints after a step.
+    ``clips_above`` is the norm from which on Megatron clips.
+    """
+
+    losses: list[float]
+    gradients: dict[tuple[str, int], torch.Tensor]
+    validation: list[float]
+    norms: list[float | None]
+    logged: list[dict[str, str]]
+    clips_above: float
+
+
+def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int], torch.Tensor]:
+    """The gradients of this rank: (global name, tensor-parallel rank) -> main_grad."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.ddp_config.use_distributed_optimizer:
+                _gather(group)
+    rank = mpu.get_tensor_model_parallel_rank()
+    return {(name, rank): p.main_grad.clone() for name, p in training.global_parameters(chunks)}
+
+
+def _gather(group: Any) -> None:
+    """Make gradients whole of which a distributed optimizer has reduced only this rank's part."""
+    replicas = group.intra_distributed_optimizer_instance_group
+    for bucket in group.buckets:
+        part = bucket.grad_data.chunk(replicas.size())[replicas.rank()]
+        dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=replicas)
+
+
+def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
+    """Train the tiny GPT and bring together what its ranks saw."""
+    ranks = training.train(world_size, flags, grab=gradients_by_name, **options)
+    gradients: dict[tuple[str, int], torch.Tensor] = {}
+    for rank in ranks:
+        for name, gradient in rank.grabbed.items():
+            known = gradients.setdefault(name, gradient)
+            # A tied weight, or a data-parallel replica: the copies must agree to the last bit.
+            assert torch.equal(known, gradient), name
+    last = next(rank for rank in reversed(ranks) if rank.losses)
+    for rank in ranks:
+        # Only the ranks of the last pipeline stage tell a loss, and they tell the same.
+        assert rank.losses in ([], last.losses)
+        assert rank.grad_norms == last.grad_norms
+    return Result(last.losses, gradients, last.validation, last.grad_norms, last.logged, _clips_above(flags))
+
+
+def _clips_above(flags: Sequence[str]) -> float:
+    """Megatron clips at 1 by default, and at 0 never."""
+    given = flags[flags.index("--clip-grad") + 1] if "--clip-grad" in flags else 1
+    return float(given) or math.inf
+
+
+@cache
+def stock(world_size: int, *flags: str) -> Result:
+    """The same under stock's own schedule; kept, since many cases compare with it."""
+    return run(world_size, flags)
+
+
+def assert_same_bits(ours: Result, theirs: Result) -> None:
+    """Losses of all steps and all gradients of the first, bit for bit; norms as another order sums them.
+
+    No update before the last loss may be clipped, since the norm's last bits would be in the weights.
+    """
+    clipped = [norm for norm in theirs.norms[:-1] if norm is not None and norm > theirs.clips_above]
+    assert not clipped, "a clipped update is not equal to the last bit; give --clip-grad 0"
+    assert ours.losses == theirs.losses
+    assert_same_norms(ours.norms, theirs.norms)
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    different = [name for name, g in ours.gradients.items() if not torch.equal(g, theirs.gradients[name])]
+    assert not different
+
+
+def assert_same_norms(
+    ours: Sequence[float | None], theirs: Sequence[float | None], within: float = rounding.relative()
+) -> None:
+    """The same steps skipped, and the norms of the others; by default as another order sums them."""
+    assert [norm is None for norm in ours] == [norm is None for norm in theirs]
+    done = [[norm for norm in norms if norm is not None] for norms in (ours, theirs)]
+    assert done[0] == pytest.approx(done[1], rel=within)
+
+
+def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.relative()) -> None:
+    """All gradients of the first step bit for bit, losses of later steps within ``later``.
+
+    Norms are within four times that: an update moves them by a third, and a loss by a fortieth.
+
+    Gradient clipping sums the norm rank by rank; another placement sums in another order, and where the
+    norm is clipped, the last bits of the update follow: all numbers of a gradient are scaled alike, and none
+    changes its sign.
+    """
+    assert ours.losses == pytest.approx(theirs.losses, rel=later)
+    assert ours.losses[0] == theirs.losses[0]
+    assert_same_norms(ours.norms, theirs.norms, within=4 * later)
+    assert_same_norms(ours.norms[:1], theirs.norms[:1])
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    assert all(torch.equal(g, theirs.gradients[name]) for name, g in ours.gradients.items())

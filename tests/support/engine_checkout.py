@@ -1,0 +1,90 @@
+"""Transformer Engine's own Python from a checkout, on a CPU: its compiled parts are stood in for.
+
+What is stood in for is the extension ``transformer_engine_torch``, and apex's one kernel that Megatron's
+local layers fuse with: matrix products and norms by plain torch (see ``kernels``), all else by names that can
+be imported and not called.  Modules, autograd functions and their order are Transformer Engine's.
+"""
+
+import importlib.machinery
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support import engine_kernels
+
+
+class _Named(type):
+    """A class whose unknown attributes are numbers, as those of an enumeration."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, len(vars(cls)))
+        return int(getattr(cls, name))
+
+    @property
+    def __members__(cls) -> dict[str, int]:
+        """The arguments that were asked for: Transformer Engine 2.18 compares them with its own."""
+        return {name: value for name, value in vars(cls).items() if isinstance(value, int)}
+
+
+class _Anything(types.ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not name[0].isupper():
+            return _absent(f"{self.__name__}.{name}")
+        found = _Named(name, (), {})
+        setattr(self, name, found)
+        return found
+
+
+def _absent(name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} has no stand-in on a CPU")
+
+    return call
+
+
+def install(checkout: Path) -> None:
+    """Let ``import transformer_engine`` find the Python of ``checkout``; before Megatron is imported."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # nothing compiled is loaded then
+    torch.Tensor.is_cuda = property(lambda tensor: True)
+    torch.cuda.get_device_capability = lambda *device: (9, 0)  # asked for by --moe-grouped-gemm
+    package = types.ModuleType("transformer_engine")
+    package.__path__ = [str(checkout / "transformer_engine")]
+    package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
+    package.__version__ = (checkout / "build_tools" / "VERSION.txt").read_text().strip()
+    extension = _Anything("transformer_engine_torch")
+    for name in engine_kernels.TRANSFORMER_ENGINE:
+        setattr(extension, name, getattr(engine_kernels, name))
+    sys.modules |= {
+        "transformer_engine_torch": extension,
+        "transformer_engine": package,
+        "transformer_engine.pytorch.onnx_extensions": _Anything("onnx_extensions"),
+        "einops": _Anything("einops"),
+        "fused_weight_gradient_mlp_cuda": engine_kernels,
+    }
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda name: None
+    import transformer_engine.pytorch
+
+    # Its optimizers are kernels through and through; Megatron has others where these cannot be imported.
+    sys.modules["transformer_engine.pytorch.optimizers"] = None
+    package.common, package.pytorch = transformer_engine.common, transformer_engine.pytorch
+    _attend_locally()
+
+
+def _attend_locally() -> None:
+    """Attention has no weights: Megatron's own does as well, and needs no kernel."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    TESpecProvider.core_attention = lambda provider: DotProductAttention

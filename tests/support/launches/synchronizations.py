@@ -1,0 +1,65 @@
+"""Where something may synchronize a whole device: launches in, the same with the host's waits out."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tests.support.launches.entries import Entry, HostWait, Kernel, Launches, Wait
+
+
+def never(launches: Launches) -> Launches:
+    """Nowhere."""
+    return launches
+
+
+def before_every_action(launches: Launches) -> Launches:
+    """As Megatron's timers do under ``--timing-log-level 2``."""
+    return _synchronized(launches, lambda entry, before: entry.name != before)
+
+
+def before_the_first_of_each_kind(launches: Launches) -> Launches:
+    """As lazily loaded modules and autotuning do: once for each kind of action of each stage."""
+    seen: set[str] = set()
+
+    def is_new(entry: Kernel, before: str) -> bool:
+        kind = entry.name.rstrip("0123456789")
+        return kind not in seen and not seen.add(kind)  # type: ignore[func-returns-value]
+
+    return _synchronized(launches, is_new)
+
+
+def before_every_launch(launches: Launches) -> Launches:
+    """As the allocator may when it is short; stricter than all others, since it includes them."""
+    return _with_waits_at(
+        launches, [at for at, entry in enumerate(launches) if not isinstance(entry, HostWait)]
+    )
+
+
+ALL = (never, before_every_action, before_the_first_of_each_kind, before_every_launch)
+
+
+def _synchronized(launches: Launches, is_at: Callable[[Kernel, str], bool]) -> Launches:
+    """With a synchronization before each kernel that ``is_at`` accepts, given the name of the one before."""
+
+    def places() -> Iterator[int]:
+        before = ""
+        for at, entry in enumerate(launches):
+            if isinstance(entry, Kernel):
+                if is_at(entry, before):
+                    yield at
+                before = entry.name
+
+    return _with_waits_at(launches, list(places()))
+
+
+def _with_waits_at(launches: Launches, places: list[int]) -> Launches:
+    found: list[Entry] = []
+    moved_to: list[int] = []
+    inserted = set(places)
+    for at, entry in enumerate(launches):
+        if at in inserted:
+            found.append(HostWait())
+        moved_to.append(len(found))
+        if isinstance(entry, Wait | HostWait) and entry.on is not None:
+            entry = replace(entry, on=moved_to[entry.on])
+        found.append(entry)
+    return tuple(found)

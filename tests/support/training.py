@@ -1,0 +1,267 @@
+"""Run Megatron's own training loop on forked ranks and look inside.
+
+    runs = train(4, ["--pipeline-model-parallel-size", "4"])
+    runs[-1].losses                               # one float a step, on the last pipeline rank
+
+Initial weights go by global layer number and parameter name, not by rank, so that every layout of the same
+model starts from the same numbers and losses can be compared across layouts.
+"""
+
+import functools
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support import ranks  # has to come before Megatron: installs the stand-ins for torch.cuda
+
+# isort: split
+# Not used here: each rank would import these by itself, with seconds of other packages behind them.
+import megatron.core.datasets.helpers
+import megatron.core.models.mimo
+import megatron.core.tokenizers.text  # noqa: F401
+import pytest
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
+from megatron.training import ft_integration, training
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.global_vars import get_tensorboard_writer
+
+from megatron_pp_ext import cpu, pretrain_gpt
+from megatron_pp_ext.cpu.flags import megatron_flags
+from megatron_pp_ext.integration import patching, seams
+
+patching.apply(seams.launch_seams(cpu=True))
+
+MockGPTLowLevelDataset.size = 1000  # documents; to index the usual 100,000 takes a second a rank
+
+_read_help_texts = ArgumentGroupFactory._get_field_docstrings
+_help_texts: dict[type, dict[str, str]] = {}
+
+
+def _known_help_texts(factory: ArgumentGroupFactory, configuration: type) -> dict[str, str]:
+    if configuration not in _help_texts:
+        _help_texts[configuration] = _read_help_texts(factory, configuration)
+    return _help_texts[configuration]
+
+
+# The parser reads the sources of all configurations, half a second on each rank: here once for all of them.
+ArgumentGroupFactory._get_field_docstrings = _known_help_texts
+megatron_flags()
+# It would parse all flags once more, for a package that is not there.
+ft_integration.setup = lambda: None
+
+NEWEST = (0, 19)
+
+# Before 0.18 the tokenizer adds a token to mark the end of a document: so the model is the same on all.
+TOKENS = 63 if patching.megatron_release() < (0, 18) else 64
+
+TINY = shlex.split(
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
+    f"--lr 0.01 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {TOKENS} "
+    "--make-vocab-size-divisible-by 1 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    "--distributed-timeout-minutes 2"
+)
+
+
+@dataclass
+class Run:
+    """What one rank saw of a training run."""
+
+    losses: list[float] = field(default_factory=list)  # a step; on ranks without the loss: empty
+    grad_norms: list[float | None] = field(default_factory=list)  # a step; None: skipped, fp16 overflowed
+    validation: list[float] = field(default_factory=list)  # an evaluation
+    logged: list[dict[str, str]] = field(default_factory=list)  # a step's losses by name; on the last rank
+    grabbed: Any = None  # what ``grab`` returned
+
+
+Grab = Callable[[list[torch.nn.Module]], Any]
+
+
+def train(
+    world_size: int,
+    flags: Sequence[str] = (),
+    *,
+    initialize: Callable[[list[torch.nn.Module]], None] | None = None,
+    grab: Grab | None = None,
+    timeout: float = 120,
+) -> list[Run]:
+    """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
+
+    It trains on mock data unless ``flags`` has a --data-path.
+
+    ``initialize(chunks)`` sets the weights before the optimizer is made and a checkpoint is loaded; by
+    default they go by layer. ``grab(chunks)`` is called once, on every rank, after the gradients of the first
+    step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
+
+    Skips the test on an older Megatron that lacks one of ``flags``.
+    """
+    for flag in flags:
+        if flag.startswith("--") and not has_flag(flag):
+            pytest.skip(f"megatron-core {patching.megatron_version()} has no {flag}")
+    data = [] if "--data-path" in flags else ["--mock-data"]
+    tiny = [*TINY]
+    if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two
+        del tiny[(at := tiny.index("--global-batch-size")) : at + 2]
+    argv = cpu.with_cpu_flags([*tiny, *data, *flags])
+    return ranks.run_ranks(_train, world_size, argv, initialize or initialize_by_layer, grab, timeout=timeout)
+
+
+@functools.cache
+def has_flag(flag: str) -> bool:
+    """Whether this Megatron has ``flag``; on the newest release yes, since there its absence is an error."""
+    return patching.megatron_release() >= NEWEST or flag in megatron_flags()
+
+
+def since(release: patching.Release, why: str) -> pytest.MarkDecorator:
+    """A mark for tests that older releases of Megatron cannot pass, ``why`` being what they lack."""
+    return pytest.mark.skipif(patching.megatron_release() < release, reason=why)
+
+
+def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) -> Run:
+    run = Run()
+    sys.argv = ["pretrain_gpt.py", *argv]
+    cpu.fork_checkpoint_writers(argv)
+    for name, watch in (
+        ("get_megatron_optimizer", functools.partial(_watch_optimizer, run, initialize, grab)),
+        ("train_step", functools.partial(_watch_train_step, run)),
+        ("evaluate", functools.partial(_watch_evaluate, run)),
+        ("print_rank_last", functools.partial(_watch_log, run)),
+    ):
+        setattr(training, name, watch(getattr(training, name)))
+    try:
+        pretrain_gpt.main()
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise
+    if writer := get_tensorboard_writer():
+        writer.close()  # a forked rank ends without what Python does at its exit
+    return run
+
+
+def _watch_optimizer(run: Run, initialize: Callable, grab: Grab | None, make: Callable) -> Callable:
+    """Set the weights before the optimizer is made, and look at the gradients before its first step."""
+
+    def watched(config: Any, chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+        initialize(chunks)
+        optimizer = make(config, chunks, *args, **kwargs)
+        step = optimizer.step
+
+        def first_step() -> Any:
+            optimizer.step = step
+            if grab:
+                run.grabbed = grab(chunks)
+            return step()
+
+        optimizer.step = first_step
+        return optimizer
+
+    return watched
+
+
+def _watch_train_step(run: Run, step: Callable) -> Callable:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if "lm loss" in result[0]:
+            run.losses.append(result[0]["lm loss"].item())
+        run.grad_norms.append(result[5])
+        return result
+
+    return watched
+
+
+def _watch_evaluate(run: Run, evaluate: Callable) -> Callable:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if "lm loss" in (result[0] or {}):
+            run.validation.append(result[0]["lm loss"].item())
+        return result
+
+    return watched
+
+
+def _watch_log(run: Run, log: Callable) -> Callable:
+    """Keep the losses that Megatron prints after a step, in its own rounding."""
+
+    def watched(text: str) -> None:
+        losses = dict(re.findall(r"(\w[\w ]*loss): (\S+)", text))
+        if losses and mpu.is_pipeline_last_stage(ignore_virtual=True):
+            run.logged.append(losses)
+        log(text)
+
+    return watched
+
+
+def initialize_by_layer(chunks: list[torch.nn.Module]) -> None:
+    """Set every parameter of these model chunks to numbers that depend on its global name alone."""
+    with torch.no_grad():
+        for name, parameter in global_parameters(chunks):
+            parameter.copy_(_shard(_full(name, parameter), parameter))
+
+
+def global_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name the parameters of this rank as a model on one rank would, layers counted from 1.
+
+    A tied output weight goes by the name of the embedding that it copies, so a name can come twice.
+    """
+    named = []
+    for chunk in unwrap_model(chunks):
+        layers = {
+            name: f"decoder.layers.{module.layer_number}"
+            for name, module in chunk.named_modules()
+            if isinstance(module, BaseTransformerLayer) and name.startswith("decoder.")
+        }
+        for name, parameter in chunk.named_parameters():
+            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+            if layer is not None:
+                name = layers[layer] + name[len(layer) :]
+            elif name == "output_layer.weight" and _is_tied(chunk):
+                name = "embedding.word_embeddings.weight"
+            named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
+    return named
+
+
+def _global_expert(name: str, experts: int | None) -> str:
+    """Count experts from the first expert-parallel rank on."""
+    before, dot, expert = name.partition(".local_experts.")
+    if not dot:
+        return name
+    index, _, after = expert.partition(".")
+    here = experts // mpu.get_expert_model_parallel_world_size()
+    return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * here + int(index)}.{after}"
+
+
+def _is_tied(chunk: torch.nn.Module) -> bool:
+    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
+    return chunk.share_embeddings_and_output_weights and not chunk.mtp_process
+
+
+def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Numbers for the whole tensor, of which ``parameter`` may be one tensor-parallel part."""
+    shape = list(parameter.shape)
+    if _is_cut(parameter):
+        shape[parameter.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    numbers = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    is_norm_scale = len(shape) == 1 and name.endswith("weight")
+    return numbers + 1 if is_norm_scale else numbers
+
+
+def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Cut out the part of this rank. With a stride s, a part is s pieces, as Megatron deals them out."""
+    if not _is_cut(parameter):
+        return full
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    pieces = full.chunk(size * parameter.partition_stride, dim=parameter.partition_dim)
+    return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
