@@ -1,1 +1,1 @@
-"""The best order for given costs and memory.  Pure Python: knows the schedules and nothing else."""
+"""The compiler: the best order for given costs and memory.  Pure Python on top of schedules alone."""

@@ -1,17 +1,17 @@
-"""No schedule is shorter than this: lower bounds on makespan under a memory limit.
+"""Lower bounds on the makespan of any schedule under a memory limit.
 
-Four arguments, each about one rank at a time; the bound of a placement is the largest.
+There are four arguments, each about one rank at a time; the bound of a placement is the largest of them.
 
-path    one microbatch goes through all stages and back, and its last W follows.
-work    a rank does all its F, I and W one after the other, and the first microbatch has to reach it.
-window  until the first gradient reaches a rank it can only do F, and no more than memory holds.
+path    One microbatch goes through all stages and back, and its last W follows.
+work    A rank does all its F, I and W one after the other, and the first microbatch has to reach it.
+window  Until the first gradient reaches a rank it can only do F, and no more than memory holds.
         After its last F it can only do I and W of what it still keeps, while the last microbatch
-        goes on to the end and comes back.  What these do not fill is idle time.
+        goes on to the end and comes back.  The rank is idle for the rest of these two times.
 memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
         the end of I, and W after it.  All microbatches together cannot keep more than the limit times
-        the makespan, less what the limit cannot hold while a rank fills up and runs empty.
+        the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
 
-They hold for any order, with split or whole backwards; a whole backward keeps activations longer.
+The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
 """
 
 import math
@@ -22,9 +22,9 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> float:
-    """The makespan below which no schedule with this placement can be, in the units of ``costs``.
+    """Return a makespan below which no schedule with this placement can be, in the units of ``costs``.
 
-    ``costs`` are for the stages of ``placement``, ``limits`` in activations, one a rank.
+    ``costs`` are for the stages of ``placement``; ``limits`` are one amount of activations for each rank.
     """
     route = _Route(placement, costs)
     bounds = [route.path]
@@ -39,11 +39,11 @@ def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: S
 
 
 class _Route:
-    """One microbatch alone: F through all stages, then I back.
+    """The times of one microbatch alone: F through all stages, then I back.
 
     ``starts[k]`` and ``ends[k]`` are those of its k-th station: stage k's F for k < stages, then the
     I from the last stage to the first.  ``tails[k]`` is the time from the end of station k until
-    everything that follows it, W included, is done.
+    everything that follows it, W included, is done.  ``path`` is the end of the last W.
     """
 
     def __init__(self, placement: Placement, costs: Costs) -> None:
@@ -71,14 +71,14 @@ class _Route:
         self.path = finish
 
     def gradient(self, stage: int) -> int:
-        """The station of the I of ``stage``."""
+        """Return the station of the I of ``stage``."""
         return 2 * self.stages - 1 - stage
 
 
 def _window(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
-    """Idle time before the first gradient and after the last forward; see the module's docstring."""
+    """Return the window bound: idle time before the first gradient and after the last forward."""
     forward = microbatches * sum(cost.forward for cost in own)
     backward = microbatches * sum(cost.input_gradient + cost.weight_gradient for cost in own)
     first_gradient = route.starts[route.gradient(stages[-1])]
@@ -103,7 +103,7 @@ def _window(
 def _memory(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
-    """Little's law from the rank's first F to its last W."""
+    """Return the memory bound: Little's law from the rank's first F to its last W."""
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
         + (cost.activation - cost.released_by_input_gradient) * cost.weight_gradient
@@ -125,12 +125,12 @@ def _memory(
 
 
 def _most(limit: float, each: float, seconds: float) -> float:
-    """The seconds of work on what fits into ``limit``, at ``seconds`` for at least ``each``."""
+    """Return how long work can last on what ``limit`` holds: ``seconds`` for every ``each`` of memory."""
     return math.inf if each == 0 else _whole(limit / each) * seconds
 
 
 def _whole(value: float) -> int:
-    """``value`` rounded down, unless rounding errors alone keep it below the next whole number."""
+    """Round ``value`` down, unless rounding errors alone keep it below the next whole number."""
     return math.floor(value * (1 + 1e-9))
 
 

@@ -1,10 +1,10 @@
-"""The best schedule found for measured costs under a memory limit.
+"""Find the best schedule for measured costs under a memory limit.
 
-The published families are points: each has one amount of memory and was worked out for F, I and W
-of equal length.  Here the costs of every stage and the memory of every rank are given, and a
-portfolio of methods competes, each with a fixed number of trials so that every rank and every
-machine finds the same schedule.  Whatever they propose is judged alike: valid, within every rank's
-limit, and shortest when simulated.  A lower bound comes with the answer; the two bracket the optimum.
+Each published family needs one amount of memory and was worked out for F, I and W of equal length.
+Here the costs of every stage and the memory of every rank are given, and a portfolio of methods
+competes, each with a fixed number of trials so that every rank and every machine finds the same
+schedule.  All proposals are judged alike: the best is valid, within every rank's limit, and the shortest
+when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.limits import at_most, cut_for, rooms_beside_messages
-from megatron_pp_ext.compiler.limits import least_limits as least_limits
+from megatron_pp_ext.compiler.limits import at_most, cut_for, least_limits, rooms_beside_messages
 from megatron_pp_ext.compiler.search import cache
-from megatron_pp_ext.compiler.search.problem import TOLERANCE, problem_of
-from megatron_pp_ext.compiler.search.propose import Proposal, from_families, from_search
-from megatron_pp_ext.schedule.catalog import NAMES
+from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
+from megatron_pp_ext.compiler.search.proposals import Proposal, from_families, from_search
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
@@ -27,10 +26,10 @@ VERSION = 7
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000
-"""How many orders a search may try on a pipeline of ordinary size; fewer on larger ones."""
+"""The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
 _CLOSE = 1e-6
-"""The fraction by which two makespans in integer time may be in the wrong order."""
+"""The largest relative difference of two makespans that rounding to integer time may reverse."""
 
 
 class InfeasibleLimit(ValueError):
@@ -39,11 +38,11 @@ class InfeasibleLimit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A schedule with its clock and with how good it can be at most.
+    """A simulated schedule, and a bound on how much shorter any other could be.
 
-    ``timeline.schedule`` is named "flex".  ``lower_bound`` is a makespan that no schedule within the
-    limit can be shorter than, with any of the placements considered.  ``origin`` says, for people,
-    which member of the portfolio found the schedule.
+    ``timeline.schedule`` is named "flex".  No schedule within the limit, with any of the placements
+    considered, has a makespan below ``lower_bound``.  ``origin`` names, for people, the member of the
+    portfolio that found the schedule.
     """
 
     timeline: Timeline
@@ -60,17 +59,18 @@ def compile_schedule(
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
 ) -> Compiled:
-    """The shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
+    """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 
     ``costs`` are those of the finest cut of the model, ``len(costs.stages) == ranks * chunks``.
     Placements with fewer chunks merge neighbouring stages; with None, all placements that the cut
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
-    ``StageCosts.activation``: one number for all ranks or one a rank, which ``Timeline.peak_memory``
-    keeps to.  ``trials`` bounds the search; 0 leaves the published families.
+    ``StageCosts.activation``, one number for all ranks or one for each; no rank's
+    ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
+    are compared.
 
-    The answer is never longer than that of a published family with one of the placements that
-    keeps the limit, its own messages counted.  Raises ValueError for arguments that do not fit together
-    and InfeasibleLimit, with the least feasible limit, where no order fits.
+    The schedule is never longer than one of a published family, with one of the placements, that keeps
+    the limit with its own messages counted.  Raises ValueError for arguments that do not fit together and
+    InfeasibleLimit, with the least feasible limit, where no order fits.
     """
     if ranks < 2 or microbatches < 1 or trials < 0:
         raise ValueError(
@@ -88,11 +88,13 @@ def compile_schedule(
     if not feasible:
         raise InfeasibleLimit(_infeasible(least, limits, costs))
 
-    bound = min(
-        lower_bound(placement, microbatches, cut, rooms_beside_messages(placement, microbatches, cut, limits))
-        for placement, cut in feasible
-    )
-    name = cache.key([VERSION, NAMES, microbatches, trials, limits, [_spelled(*cut) for cut in feasible]])
+    rooms = [rooms_beside_messages(placement, microbatches, cut, limits) for placement, cut in feasible]
+    bounds = [
+        lower_bound(placement, microbatches, cut, room)
+        for (placement, cut), room in zip(feasible, rooms, strict=True)
+    ]
+    spelled = [_as_json(*cut) for cut in feasible]
+    name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
     found = cache.load(name)
     if found is not None:
         schedule, notes = found
@@ -100,21 +102,25 @@ def compile_schedule(
             if placement == schedule.placement and microbatches == schedule.microbatches:
                 timeline = simulate(schedule, cut)
                 if all(map(at_most, timeline.peak_memory, limits)):
-                    return Compiled(timeline, min(bound, timeline.makespan), str(notes.get("origin")))
+                    return Compiled(timeline, min(*bounds, timeline.makespan), str(notes.get("origin")))
 
-    timeline, origin = _shortest(feasible, microbatches, limits, trials)
+    problems = [
+        problem_of(placement, microbatches, cut, room)
+        for (placement, cut), room in zip(feasible, rooms, strict=True)
+    ]
+    timeline, origin = _shortest(feasible, problems, bounds, limits, trials)
     check(timeline.schedule)
     cache.store(name, timeline.schedule, {"origin": origin})
-    return Compiled(timeline, min(bound, timeline.makespan), origin)
+    return Compiled(timeline, min(*bounds, timeline.makespan), origin)
 
 
 def frontier(
     ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], *, trials: int = TRIALS
 ) -> list[Compiled]:
-    """One schedule for each of the rising ``limits``, which are for all ranks alike.
+    """Return one schedule for each of the rising ``limits``, which are for all ranks alike.
 
-    More memory never makes it longer: where ``compile_schedule`` finds nothing shorter than for the
-    limit before, that schedule is taken again.  Raises what ``compile_schedule`` raises.
+    More memory never makes the schedule longer: where ``compile_schedule`` finds a longer one than for the
+    limit before, the one before is used again.  Raises what ``compile_schedule`` raises.
     """
     found: list[Compiled] = []
     for limit in limits:
@@ -126,12 +132,12 @@ def frontier(
 
 
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
-    """All placements that costs of this many stages can be cut for.
+    """Return all placements on ``ranks`` ranks that the stages of ``costs`` can be merged for.
 
-    Of schedules of equal length the first is taken: few chunks before many, as they mean fewer
-    messages, and turns before loops.
+    Of schedules of equal length the compiler takes the first, so placements with few chunks come first, as
+    they mean fewer messages, and those that turn round come before loops.
 
-    ValueError where ``ranks`` does not divide the number of stages.
+    Raises ValueError where ``ranks`` does not divide the number of stages.
     """
     chunks, left = divmod(len(costs.stages), ranks)
     if left or not chunks:
@@ -148,7 +154,7 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
 
 
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
-    """One checked limit a rank."""
+    """Return one checked limit for each rank."""
     if isinstance(memory_limit, Sequence):
         limits = tuple(map(float, memory_limit))
         if len(limits) != ranks:
@@ -167,7 +173,7 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
 
 
 def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> str:
-    """The error for limits below what every placement needs (``least``), after the one that needs least."""
+    """Return the error for limits that are too low, about the placement with the lowest ``least`` limits."""
     needs = min(least, key=lambda needs: (max(needs), needs))
     rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
@@ -179,34 +185,29 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
     )
 
 
-def _spelled(placement: Placement, costs: Costs) -> list[object]:
-    """The inputs in a form that is equal exactly when they are."""
+def _as_json(placement: Placement, costs: Costs) -> list[object]:
+    """Return the inputs in a form, for JSON, that is equal exactly when they are."""
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
     shared = [float(value).hex() for value in (costs.hop, costs.message)]
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 
 def _shortest(
-    cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float], trials: int
+    cuts: Sequence[tuple[Placement, Costs]],
+    problems: Sequence[Problem],
+    bounds: Sequence[float],
+    limits: Sequence[float],
+    trials: int,
 ) -> tuple[Timeline, str]:
-    """The best of the portfolio; of equals the first.
+    """Return the shortest proposal of the portfolio and its origin; of equally long ones the first.
 
-    Methods compare orders by integer makespan, which may be off by rounding; the proposals that are
-    within ``_CLOSE`` of the best are simulated, and that decides.
+    The methods compare orders by integer makespan, which may be off by rounding.  So the proposals within
+    ``_CLOSE`` of the best are simulated and compared again.
     """
-    rooms = [rooms_beside_messages(placement, microbatches, costs, limits) for placement, costs in cuts]
-    problems = [
-        problem_of(placement, microbatches, costs, room)
-        for (placement, costs), room in zip(cuts, rooms, strict=True)
-    ]
     proposals: list[Proposal] = []
     for problem, (_, costs) in zip(problems, cuts, strict=True):
         proposals += from_families(problem, costs, limits)
-    bounds = [
-        lower_bound(placement, microbatches, costs, room)
-        for (placement, costs), room in zip(cuts, rooms, strict=True)
-    ]
-    # The most promising first: what it finds may spare the others their search.
+    # The most promising placement comes first: its result may make a search of the others unnecessary.
     for at in sorted(range(len(cuts)), key=bounds.__getitem__):
         (placement, costs), bound = cuts[at], bounds[at]
         shortest = min(proposal.makespan for proposal in proposals)
@@ -227,10 +228,10 @@ def _shortest(
 
 
 def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
-    """Whether a search had better use another placement.
+    """Whether the search skips ``placement``, as another of ``cuts`` with as many chunks is better.
 
-    With as many chunks a rank, a placement that turns round at the last rank has fewer hops than one
-    that jumps back to the first, and its ranks need the same memory where a loop's do not.
+    A placement that turns round at the last rank has fewer hops than one that jumps back to the first, and
+    its ranks need equal memory, which those of a loop do not.
     """
     turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns

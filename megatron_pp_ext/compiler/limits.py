@@ -1,6 +1,6 @@
-"""What a rank may keep: what a limit on its memory means, and the least that any order keeps to.
+"""The memory limit of a rank: what a requested limit means, and the lowest limit that any order can keep.
 
-Activations count, and messages where ``Costs.message`` says what one takes.
+A limit holds activations, and also messages where ``Costs.message`` is above 0.
 """
 
 import math
@@ -13,15 +13,16 @@ from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
 LARGEST_FRACTION = 8.0
-"""A larger limit is an amount of memory."""
+"""The largest limit that is read as a fraction; a larger one is an amount of memory."""
 
 
-def asked_for(limit: float, ranks: int, microbatches: int, costs: Costs) -> tuple[float, Costs]:
-    """A user's ``limit`` as an amount of memory for every rank, and the costs that it counts.
+def requested_limit(limit: float, ranks: int, microbatches: int, costs: Costs) -> tuple[float, Costs]:
+    """Return a requested ``limit`` as an amount of memory for every rank, and the costs to compile with.
 
-    Up to ``LARGEST_FRACTION`` it is a fraction of the activations that 1F1B keeps on its first rank, those
-    of ``ranks`` microbatches or of all ``microbatches``.  It limits activations alone, as in the papers:
-    messages come on top of it.  A larger one is in the unit of ``StageCosts.activation`` and holds both.
+    Up to ``LARGEST_FRACTION`` the limit is a fraction of the activations that 1F1B keeps on its first rank,
+    which are those of ``ranks`` microbatches, or of all ``microbatches`` where these are fewer.  It limits
+    activations alone, as in the papers, so the returned costs have messages of size 0.  A larger limit is an
+    amount in the unit of ``StageCosts.activation`` and holds activations and messages.
     """
     if not 0 < limit <= LARGEST_FRACTION:
         return limit, costs
@@ -32,11 +33,11 @@ def asked_for(limit: float, ranks: int, microbatches: int, costs: Costs) -> tupl
 def least_limits(
     ranks: int, costs: Costs, placement: Placement, microbatches: int = SENDS_AHEAD + 1
 ) -> tuple[float, ...]:
-    """What each rank must be able to keep, in the unit of ``StageCosts.activation``.
+    """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
-    This is one microbatch's activations of all its stages: the backward of a rank's first stage waits for
-    the forward of its last.  Beside them come ``least_messages``, of which there are no more with more than
-    the default ``microbatches``.  There is no way to keep less, and one microbatch at a time needs no more.
+    It holds one microbatch's activations of all the rank's stages, as the backward of the first of them waits
+    for the forward of the last, and ``least_messages``, which are as many for more ``microbatches``.
+    No order keeps less, and the one that does one microbatch at a time keeps no more.
     """
     cut = cut_for(placement, ranks, costs)
     return tuple(
@@ -47,9 +48,9 @@ def least_limits(
 
 
 def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
-    """The message buffers that ``rank`` holds at least (``messages.most_buffers``), whatever the order.
+    """Return the message buffers (``messages.most_buffers``) that ``rank`` holds at least, in any order.
 
-    These are sent messages that may be unfinished, and the one that an action takes.
+    These are the sent messages that may be unfinished, and the one that an action takes.
     """
     edges = (
         edge
@@ -64,7 +65,7 @@ def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
 def rooms_beside_messages(
     placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """What every rank's limit leaves to activations, in any order; all of it where a rank keeps none."""
+    """Return what every limit leaves for activations at most; all of it where a rank keeps no activations."""
     needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
     return tuple(
         limit - least_messages(placement, rank, microbatches) * costs.message if least else limit
@@ -78,7 +79,7 @@ def at_most(amount: float, limit: float) -> bool:
 
 
 def cut_for(placement: Placement, ranks: int, costs: Costs) -> Costs:
-    """``costs`` for the stages of ``placement``; ValueError where that is for another number of ranks."""
+    """Merge ``costs`` into the stages of ``placement``; ValueError where it has another number of ranks."""
     if placement.ranks != ranks:
         raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
     return costs.merged(placement.stages)

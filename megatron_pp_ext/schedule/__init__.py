@@ -1,1 +1,1 @@
-"""What runs, in which order, on which rank.  Pure Python: knows neither torch nor Megatron."""
+"""Schedules: what runs, in which order, on which rank.  Pure Python without torch and Megatron."""

@@ -1,8 +1,8 @@
-"""The words a schedule is written in.
+"""Schedules and the actions that they consist of.
 
-A schedule says, for every rank, in which order it does what.  An action is one letter of work
-on one microbatch by one stage; the letters are those of torch.distributed.pipelining, so a
-schedule can travel between this project, torch and torchtitan as a file (see ``csv_file``).
+A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
+by one stage.  The letters are those of torch.distributed.pipelining, so that this project, torch and
+torchtitan can exchange schedules as files (see ``csv_file``).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class Kind(StrEnum):
-    """What a stage does to a microbatch."""
+    """The work of a stage on a microbatch."""
 
     F = "F"
     """Forward."""
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """``kind`` of work on ``microbatch`` by ``stage``; written ``3F0``: stage 3, forward, microbatch 0."""
+    """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0."""
 
     stage: int
     kind: Kind
@@ -41,10 +41,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who does what in which order: one training step of a pipeline, as data.
+    """One training step of a pipeline as data: the actions of every rank in their order.
 
     ``orders[r]`` is the list of actions of rank r.  ``name`` is the catalogue's name and
-    ``microbatches`` is m.  Nothing here says when an action starts: that follows from the order,
+    ``microbatches`` is m.  A schedule has no times: when an action starts follows from the order,
     the costs and the messages (``simulate``).
     """
 
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def with_halved_backwards(self) -> Self:
-        """The same with every whole backward as its two halves, one right after the other."""
+        """The same schedule with every whole backward as its two halves, one right after the other."""
         orders = (
             chain.from_iterable(
                 (action._replace(kind=Kind.I), action._replace(kind=Kind.W))
@@ -85,17 +85,17 @@ class Schedule:
         return hashlib.sha256(f"{shape.shape}/{shape.ranks}/{shape.chunks}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
-        """All actions, rank after rank."""
+        """Yield all actions, rank after rank."""
         for order in self.orders:
             yield from order
 
 
 def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
-    """The actions whose end ``action`` waits for, with either spelling of a backward.
+    """Return the actions whose end ``action`` waits for.
 
-    A backward may be spelled whole (B) or in halves (I, W); an I of the next stage and a B of
-    the next stage both deliver the gradient, so a dependency on a backward is returned as I and
-    the caller accepts B in its place.
+    A backward may be whole (B) or in halves (I, W), and both an I and a B of the next stage deliver the
+    gradient.  A dependency on a backward is returned as I, and the caller accepts B in its place
+    (``delivers``).
     """
     stage, kind, microbatch = action
     if kind is Kind.F:
@@ -109,5 +109,5 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
 
 
 def delivers(action: Action) -> Action:
-    """The name under which ``needs`` asks for ``action``: a whole backward answers for its I half."""
+    """Return the name that ``needs`` uses for ``action``: a whole backward stands for its I half."""
     return Action(action.stage, Kind.I, action.microbatch) if action.kind is Kind.B else action

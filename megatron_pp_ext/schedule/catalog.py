@@ -1,12 +1,15 @@
-"""The schedules that have a name: what a user may ask for, and who builds it."""
+"""The catalogue: every schedule that has a name, and how it is built.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from difflib import get_close_matches
+A new schedule is one file under ``families`` and one ``Entry`` here, or, outside the package, one call
+of ``register``; ``docs/extending.md`` goes through an example.  The closed forms hold for unit cost.
+"""
+
 from functools import lru_cache
 
+from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.entry import Entry, Promise
 from megatron_pp_ext.schedule.families import (
     dualpipe_v,
     evaluation,
@@ -18,24 +21,24 @@ from megatron_pp_ext.schedule.families import (
     v_zero_bubble,
     zero_bubble,
 )
+from megatron_pp_ext.schedule.names import ALIASES, AUTO, FLEX, NO_PIPELINE, NOT_HERE
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the catalogue.
+def _always(p: int, m: int) -> bool:
+    return True
 
-    ``builder`` takes (ranks, microbatches), and the chunks a rank as a third argument where
-    ``chunks`` is only the least number (``any_chunks``).
-    """
 
-    name: str
-    summary: str
-    paper: str
-    shape: Shape
-    chunks: int
-    builder: Callable[..., Schedule]
-    any_chunks: bool = False
+def _from_p(p: int, m: int) -> bool:
+    return m >= p
+
+
+def _from_2p(p: int, m: int) -> bool:
+    return m >= 2 * p
+
+
+def _whole_groups(p: int, m: int) -> bool:
+    return m % p == 0
 
 
 _ENTRIES = (
@@ -46,6 +49,8 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         gpipe.build,
+        splits_backward=False,
+        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: m, _always),
     ),
     Entry(
         "1f1b",
@@ -54,6 +59,8 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         one_f_one_b.build,
+        splits_backward=False,
+        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: min(p, m), _always),
     ),
     Entry(
         "interleaved",
@@ -62,7 +69,9 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         interleaved.build,
-        any_chunks=True,
+        splits_backward=False,
+        more_chunks=True,
+        promise=Promise(lambda p, m: 6 * m + 3 * (p - 1), lambda p, m: min(3 * p - 1, 2 * m), _whole_groups),
     ),
     Entry(
         "breadth-first",
@@ -71,7 +80,9 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         gpipe.build_breadth_first,
-        any_chunks=True,
+        splits_backward=False,
+        more_chunks=True,
+        promise=Promise(lambda p, m: 6 * m + 3 * (p - 1), lambda p, m: 2 * m, _from_p),
     ),
     Entry(
         "1f1b-v",
@@ -80,6 +91,12 @@ _ENTRIES = (
         Shape.V,
         2,
         one_f_one_b_v.build,
+        splits_backward=False,
+        promise=Promise(
+            lambda p, m: 6 * m + {2: 4, 3: 8, 6: 22}.get(p, 5 * p - (9, 5, 7)[p % 3]),
+            lambda p, m: 2 * min((2 * p + 3) // 3, m),
+            _from_p,
+        ),
     ),
     Entry(
         "zb-h1",
@@ -88,6 +105,8 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         zero_bubble.build_h1,
+        splits_backward=True,
+        promise=Promise(lambda p, m: 3 * m + p - 1, lambda p, m: min(p, m), _from_p),
     ),
     Entry(
         "zb-h2",
@@ -96,6 +115,8 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         zero_bubble.build_h2,
+        splits_backward=True,
+        promise=Promise(lambda p, m: 3 * m + p - 1, lambda p, m: min(2 * p - 1, m), _from_p),
     ),
     Entry(
         "interleaved-zb",
@@ -104,7 +125,9 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         interleaved.build_zero_bubble,
-        any_chunks=True,
+        splits_backward=True,
+        more_chunks=True,
+        promise=Promise(lambda p, m: 6 * m + p - 1, lambda p, m: 2 * min(p, m), _whole_groups),
     ),
     Entry(
         "v-min",
@@ -113,6 +136,12 @@ _ENTRIES = (
         Shape.V,
         2,
         v_shape.build_min,
+        splits_backward=True,
+        promise=Promise(
+            lambda p, m: 6 * m + (1 if p == 2 else 4 * p - (7, 5, 9)[p % 3]),
+            lambda p, m: 2 * min((p + 4) // 3, m),
+            _from_2p,
+        ),
     ),
     Entry(
         "v-half",
@@ -121,6 +150,12 @@ _ENTRIES = (
         Shape.V,
         2,
         v_shape.build_half,
+        splits_backward=True,
+        promise=Promise(
+            lambda p, m: 6 * m + (1 if p == 2 else 3 * p - (7, 4)[p % 2]),
+            lambda p, m: 2 * min((p + 2) // 2, m),
+            _from_p,
+        ),
     ),
     Entry(
         "v-zb",
@@ -129,6 +164,8 @@ _ENTRIES = (
         Shape.V,
         2,
         v_zero_bubble.build,
+        splits_backward=True,
+        promise=Promise(lambda p, m: 6 * m + p - 1, lambda p, m: 2 * min(p, m), _from_p),
     ),
     Entry(
         "dualpipe-v",
@@ -137,6 +174,8 @@ _ENTRIES = (
         Shape.V,
         2,
         dualpipe_v.build,
+        splits_backward=True,
+        promise=Promise(lambda p, m: 6 * m + p - 1, lambda p, m: min(2 * p + 1, 2 * m), _from_2p),
     ),
 )
 
@@ -147,78 +186,60 @@ NAMES = tuple(ENTRIES)
 """The names, in the order of the catalogue: from the plainest to the most involved."""
 
 
-ALIASES = {
-    # arXiv 2401.10241 and its fork of Megatron-LM
-    "zb1p": "zb-h1",
-    "zb2p": "zb-h2",
-    "zbv": "v-zb",
-    # torch.distributed.pipelining
-    "interleaved1f1b": "interleaved",
-    "interleavedzerobubble": "interleaved-zb",
-    "loopedbfs": "breadth-first",
-    "zbvzerobubble": "v-zb",
-    "dualpipev": "dualpipe-v",
-    # AMD Primus
-    "1f1b-interleaved": "interleaved",
-    "zero-bubble": "zb-h1",
-    "zbv-formatted": "v-zb",
-    "zbv-greedy-half": "v-half",
-    "zbv-greedy-min": "v-min",
-}
-"""What others call the schedules here."""
+def register(entry: Entry) -> None:
+    """Add a schedule of your own, which every command and every flag then knows by its name.
 
-_ELSEWHERE = {
-    "pipedream": "it runs 1f1b over the whole training without an end, so it has no makespan; look at 1f1b "
-    "with many microbatches, and train with --pipeline-schedule pipedream",
-    "pipedream-2bw": "it runs in the order of pipedream, which is 1f1b's; look at 1f1b with many "
-    "microbatches, and train with --pipeline-schedule pipedream-2bw",
-    "seq1f1b": "it cuts the sequence into parts that depend on each other, which no order of "
-    "microbatches can say; to save memory use v-half or v-min",
-    "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "
-    "to save memory use v-half or v-min",
-}
-"""What only training offers, or others do and this project does not, and why."""
+    It has to be called in every process, before Megatron reads its flags.  Raises ValueError for a name
+    that is taken, and for an entry that contradicts the schedule that it builds.
+    """
+    global NAMES
+    if entry.name in {*ENTRIES, *ALIASES, *NOT_HERE, FLEX, AUTO, NO_PIPELINE}:
+        raise ValueError(f"a schedule is called {entry.name!r} already: choose another name")
+    built = entry.build(2, 4)
+    check(built)
+    for what, stated, found in (
+        ("name", entry.name, built.name),
+        ("placement", entry.placement(2), built.placement),
+        ("splits_backward", entry.splits_backward, built.splits_backward),
+    ):
+        if stated != found:
+            raise ValueError(
+                f"the entry of {entry.name!r} states {what} {stated}, but builds {found}: correct one of them"
+            )
+    ENTRIES[entry.name] = entry
+    NAMES = tuple(ENTRIES)
 
 
 def entry(name: str) -> Entry:
-    """The line of the catalogue for ``name`` or an alias of it.
+    """Return the entry for ``name`` or an alias of it.
 
     Raises ValueError, with the nearest name or with the reason, if there is none.
     """
     name = ALIASES.get(name, name)
     if name in ENTRIES:
         return ENTRIES[name]
-    if name in _ELSEWHERE:
-        raise ValueError(f"schedule {name!r} is not offered here: {_ELSEWHERE[name]}")
-    nearest = get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
-    guess = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    if name in NOT_HERE:
+        raise ValueError(f"schedule {name!r} is not offered here: {NOT_HERE[name]}")
+    hint = did_you_mean(name.lower(), NAMES)
+    guess = f" ({hint})" if hint else ""
     raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(NAMES)}")
 
 
 @lru_cache(maxsize=64)
 def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule ``name`` for ``ranks`` and ``microbatches``, checked.
+    """Return the schedule ``name`` for ``ranks`` and ``microbatches``, checked.
 
-    ``chunks`` is the number of stages a rank; None takes the family's own.  Raises ValueError
-    for an unknown name, for chunks the family does not have and for sizes it cannot build.
+    ``chunks`` is the number of stages a rank; None takes the entry's own.  Raises ValueError
+    for an unknown name, for chunks the entry does not accept and for sizes it cannot be built for.
     """
-    line = entry(name)
-    if line.any_chunks:
-        schedule = line.builder(ranks, microbatches, line.chunks if chunks is None else chunks)
-    elif chunks in (None, line.chunks):
-        schedule = line.builder(ranks, microbatches)
-    else:
-        raise ValueError(
-            f"{line.name} got {chunks} chunks a rank, but has {line.chunks}: "
-            "leave chunks out, or use interleaved"
-        )
+    schedule = entry(name).build(ranks, microbatches, chunks)
     check(schedule)
     return schedule
 
 
 @lru_cache(maxsize=64)
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """The forwards of an evaluation with this placement, whichever schedule trains it; checked."""
+    """Return the forwards of an evaluation with this placement, whichever schedule trains it; checked."""
     schedule = evaluation.build(placement, microbatches)
     check(schedule)
     return schedule

@@ -1,26 +1,27 @@
-"""Is a schedule valid?  If not: which rank, which action, and what it waits for.
+"""Check that a schedule is valid; errors name the rank, the action, and what it waits for.
 
-A schedule is valid when every stage does every microbatch once, each on the rank that holds it,
-and when the ranks, each working strictly in its order, all reach their end.  The second half
-cannot be seen on any rank alone: it is proved here by letting all ranks run without a clock.
+A schedule is valid when every stage does every microbatch once, on the rank that holds the stage,
+and when all ranks, each working strictly in its order, reach their end.  The second condition
+cannot be checked on any rank alone: it is proved here by letting all ranks run without a clock.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
 
 _ACTIONS_NAMED = 4
-"""How many actions of a circle of waiting ranks an error spells out."""
+"""The most actions that an error about a circle of waiting ranks names."""
 
 
 class InvalidSchedule(ValueError):
-    """A schedule that cannot run, or that would run something else than one training step."""
+    """A schedule that cannot run, or that is not one training step."""
 
 
 def check(schedule: Schedule) -> None:
     """Raise InvalidSchedule unless ``schedule`` is complete, well placed and free of deadlock.
 
-    A schedule without any backward is taken as an evaluation: its forwards must be complete.
+    A schedule without any backward counts as an evaluation, of which only the forwards must be complete.
     """
     _check_actions(schedule)
     _check_complete(schedule)
@@ -29,29 +30,26 @@ def check(schedule: Schedule) -> None:
 
 
 def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Yield (rank, action, what it needs) for all actions, each after everything it needs.
+    """Yield (rank, action, the actions it needs) for all actions, each after everything it needs.
 
-    Ranks keep their own order.  What an action needs is spelled as in ``needs`` (see
-    ``delivers``).  Raises InvalidSchedule at the point where no rank can go on.
+    Ranks keep their own order.  Backwards among the needed actions are named as by ``needs``.  Raises
+    InvalidSchedule at the point where no rank can continue.
     """
-    placement, orders = schedule.placement, schedule.orders
-    position = [0] * len(orders)
-    done: set[Action] = set()
-    for rank, action, inputs in walk(orders, lambda action: needs(action, placement)):
+    finished: list[tuple[int, Action]] = []
+    for rank, action, inputs in walk(schedule.orders, lambda action: needs(action, schedule.placement)):
         yield rank, action, inputs
-        position[rank] += 1
-        done.add(delivers(action))
-    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        raise InvalidSchedule(_deadlock(schedule, position, done))
+        finished.append((rank, action))
+    if len(finished) < sum(map(len, schedule.orders)):
+        raise InvalidSchedule(_deadlock(schedule, finished))
 
 
 def walk(
     orders: Sequence[Sequence[Action]], inputs_of: Callable[[Action], tuple[Action, ...]]
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Let all ranks run without a clock: (rank, action, its inputs), each action after its inputs.
+    """Let all ranks run without a clock: yield (rank, action, its inputs), each action after its inputs.
 
-    ``inputs_of`` spells them as ``delivers`` does.  Ends where no rank can go on, whether or not all
-    of ``orders`` are done.
+    ``inputs_of`` returns the inputs, named as by ``delivers``.  The iteration ends where no rank can
+    continue, whether or not all of ``orders`` are done.
     """
     position = [0] * len(orders)
     done: set[Action] = set()
@@ -77,8 +75,8 @@ def walk(
 def require_one_forward_order(schedule: Schedule) -> None:
     """Raise InvalidSchedule unless all stages take the microbatches forward in one order.
 
-    Valid schedules need not; but a stage that reads its samples one after the other, as Megatron's do, would
-    pair one microbatch's output with another one's labels.
+    A valid schedule need not do so.  But a stage that reads its samples one after the other, as Megatron's
+    stages do, would then pair one microbatch's output with the labels of another.
     """
     placement = schedule.placement
     forwards: list[list[int]] = [[] for _ in range(placement.stages)]
@@ -95,7 +93,7 @@ def require_one_forward_order(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Every action is a known one, stands where its stage lives, and stands there once."""
+    """Raise unless every action exists, is on the rank of its stage, and occurs once."""
     placement = schedule.placement
     if schedule.microbatches < 1:
         raise InvalidSchedule(
@@ -130,7 +128,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage does a forward and exactly one whole backward of every microbatch."""
+    """Raise unless every stage does a forward and exactly one whole backward of every microbatch."""
     is_evaluation = all(action.kind is Kind.F for action in schedule)
     for rank, order in enumerate(schedule.orders):
         present = set(order)
@@ -153,8 +151,10 @@ def _check_complete(schedule: Schedule) -> None:
                     raise InvalidSchedule(f"rank {rank}: {absent} is missing beside {halves[0]}: add it")
 
 
-def _deadlock(schedule: Schedule, position: list[int], done: set[Action]) -> str:
-    """Tell one chain of waiting: a circle of ranks, or one that ends at an action nobody does."""
+def _deadlock(schedule: Schedule, finished: Sequence[tuple[int, Action]]) -> str:
+    """Describe why ranks wait: for each other in a circle, or for an action that no rank does."""
+    position = Counter(rank for rank, _ in finished)
+    done = {delivers(action) for _, action in finished}
 
     def blocked(rank: int) -> tuple[Action, Action]:
         action = schedule.orders[rank][position[rank]]

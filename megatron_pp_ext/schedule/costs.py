@@ -1,7 +1,7 @@
-"""What an action costs: seconds of work, seconds on the wire, activations and messages kept.
+"""The costs of actions: seconds of work, seconds on the wire, activations and messages kept.
 
-Times and memory may be in any unit as long as it is one unit throughout; a Timeline is in
-the same ones.  The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit``.
+Times and memory may be in any units that are the same throughout; those of a Timeline are the same.
+The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit``.
 """
 
 import math
@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage, one microbatch: seconds of each action and the activations it keeps.
+    """The costs of one stage for one microbatch: the seconds of each action and the activations it keeps.
 
     A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
     (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
@@ -40,7 +40,7 @@ class StageCosts:
             )
 
     def seconds(self, kind: Kind) -> float:
-        """How long an action of this kind keeps the rank busy."""
+        """Return how long an action of this kind keeps the rank busy."""
         match kind:
             case Kind.F:
                 return self.forward
@@ -52,7 +52,7 @@ class StageCosts:
                 return self.input_gradient + self.weight_gradient
 
     def released(self, kind: Kind) -> float:
-        """What the end of an action of this kind gives back of ``activation``."""
+        """Return the part of ``activation`` that the end of an action of this kind gives back."""
         match kind:
             case Kind.F:
                 return 0.0
@@ -70,7 +70,7 @@ class Costs:
 
     ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
     an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
-    is what the buffer of a message takes, in the unit of ``StageCosts.activation``.
+    is the size of a message's buffer, in the unit of ``StageCosts.activation``.
     """
 
     stages: tuple[StageCosts, ...]
@@ -85,7 +85,7 @@ class Costs:
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
-        """The papers' unit: every F, I and W takes 1, a hop 0, a chunk's activations count 1."""
+        """Return the papers' unit costs: F, I and W take 1, a hop takes 0, a chunk's activations count 1."""
         return cls.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 
     @classmethod
@@ -98,12 +98,12 @@ class Costs:
         weight_gradient: float,
         hop: float = 0.0,
     ) -> Self:
-        """The same times for every stage; a chunk's activations count 1, kept until its W."""
+        """Return the same times for every stage; a chunk's activations count 1 and are kept until its W."""
         stage = StageCosts(forward, input_gradient, weight_gradient)
         return cls((stage,) * placement.stages, hop)
 
     def merged(self, stages: int) -> Self:
-        """The same model cut into fewer stages: each ``len(self.stages) / stages`` neighbours become one.
+        """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 
         Times and activations add up; the hops between merged stages disappear.  Raises ValueError
         where the stages do not merge evenly.

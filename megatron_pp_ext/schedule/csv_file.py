@@ -1,6 +1,6 @@
 """Schedules as files: the compute-only CSV of torch.distributed.pipelining.
 
-A row a rank, a cell an action (``3F0``: stage 3, forward, microbatch 0), an empty cell for an
+A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), and an empty cell is an
 idle slot.  The file holds no placement and no count of microbatches; both follow from the cells.
 torch also writes cells for messages and for overlapped pairs: a file with those is refused,
 because this project derives messages from the order itself.
@@ -18,7 +18,7 @@ _CELL = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Write ``schedule`` to ``path``, a row a rank, without idle cells."""
+    """Write ``schedule`` to ``path``, one row for each rank, without idle cells."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(schedule.orders)
 
@@ -65,7 +65,7 @@ def _action(path: Path, row: int, cell: int, text: str) -> Action:
 
 
 def _placement(path: Path, orders: tuple[tuple[Action, ...], ...]) -> Placement:
-    """The placement under which every rank holds exactly the stages its row names."""
+    """Return the placement under which every rank holds exactly the stages that its row names."""
     held = [tuple(sorted({action.stage for action in order})) for order in orders]
     ranks, chunks = len(held), len(held[0])
     shapes = {1: [Shape.LINEAR], 2: [Shape.LOOP, Shape.V]}.get(chunks, [Shape.LOOP, Shape.WAVE])

@@ -1,4 +1,4 @@
-"""What the ranks of a recorded step waited for, and where their idle time came from."""
+"""The causes of the idle time of every rank in a recorded step."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ from megatron_pp_ext.schedule.actions import delivers, needs
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
 
 
-class Wait(NamedTuple):
-    """From the end of one action of a rank to the start of its next.
+class Gap(NamedTuple):
+    """The time from the end of one action of a rank to the start of its next.
 
-    ``sent`` is when the action of another rank ended whose output the next one needs; None if it needs
-    none.  ``since`` is None before the rank's first action.
+    Where the next one needs the output of another rank, ``sent`` is the end of the action that made it;
+    otherwise it is None.  ``since`` is None before the rank's first action.
     """
 
     since: float | None
@@ -20,12 +20,12 @@ class Wait(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds in which a rank did nothing, by what it waited for.
+    """The seconds in which a rank did nothing, by cause.
 
-    ``warm_up`` is before its first action and ``cool_down`` after its last, less the ``reductions`` of
-    gradients that were still on their way then.  In between, a rank waits in ``unfinished_stages`` as long
-    as the action that it needs on another rank has not ended, and in ``late_messages`` from then on.
-    ``overhead`` is what is left: no message was needed.
+    ``warm_up`` is the time before its first action and ``cool_down`` the time after its last one, less the
+    ``reductions`` of gradients that were still running then.  In between, ``unfinished_stages`` is the time
+    in which the action on another rank that it waited for had not ended, and ``late_messages`` the time from
+    then on.  ``overhead`` is the rest, in which it needed no message.
     """
 
     warm_up: float
@@ -36,12 +36,12 @@ class Idle(NamedTuple):
     overhead: float
 
 
-def waits(step: RecordedStep) -> list[list[Wait]]:
-    """The waits of every rank, one before each of its actions."""
+def gaps(step: RecordedStep) -> list[list[Gap]]:
+    """Return the gaps of every rank, one before each of its actions."""
     placement = step.placement
     ended = {delivers(event.action): event.end for record in step.records for event in record.events}
 
-    def of_rank(rank: int, events: Sequence[Measured]) -> Iterator[Wait]:
+    def of_rank(rank: int, events: Sequence[Measured]) -> Iterator[Gap]:
         since = None
         for action, start, end, _ in events:
             sent = [
@@ -49,47 +49,47 @@ def waits(step: RecordedStep) -> list[list[Wait]]:
                 for need in needs(action, placement)
                 if need in ended and placement.rank_of(need.stage) != rank
             ]
-            yield Wait(since, start, max(sent, default=None))
+            yield Gap(since, start, max(sent, default=None))
             since = end
 
     return [list(of_rank(rank, record.events)) for rank, record in enumerate(step.records)]
 
 
-def flights(step: RecordedStep) -> list[float]:
-    """Seconds under way of every message that found its receiver idle; others may have lain about.
+def message_seconds(step: RecordedStep) -> list[float]:
+    """Return the seconds under way of every message that was sent while its receiver was idle.
 
-    Clocks that are not quite together make some of them negative.
+    A receiver that was busy may have taken the message long after it arrived, so others do not count.  Where
+    the clocks of two ranks differ, some of the times are negative.
     """
     return [
-        wait.until - wait.sent
-        for rank in waits(step)
-        for wait in rank
-        if wait.sent is not None and (wait.since is None or wait.since <= wait.sent)
+        gap.until - gap.sent
+        for rank in gaps(step)
+        for gap in rank
+        if gap.sent is not None and (gap.since is None or gap.since <= gap.sent)
     ]
 
 
 def idle_times(step: RecordedStep) -> list[Idle]:
-    """Where each rank's idle time came from, in the step's whole length: the parts sum up to it.
+    """Return the idle time of each rank by cause; the parts sum up to all its idle time in the step.
 
-    The step goes from the first start of an action of any rank to the last end of an action or reduction.
+    The step lasts from the first start of an action of any rank to the last end of an action or reduction.
     """
     start, end = extent(step)
     return [
-        _idle(record, ranks_waits, start, end)
-        for record, ranks_waits in zip(step.records, waits(step), strict=True)
+        _idle(record, own_gaps, start, end) for record, own_gaps in zip(step.records, gaps(step), strict=True)
     ]
 
 
 def extent(step: RecordedStep) -> tuple[float, float]:
-    """When the step began and ended, reductions of gradients included."""
+    """Return the times at which the step began and ended, reductions of gradients included."""
     begins = [record.events[0].start for record in step.records if record.events]
     ends = [record.events[-1].end for record in step.records if record.events]
     return min(begins), max(*ends, *(r.end for record in step.records for r in record.reductions))
 
 
-def _idle(record: RankRecord, ranks_waits: Sequence[Wait], start: float, end: float) -> Idle:
+def _idle(record: RankRecord, own_gaps: Sequence[Gap], start: float, end: float) -> Idle:
     unfinished = late = overhead = 0.0
-    for since, until, sent in ranks_waits:
+    for since, until, sent in own_gaps:
         if since is None:
             continue
         if sent is None:
@@ -100,12 +100,12 @@ def _idle(record: RankRecord, ranks_waits: Sequence[Wait], start: float, end: fl
         late += until - arrival
     last = record.events[-1].end
     reductions = _covered(record.reductions, last, end)
-    warm_up = ranks_waits[0].until - start
+    warm_up = own_gaps[0].until - start
     return Idle(warm_up, end - last - reductions, unfinished, late, reductions, overhead)
 
 
 def _covered(reductions: Sequence[Reduction], since: float, until: float) -> float:
-    """The seconds between ``since`` and ``until`` in which some of ``reductions`` were on their way."""
+    """Return the seconds between ``since`` and ``until`` in which any of ``reductions`` was running."""
     covered = 0.0
     for _, begin, end in sorted(reductions, key=lambda reduction: reduction.start):
         end = min(end, until)

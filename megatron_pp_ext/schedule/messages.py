@@ -1,8 +1,8 @@
 """The messages of a schedule, and the one line in which all ranks of a pipeline launch them.
 
-A schedule says who computes what in which order; the messages follow from it.  The output of a stage's
-forward goes to the next stage, the gradient of its input to the stage before, over the wire when that
-stage lives on another rank and hand to hand at the turn of a V.
+A schedule is the order of computations; the messages follow from it.  The output of a stage's forward goes
+to the next stage, and the gradient of its input to the stage before.  It goes over the wire when that stage
+is on another rank, and is passed on within the rank at the turn of a V.
 
 A GPU runs what its host launched in an order of its own: kernels pass through a few hardware queues, a
 message may have to wait for its other end, and the host itself stops wherever something synchronizes the
@@ -14,15 +14,16 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
 * A rank sends a message right behind the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 
-Look at the first launch in the line that is not done.  What it waits for on its own rank was launched
-before it, so it stands before it in the line and is done.  If it is one end of a message, the other end
-has the same place in the line, and the same holds on that rank.  A host that waits does so for launches
-that stand before its next one.  So the first launch can always go on: no circle exists, whatever queues,
-buffers and synchronizations the hardware has.  A collective within an action, of tensor, context, expert
-or data parallelism, has the place of its action on all its ranks, which run the same schedule.
+To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
+rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a
+message, the other end has the same place in the line, and the same holds on that rank.  A host that waits
+does so for launches that stand before its next one.  So the first launch can always proceed: no circle
+exists, whatever queues, buffers and synchronizations the hardware has.  A collective within an action, of
+tensor, context, expert or data parallelism, has the place of its action on all its ranks, which run the
+same schedule.
 
-The proof needs a line, not a good one.  The line here is that of the ends of all actions when the
-schedule runs on paper, so that a receive is posted in the action before its message comes.
+The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
+simulation of the schedule, so that a receive is posted in the action before its message arrives.
 """
 
 from collections import Counter
@@ -33,17 +34,17 @@ from megatron_pp_ext.schedule.actions import Action, Kind, delivers
 from megatron_pp_ext.schedule.check import InvalidSchedule, walk
 
 SENDS_AHEAD = 4
-"""How many sent messages of a rank may be on their way before it waits for the first of them.
+"""The number of sent messages that may be under way before a rank waits for the first of them.
 
-On paper a message is taken as soon as it is sent.  A few give ranks that are slower than on paper some
-slack; all of them take memory.
+In the simulation a message is taken as soon as it arrives.  A few messages under way give some slack to
+ranks that are slower than simulated; all of them take memory.
 """
 
 _WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36}
 _HOP = 1
-"""What actions and messages take on paper, in the usual proportions of a transformer's layers.
+"""The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
-In whole numbers, so that the line is the same on every machine.
+They are whole numbers, so that the line is the same on every machine.
 """
 
 type Orders = Sequence[Sequence[Action]]
@@ -56,7 +57,7 @@ RankOf = Callable[[int, int], int]
 class Message(NamedTuple):
     """A tensor that one stage hands to another for one microbatch.
 
-    A forward message goes to stage ``sender + 1``, a gradient to ``sender - 1``.
+    A forward message goes to stage ``sender + 1``, and a gradient to ``sender - 1``.
     """
 
     sender: int
@@ -72,7 +73,7 @@ class Arrival(NamedTuple):
 
 
 def incoming_message(action: Action, stages: int) -> Message | None:
-    """What ``action`` must be given before it can start, in a model of ``stages`` stages."""
+    """Return the message that ``action`` needs before it can start, in a model of ``stages`` stages."""
     stage, kind, microbatch = action
     if kind is Kind.F:
         return Message(stage - 1, stage, microbatch) if stage > 0 else None
@@ -82,7 +83,7 @@ def incoming_message(action: Action, stages: int) -> Message | None:
 
 
 def outgoing_message(action: Action, stages: int) -> Message | None:
-    """What ``action`` leaves for another stage, in a model of ``stages`` stages."""
+    """Return the message that ``action`` makes for another stage, in a model of ``stages`` stages."""
     stage, kind, microbatch = action
     if kind is Kind.F:
         return Message(stage, stage + 1, microbatch) if stage + 1 < stages else None
@@ -92,10 +93,11 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
 
 
 def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Arrival, ...]]]:
-    """Which receives every rank posts when: ``[r][i]`` are those of rank r right before its action i.
+    """Return the receives that every rank posts: ``[r][i]`` are those of rank r right before its action i.
 
-    Each list has one entry more than the rank has actions, for what is posted behind the last one: messages
-    that stay in flight at the end of ``orders``, for later orders to take.  Raises what ``launch_line`` does.
+    Each list has one entry more than the rank has actions, for the receives behind the last one.  Their
+    messages are in flight at the end of ``orders``, for later orders to take.  Raises what ``launch_line``
+    raises.
     """
     posted: list[list[list[Arrival]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
@@ -111,10 +113,10 @@ def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[t
 
 
 def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[int, Action]]:
-    """All actions of ``orders``, with their ranks, in the line that the module's docstring asks for.
+    """Return all actions of ``orders``, with their ranks, in the line that the module's docstring requires.
 
-    Actions stand by their ends on paper, and by rank where these are equal.  Messages from actions that are
-    not in ``orders`` were sent before these began.
+    Actions are sorted by their simulated ends, and by rank where these are equal.  Messages from actions
+    that are not in ``orders`` were sent before these began.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
@@ -144,21 +146,21 @@ def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[
 
 
 def most_buffers(orders: Orders, stages: int, rank_of: RankOf) -> list[int]:
-    """How many message buffers every rank holds at one time, at most.
+    """Return the most message buffers that every rank holds at one time.
 
-    ``orders`` flush: every message in them is sent and taken.  Two kinds of buffers are counted.
+    ``orders`` must flush: every message in them is sent and taken.  Two kinds of buffers are counted.
 
     * Receives, from where they are posted until an action takes the message.  A forward makes it an
       activation of its stage as soon as it starts; a backward needs it until its end, before which nothing
       else is posted.
-    * Sent messages that may be unfinished: ``SENDS_AHEAD`` whenever the rank goes on, and for a moment the
-      one that it has just sent.  Which are done, and when, is known on the machine alone, so as many are
+    * Sent messages that may be unfinished: ``SENDS_AHEAD`` whenever the rank continues, and for a moment the
+      one that it has just sent.  When each of them is done is known on the machine alone, so that many are
       counted from beginning to end, but no more than the rank sends.
 
     This is an upper bound of what a rank's channels keep: receives are posted and taken in no other places,
     and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
 
-    Raises what ``launch_line`` does.
+    Raises what ``launch_line`` raises.
     """
     posted = posted_receives(orders, stages, rank_of)
     arriving = [{arrival.message for arrivals in of_rank for arrival in arrivals} for of_rank in posted]

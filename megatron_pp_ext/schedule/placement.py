@@ -1,10 +1,10 @@
-"""Where each stage of the model lives.
+"""Placements: which rank holds which stages of the model.
 
 A model is cut into ``stages`` in model order, 0 .. ranks * chunks - 1.  A rank holds
-``chunks`` of them; its chunk number c counts them in model order.  The map between a stage
-and its (rank, chunk) is all that a placement is.
+``chunks`` of them; its chunk number c counts them in model order.  A placement is the map between
+a stage and its (rank, chunk).
 
-Four shapes are in use, told apart by where the pipeline goes when it reaches the last rank:
+Four shapes are in use.  They differ in where the pipeline goes when it reaches the last rank:
 
 ``linear``  one chunk a rank; stage i on rank i.
 ``loop``    jumps back to rank 0 and runs down again (Megatron's interleaved schedule,
@@ -19,7 +19,7 @@ from enum import StrEnum
 
 
 class Shape(StrEnum):
-    """What the pipeline does at the last rank; see the module's docstring."""
+    """The stage that follows the one on the last rank; see the module's docstring."""
 
     LINEAR = "linear"
     LOOP = "loop"
@@ -50,7 +50,7 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages that the model is cut into."""
         return self.ranks * self.chunks
 
     def is_mirrored(self, chunk: int) -> bool:
@@ -58,18 +58,18 @@ class Placement:
         return self.shape in (Shape.V, Shape.WAVE) and chunk % 2 == 1
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
+        """Return the rank that holds ``stage``."""
         self._require_stage(stage)
         chunk, offset = divmod(stage, self.ranks)
         return self.ranks - 1 - offset if self.is_mirrored(chunk) else offset
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's chunks ``stage`` is."""
+        """Return the number of ``stage`` among its rank's chunks."""
         self._require_stage(stage)
         return stage // self.ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that ``rank`` holds as its chunk number ``chunk``."""
+        """Return the stage that ``rank`` holds as its chunk number ``chunk``."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
         if not 0 <= chunk < self.chunks:
@@ -78,7 +78,7 @@ class Placement:
         return chunk * self.ranks + offset
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of ``rank``, in model order."""
+        """Return the stages of ``rank``, in model order."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.chunks))
 
     def is_local(self, stage: int) -> bool:
@@ -91,20 +91,20 @@ class Placement:
 
 
 def linear(ranks: int) -> Placement:
-    """One stage a rank, in order."""
+    """Return the placement of one stage on each rank, in order."""
     return Placement(Shape.LINEAR, ranks)
 
 
 def loop(ranks: int, chunks: int) -> Placement:
-    """Stage s on rank s mod ``ranks``."""
+    """Return the placement of stage s on rank s mod ``ranks``."""
     return Placement(Shape.LOOP, ranks, chunks)
 
 
 def v(ranks: int) -> Placement:
-    """Down the ranks and back up again."""
+    """Return the placement that goes down the ranks and back up again."""
     return Placement(Shape.V, ranks, 2)
 
 
 def wave(ranks: int, chunks: int) -> Placement:
-    """Down, up, down, up, for ``chunks`` legs."""
+    """Return the placement that goes down the ranks and up again in turns, for ``chunks`` legs."""
     return Placement(Shape.WAVE, ranks, chunks)

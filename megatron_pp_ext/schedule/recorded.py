@@ -1,6 +1,6 @@
-"""A step as it really ran: what a recorder heard, and how it becomes a Timeline."""
+"""A step as it really ran: the records of its ranks, and how they become a Timeline and costs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Self
@@ -10,9 +10,12 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
+type KindSeconds = dict[tuple[int, Kind], float]
+"""Seconds by stage and kind of action."""
+
 
 class Measured(NamedTuple):
-    """One action: seconds on the machine's clock, bytes of activations alive at its end."""
+    """One action: seconds on the machine's clock, and the bytes of activations alive at its end."""
 
     action: Action
     start: float
@@ -21,9 +24,9 @@ class Measured(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A bucket of a chunk's gradients on its way round the data-parallel ranks.
+    """The reduction of one bucket of a chunk's gradients over the data-parallel ranks.
 
-    In seconds, from its start to the moment when the step had waited for it.
+    ``start`` is in seconds, as is ``end``, the moment at which the step had finished waiting for it.
     """
 
     chunk: int
@@ -32,12 +35,12 @@ class Reduction(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """What one rank did in a step.
+    """The record of one rank in one step.
 
-    ``peak_microbatches`` counts (stage, microbatch) pairs that held on to anything, which is what
-    a schedule's peak counts too; ``peak_bytes`` is what they held.  ``clock_error`` is by how many
-    seconds the rank's times may be off those of the first rank.  ``device_bytes`` is the most that the
-    device's allocator has had at once since the process began, None on a CPU.
+    ``peak_microbatches`` counts the (stage, microbatch) pairs that kept any activations, as a schedule's
+    peak does, and ``peak_bytes`` is the size of these.  The rank's times may differ from the clock of the
+    first rank by ``clock_error`` seconds.  ``device_bytes`` is the most that the device's allocator has held
+    at once since the process began, None on a CPU.
     """
 
     events: tuple[Measured, ...]
@@ -48,7 +51,7 @@ class RankRecord(NamedTuple):
     device_bytes: int | None = None
 
     def moved(self, seconds: float, clock_error: float) -> Self:
-        """The same on a clock that is ``seconds`` ahead, known up to ``clock_error``."""
+        """Return the record on a clock that is ``seconds`` ahead, with an error of up to ``clock_error``."""
         return self._replace(
             events=tuple(e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.events),
             reductions=tuple(
@@ -60,38 +63,69 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What all ranks of a pipeline did in a step; ``records[r]`` is rank r's."""
+    """The records of all ranks of a pipeline in one step; ``records[r]`` is that of rank r."""
 
     name: str
     placement: Placement
     records: tuple[RankRecord, ...]
 
     def timeline(self) -> Timeline:
-        """The step on a clock that starts at 0, with the median seconds of each stage as costs."""
+        """Return the step on a clock that starts at 0, with the median seconds of each stage as costs."""
         start = min(record.events[0].start for record in self.records)
         orders = tuple(tuple(event.action for event in record.events) for record in self.records)
         microbatches = 1 + max(action.microbatch for order in orders for action in order)
+        seconds = kind_seconds(self.records, median)
         return Timeline(
             Schedule(self.name, self.placement, microbatches, orders),
-            Costs(tuple(self._stage_costs(stage) for stage in range(self.placement.stages))),
+            Costs(tuple(stage_costs(stage, seconds) for stage in range(self.placement.stages))),
             tuple(
                 tuple(Event(e.action, e.start - start, e.end - start) for e in record.events)
                 for record in self.records
             ),
         )
 
-    def _stage_costs(self, stage: int) -> StageCosts:
-        events = self.records[self.placement.rank_of(stage)].events
-        seconds = {
-            kind: [e.end - e.start for e in events if e.action.stage == stage and e.action.kind is kind]
-            for kind in Kind
-        }
-        if seconds[Kind.B]:
-            # A whole backward cannot be told apart afterwards; half and half is as good as any.
-            half = _median(seconds[Kind.B]) / 2
-            return StageCosts(_median(seconds[Kind.F]), half, half)
-        return StageCosts(*(_median(seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)))
+
+def kind_seconds(records: Iterable[RankRecord], statistic: Callable[[list[float]], float]) -> KindSeconds:
+    """Return ``statistic`` of the seconds of all actions in ``records``, for each stage and kind."""
+    found: dict[tuple[int, Kind], list[float]] = {}
+    for record in records:
+        for (stage, kind, _), start, end, _ in record.events:
+            found.setdefault((stage, kind), []).append(end - start)
+    return {key: statistic(values) for key, values in found.items()}
 
 
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
+def stage_costs(
+    stage: int, seconds: Mapping[tuple[int, Kind], float], record: RankRecord | None = None
+) -> StageCosts:
+    """Return the costs of ``stage`` from the ``seconds`` of its actions (``kind_seconds``).
+
+    A whole backward counts half for each gradient: its parts are not measured.  The bytes of activations
+    are those of ``record``, if one that counted them is given; otherwise activations count 1.
+    """
+    if whole := seconds.get((stage, Kind.B)):
+        backward = whole / 2, whole / 2
+    else:
+        backward = seconds.get((stage, Kind.I), 0.0), seconds.get((stage, Kind.W), 0.0)
+    return StageCosts(
+        seconds.get((stage, Kind.F), 0.0), *backward, *(_kept_bytes(record, stage) if record else ())
+    )
+
+
+def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
+    """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and what its I gives back.
+
+    Both are medians over the microbatches in ``record``.  Where an I keeps more than it gives back, as under
+    recomputation, the forward is charged with the difference.  A whole backward gives all back at its end.
+    """
+    growths: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    before = 0
+    for event in record.events:
+        if event.action.stage == stage:
+            growths[event.action.kind].append(event.live_bytes - before)
+        before = event.live_bytes
+    after_forward = median(growths[Kind.F])
+    if not growths[Kind.I]:
+        return after_forward, 0.0
+    after_input_gradient = max(0.0, after_forward + median(growths[Kind.I]))
+    activation = max(after_forward, after_input_gradient)
+    return activation, activation - after_input_gradient

@@ -1,21 +1,21 @@
-"""When does every action of a schedule run?  Schedule and costs in, a Timeline out.
+"""Simulate a schedule with costs: a Timeline has the start and the end of every action, and the memory.
 
-The model is the papers': a rank works strictly in its order, an action starts as soon as the
-rank is free and its inputs have arrived, and messages never queue for a wire.
+The model is the papers': a rank works strictly in its order, an action starts as soon as the rank is free
+and its inputs have arrived, and messages never queue for a wire.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
-from megatron_pp_ext.schedule.check import in_order_of_need
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import most_buffers
+from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 
 class Event(NamedTuple):
-    """One action with the time of its start and of its end."""
+    """One action with the times of its start and its end."""
 
     action: Action
     start: float
@@ -24,12 +24,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A schedule with a clock: ``events[r]`` are rank r's actions in order.
+    """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
-    Two lengths are told apart everywhere.  ``makespan`` is from the first start to the last end
-    over all ranks: what a step with a synchronous optimizer takes.  ``span`` is the longest time
-    any one rank takes from its own first start to its own last end: the papers' cost, reached
-    only when optimizer steps do not wait for the whole pipeline.
+    There are two lengths.  ``makespan`` is the time from the first start to the last end over all ranks,
+    which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
+    takes from its own first start to its own last end.  It is the papers' cost, and is reached only when
+    optimizer steps do not wait for the whole pipeline.
     """
 
     schedule: Schedule
@@ -38,22 +38,22 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first action of any rank starts."""
+        """The start of the first action of any rank."""
         return min(events[0].start for events in self.events if events)
 
     @property
     def end(self) -> float:
-        """When the last action of any rank ends."""
+        """The end of the last action of any rank."""
         return max(events[-1].end for events in self.events if events)
 
     @property
     def makespan(self) -> float:
-        """First start to last end over all ranks."""
+        """The time from the first start to the last end over all ranks."""
         return self.end - self.start
 
     @property
     def span(self) -> float:
-        """First start to last end of the rank for which that is longest."""
+        """The time from first start to last end of the rank for which that is longest."""
         return max(events[-1].end - events[0].start for events in self.events if events)
 
     @property
@@ -78,9 +78,10 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """``peak_activations``, and ``Costs.message`` for each of ``peak_messages``: what memory limits hold.
+        """``peak_activations`` plus ``Costs.message`` for each of ``peak_messages``.
 
-        An upper bound of what a rank keeps: the two peaks need not be at the same moment.
+        Memory limits apply to this amount.  It is an upper bound of what a rank keeps, as the two peaks need
+        not be at the same moment.
         """
         if not self.costs.message:
             return self.peak_activations
@@ -91,9 +92,9 @@ class Timeline:
 
     @property
     def peak_microbatches(self) -> tuple[float, ...]:
-        """The same in units of all that the rank keeps of one microbatch: 1F1B's rank 0 has p.
+        """``peak_activations`` in units of all that the rank keeps of one microbatch: 1F1B's rank 0 has p.
 
-        This unit compares schedules with different numbers of chunks.
+        In this unit, schedules with different numbers of chunks compare.
         """
         stages = self.schedule.placement.stages_of
         wholes = (sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events)))
@@ -104,7 +105,7 @@ class Timeline:
     def memory(self, rank: int) -> Iterator[tuple[float, float]]:
         """Yield (time, live activations from then on): the steps of the rank's memory curve.
 
-        A rank does one thing at a time, so what the action before gave back is gone when a
+        A rank does one thing at a time, so what an action gave back at its end is gone when a
         forward starts at that very moment.
         """
         live = 0.0
@@ -124,13 +125,13 @@ class Timeline:
 
 
 def peak_messages(schedule: Schedule) -> tuple[int, ...]:
-    """The most message buffers that each rank holds at one time under ``schedule``, whatever it costs."""
+    """Return the most message buffers that each rank holds at one time, which do not depend on costs."""
     placement = schedule.placement
     return tuple(most_buffers(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage)))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run ``schedule`` on paper.
+    """Simulate ``schedule`` with ``costs``.
 
     Raises ValueError when ``costs`` are for another number of stages and InvalidSchedule (see
     ``check``) when the ranks wait for each other.
@@ -141,15 +142,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"costs are given for {len(costs.stages)} stages, but schedule {schedule.name!r} has "
             f"{placement.stages}: give one StageCosts a stage"
         )
-    home = [placement.rank_of(stage) for stage in range(placement.stages)]
-    ends: dict[Action, float] = {}
-    events: list[list[Event]] = [[] for _ in schedule.orders]
-    for rank, action, inputs in in_order_of_need(schedule):
-        start = events[rank][-1].end if events[rank] else 0.0
-        for need in inputs:
-            arrival = ends[need] if home[need.stage] == rank else ends[need] + costs.hop
-            start = max(start, arrival)
-        end = start + costs.stages[action.stage].seconds(action.kind)
-        events[rank].append(Event(action, start, end))
-        ends[delivers(action)] = end
-    return Timeline(schedule, costs, tuple(map(tuple, events)))
+    timer = ScheduleTimer(schedule)
+    starts, ends = timer.times(costs)
+    return Timeline(
+        schedule,
+        costs,
+        tuple(
+            tuple(Event(action, starts[step], ends[step]) for action, step in zip(order, own, strict=True))
+            for order, own in zip(schedule.orders, timer.steps, strict=True)
+        ),
+    )

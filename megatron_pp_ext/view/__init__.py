@@ -1,1 +1,1 @@
-"""What a person looks at: tables, pictures, traces."""
+"""The output for people: tables, pictures, traces."""

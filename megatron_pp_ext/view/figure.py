@@ -1,4 +1,4 @@
-"""What all pictures share: file formats, sizes, and text that is quick to draw by the thousand."""
+"""The common parts of all pictures: file formats, sizes, and text that is quick to draw by the thousand."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,13 +18,13 @@ GREY = "#5a646e"
 
 
 def require_picture(path: Path) -> None:
-    """ValueError unless the suffix of ``path`` is that of a picture."""
+    """Raise ValueError unless the suffix of ``path`` is that of a picture."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path} is no picture file: end its name in one of {', '.join(SUFFIXES)}")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of ``width`` x ``height`` inches, without a window."""
+    """Return an empty figure of ``width`` x ``height`` inches, without a window."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
@@ -33,10 +33,16 @@ def new_figure(width: float, height: float) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` into ``path``."""
     if path.suffix.lower() == ".png":
-        # Boxes of one colour compress well at any level; the default takes as long as the drawing.
+        # Boxes of one colour compress well at any level, and the default level takes as long as the drawing.
         figure.savefig(path, dpi=150, pil_kwargs={"compress_level": 2})
     else:
         figure.savefig(path)
+
+
+def hide_frame(axes: Axes) -> None:
+    """Draw no lines around ``axes``."""
+    for side in axes.spines.values():
+        side.set_visible(False)
 
 
 def write_labels(
@@ -44,7 +50,7 @@ def write_labels(
 ) -> None:
     """Write ``text`` at all ``places`` of ``axes``, centred, in ``size`` points.
 
-    It is one shape drawn many times: setting thousands of texts one by one takes seconds.
+    The text is one shape drawn many times, since setting thousands of texts one by one takes seconds.
     """
     labels = PathCollection(
         [_outline(text)], offsets=places, offset_transform=axes.transData, facecolors=colour, linewidths=0
@@ -56,9 +62,9 @@ def write_labels(
 
 @lru_cache(maxsize=4096)
 def _outline(text: str) -> Outline:
-    """``text`` as a shape of font size 1, its middle at the origin."""
+    """Return ``text`` as a shape of font size 1 with its middle at the origin."""
     shape = TextPath((0, 0), text, size=100, prop=FontProperties())
-    # Digits stand on the line and are all as high as 0; a centre of their own would make them dance.
+    # All digits are centred like 0; with centres of their own they would not stand on one line.
     box, digit = shape.get_extents(), TextPath((0, 0), "0", size=100, prop=FontProperties()).get_extents()
     middle = (box.x0 + box.x1) / 2, (digit.y0 + digit.y1) / 2
     return Affine2D().translate(-middle[0], -middle[1]).scale(1 / 100).transform_path(shape)

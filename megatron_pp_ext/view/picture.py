@@ -1,8 +1,8 @@
-"""Schedules as a picture: time to the right, a row a rank, a panel a schedule.
+"""Schedules as a picture: time to the right, one row for each rank, one panel for each schedule.
 
 All panels share the time axis, so that the shorter schedule is the shorter picture.  Under each
-rank's actions runs its memory: what it keeps at every moment, in whole microbatches, on a scale
-that all panels share too; the number at the end of a row is the most it ever keeps.
+rank's actions is its memory curve: the activations that it keeps at every moment, in whole microbatches,
+on a scale that all panels share too.  The number at the end of a row is the peak of the curve.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view.colours import colour, ink, parts
-from megatron_pp_ext.view.figure import GREY, new_figure, require_picture, save, write_labels
+from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_labels
 
 # Inches.
 _COLUMN = 0.14
@@ -26,13 +26,13 @@ _ROW = 0.5
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.75, 0.25, 0.55
 _HEAD = 0.5
 
-# Of a row's height: where the actions end, and where the memory curve begins and ends.
+# Fractions of a row's height: where the actions end, and where the memory curve begins and ends.
 _ACTIONS, _FLOOR, _CEILING = 0.53, 0.93, 0.57
 
 # Points, of 72 an inch.
 _LARGEST_FONT, _SMALLEST_FONT = 7.5, 4.5
 _DIGIT = 0.66
-"""The width of a digit in units of its font size; a number needs 0.4 digits of air besides."""
+"""The width of a digit in units of its font size; a number needs a margin of 0.4 digits besides."""
 
 _IDLE = "#eef0f2"
 _MEMORY, _MEMORY_EDGE = "#d9cfe6", "#8e78ad"
@@ -79,7 +79,7 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 
 
 def _typical_action(timelines: Mapping[str, Timeline]) -> float:
-    """How long a forward takes in the schedule with the shortest: what a column is measured by."""
+    """Return the shortest median time of a forward among ``timelines``, which sets the width of a column."""
     return min(
         median(
             end - start
@@ -97,12 +97,11 @@ def _rank_axis(axes: Axes, ranks: int) -> None:
         [rank + _ACTIONS / 2 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8
     )
     axes.tick_params(length=0, labelbottom=False, labelsize=8, colors=GREY)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    hide_frame(axes)
 
 
 def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> None:
-    """A box an action, the microbatch's number in it where the number fits; ``scale`` is points a time."""
+    """Draw a box for each action, with its microbatch if that fits; ``scale`` is points per unit of time."""
     placement = timeline.schedule.placement
     boxes: dict[str, list[_Box]] = defaultdict(list)
     labels: dict[tuple[str, str], _Box] = defaultdict(list)
@@ -135,14 +134,14 @@ def _box(left: float, right: float, rank: int) -> _Box:
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
-    """Under each rank's actions the activations it keeps; ``most`` microbatches fill the height."""
+    """Draw the activations of each rank under its actions; ``most`` microbatches fill the height."""
     areas: list[_Box] = []
     curves: list[_Box] = []
     for rank, peak in enumerate(timeline.peak_microbatches):
         highest = timeline.peak_activations[rank]
         height = (_FLOOR - _CEILING) * peak / (highest * most) if highest else 0.0
         floor = rank + _FLOOR
-        # What is given back and taken again in one moment would be a spike: the last value counts.
+        # Of several values at one moment only the last counts: others would be spikes.
         steps = {time - timeline.start: floor - live * height for time, live in timeline.memory(rank)}
         curve = [(0.0, floor)]
         for time, level in (*steps.items(), (timeline.makespan, floor)):
@@ -166,7 +165,7 @@ def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> list[Patch]:
-    """The kinds that occur, the shades of further chunks, and the memory curve."""
+    """Return entries for the kinds that occur, the shades of further chunks, and the memory curve."""
     names = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient"}
     chunks = max(timeline.schedule.placement.chunks for timeline in timelines.values())
     drawn = {

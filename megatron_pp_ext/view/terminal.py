@@ -17,16 +17,16 @@ from megatron_pp_ext.view.colours import colour, ink, parts
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A timeline as one line of coloured letters a rank; as wide as the console lets it be.
+    """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
-    A column is one time unit, or as much more as it takes to fit; each shows what the rank does
-    in the middle of it.  Chunks after the first have darker colours.
+    A column is as long as the shortest action, or longer where the timeline would not fit; it shows what the
+    rank does in the middle of it.  Chunks after the first have darker colours.
     """
 
     timeline: Timeline
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One Text a rank, then the scale."""
+        """Yield one Text for each rank, then the scale."""
         gutter = len(str(len(self.timeline.events) - 1)) + 1
         columns = max(options.max_width - gutter, 1)
         unit = min(end - start for events in self.timeline.events for _, start, end in events)
@@ -38,7 +38,7 @@ class Sketch:
         )
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """It fills what it is given."""
+        """Return the least and the most columns that a sketch may have."""
         return Measurement(20, options.max_width)
 
     def _lines(self, column: float) -> Iterator[Text]:
@@ -56,22 +56,16 @@ class Sketch:
                     line.append("·", style="dim")
                     continue
                 kind, chunk = event.action.kind, placement.chunk_of(event.action.stage)
-                letter = str(kind)
                 style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
-                line.append(letter, style=style)
+                line.append(str(kind), style=style)
             yield line
 
 
-def show(timeline: Timeline) -> Sketch:
-    """A sketch of ``timeline`` to print with rich."""
-    return Sketch(timeline)
-
-
 def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = True) -> Table:
-    """A row a schedule: makespan, longest span, bubble against each, and the memory of the fullest rank.
+    """Return a row for each schedule: makespan, longest span, both bubbles, and the fullest rank's memory.
 
     Activations are in whole microbatches (``Timeline.peak_microbatches``), so that schedules with
-    different numbers of chunks compare.  Messages are buffers; a recorded step does not tell them.
+    different numbers of chunks compare.  Messages are counted in buffers; recorded steps do not have them.
     """
     table = Table()
     table.add_column("schedule", no_wrap=True)
@@ -92,7 +86,7 @@ def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = Tr
 
 
 def idle_table(step: RecordedStep) -> Table:
-    """A row a rank: how much of the step it was idle, and by how much each cause made it so, in ms."""
+    """Return a row for each rank: its idle time in the step and the share of each cause, in milliseconds."""
     start, end = extent(step)
     idle = idle_times(step)
     table = Table(title=f"{step.name}: a step of {1e3 * (end - start):,.2f} ms", title_justify="left")

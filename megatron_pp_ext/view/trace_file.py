@@ -1,16 +1,16 @@
 """A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated.
 
-The format is the JSON of Chrome's trace events: a complete event ("X") an action, in a track a rank,
-a counter ("C") of live activations beside it, a flow ("s", "f") from each action to the one on
-another rank that waits for its output, and for each reduction of gradients a pair ("b", "e"), which
-may overlap anything.  Times are in microseconds, of recorded steps on the clock of the first rank;
-``clock_errors`` says by how many seconds each rank's may be off.  Files of recorded steps can be
-read back.
+The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
+each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
+the one on another rank that waits for its output.  Each reduction of gradients is a pair ("b", "e"), which
+may overlap anything.  Times are in microseconds, for recorded steps on the clock of the first rank, from
+which each rank's clock may differ by its ``clock_errors``, in seconds.  Files of recorded steps can be read
+back.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +21,14 @@ from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
 _INSIDE = 1e-3
-"""Microseconds.  A flow belongs to the event that its time lies in, and an event's end does not."""
+"""Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
 
 class _Track(NamedTuple):
-    """One rank: what it did, with the arguments to show beside each action, and its memory curve."""
+    """The actions of one rank, the arguments to show beside each of them, and its memory curve."""
 
     events: Sequence[Event]
-    arguments: Callable[[int], dict[str, Any]]
+    arguments: Iterable[dict[str, Any]]
     memory: Iterable[tuple[float, float]]
     reductions: Sequence[Reduction] = ()
 
@@ -36,15 +36,15 @@ class _Track(NamedTuple):
 def write(path: Path, name: str, placement: Placement, records: Sequence[RankRecord]) -> None:
     """Write the recorded step of a pipeline, all times on one clock, replacing ``path`` in one go."""
     start = min(record.events[0].start for record in records)
-
-    def track(record: RankRecord) -> _Track:
-        return _Track(
-            [Event(event.action, event.start - start, event.end - start) for event in record.events],
-            lambda index: {"live_bytes": record.events[index].live_bytes},
-            [(event.end - start, event.live_bytes) for event in record.events],
-            [Reduction(chunk, begin - start, end - start) for chunk, begin, end in record.reductions],
+    tracks = [
+        _Track(
+            [Event(*event[:3]) for event in record.events],
+            [{"live_bytes": event.live_bytes} for event in record.events],
+            [(event.end, event.live_bytes) for event in record.events],
+            record.reductions,
         )
-
+        for record in (record.moved(-start, record.clock_error) for record in records)
+    ]
     about = {
         "schedule": name,
         "shape": placement.shape,
@@ -56,7 +56,7 @@ def write(path: Path, name: str, placement: Placement, records: Sequence[RankRec
         "device_bytes": [record.device_bytes for record in records],
     }
     counter = {"live activation bytes": "bytes"}
-    _write(path, {"pipeline": about}, counter, placement, [track(record) for record in records])
+    _write(path, {"pipeline": about}, counter, placement, tracks)
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
@@ -68,7 +68,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
     tracks = [
         _Track(
             [Event(event.action, *(time - timeline.start for time in event[1:])) for event in events],
-            lambda _: {},
+            repeat({}),
             [(time - timeline.start, live) for time, live in timeline.memory(rank)],
         )
         for rank, events in enumerate(timeline.events)
@@ -83,7 +83,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 
 
 def read(path: Path) -> RecordedStep:
-    """Read back what ``write`` wrote; ValueError if ``path`` is something else."""
+    """Read a file that ``write`` wrote; ValueError if ``path`` is something else."""
     try:
         content = json.loads(path.read_text())
         pipeline = content["otherData"]["pipeline"]
@@ -126,7 +126,7 @@ def _measured(event: dict[str, Any]) -> Measured:
 def _write(
     path: Path, about: dict[str, Any], counter: dict[str, str], placement: Placement, tracks: list[_Track]
 ) -> None:
-    """``counter`` maps the title of the memory counter to the name of its series."""
+    """Write ``tracks``; ``counter`` maps the title of the memory counter to the name of its series."""
     ((title, series),) = counter.items()
     events: list[dict[str, Any]] = []
     for rank, track in enumerate(tracks):
@@ -136,18 +136,11 @@ def _write(
             {"name": "process_sort_index", "ph": "M", **here, "args": {"sort_index": rank}},
             {"name": "thread_name", "ph": "M", **here, "args": {"name": "actions"}},
         ]
-        for index, (action, start, end) in enumerate(track.events):
-            events.append(
-                {
-                    "name": str(action),
-                    "cat": str(action.kind),
-                    "ph": "X",
-                    **here,
-                    "ts": start * 1e6,
-                    "dur": (end - start) * 1e6,
-                    "args": {**action._asdict(), **track.arguments(index)},
-                }
-            )
+        for (action, start, end), arguments in zip(track.events, track.arguments, strict=False):
+            times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            arguments = {**action._asdict(), **arguments}
+            event = {"name": str(action), "cat": str(action.kind), "ph": "X"}
+            events.append({**event, **here, **times, "args": arguments})
         events += [
             {"name": title, "ph": "C", "pid": rank, "ts": time * 1e6, "args": {series: live}}
             for time, live in track.memory
@@ -159,7 +152,7 @@ def _write(
 
 
 def _flows(placement: Placement, tracks: list[_Track]) -> Iterator[dict[str, Any]]:
-    """Two events a message: inside the action that sends, at its end, and at the start of the other."""
+    """Yield two events for each message, at the end of the sending action and the start of the other."""
     sent = {
         delivers(event.action): (rank, event) for rank, track in enumerate(tracks) for event in track.events
     }

@@ -11,21 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.compile import (
-    InfeasibleLimit,
-    compile_schedule,
-    frontier,
-    least_limits,
-    placements_of,
-)
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, frontier, placements_of
+from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from reference.published_schedules import MORE_UNIT_COST, UNIT_COST
+from tests.support import rounding
 
-NOISE = 1 + 1e-8
+NOISE = 1 + rounding.COMPILED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +43,7 @@ activations = st.one_of(st.floats(0.01, 9), st.integers(1, 9))
 
 @st.composite
 def pipelines(draw):
-    """Ranks, microbatches, unequal stages, and a limit a rank between the least feasible and plenty."""
+    """Draw ranks, microbatches, unequal stages, and limits between the least feasible one and plenty."""
     ranks, chunks, microbatches = (
         draw(st.integers(2, 4)),
         draw(st.sampled_from([1, 2, 4])),
@@ -68,11 +64,11 @@ def pipelines(draw):
 
 
 def published(ranks, microbatches, costs):
-    """Timelines of all that the catalogue builds for a cut of ``costs``."""
+    """Yield the timelines of all that the catalogue builds for a cut of ``costs``."""
     chunks = len(costs.stages) // ranks
     for line in catalog.ENTRIES.values():
         for count in range(1, chunks + 1):
-            if chunks % count == 0 and (count == line.chunks or (line.any_chunks and count > line.chunks)):
+            if chunks % count == 0 and line.accepts(count):
                 schedule = catalog.build(line.name, ranks, microbatches, count)
                 yield simulate(schedule, costs.merged(ranks * count))
 
@@ -102,7 +98,7 @@ def test_any_costs_and_limits(pipeline):
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(5, 5, 3), (8, 3, 3), (6, 3, 6), (6, 12, 5)])
 def test_bounds_do_not_depend_on_the_unit_of_time(p, m, chunks):
-    """Sums of tenths are not equal where those of ones are: what is as long must be taken for it."""
+    """Sums of tenths may differ by rounding where those of ones are equal; the bound must not."""
     ones, tenths = (
         lower_bound(loop(p, chunks), m, uniform(loop(p, chunks), (t, t, t, 0)), [100.0 * p] * p)
         for t in (1, 0.1)
@@ -125,15 +121,15 @@ def test_no_family_beats_its_bound(chunks, seconds):
     ("p", "m", "limit", "times", "goal"),
     [
         # arXiv 2405.15362's families at their own peak are optimal here; between them there is room.
-        (4, 8, 3, (1, 1, 1, 0), 86),
+        pytest.param(4, 8, 3, (1, 1, 1, 0), 86, marks=pytest.mark.wide),
         (4, 8, 4, (1, 1, 1, 0), 59),
         (4, 8, 5, (1, 1, 1, 0), 56),
         (4, 8, 6, (1, 1, 1, 0), 53),
         (4, 8, 8, (1, 1, 1, 0), 51),
         (6, 6, 10, (1, 1, 1, 0), 43),
         (8, 16, 8, (1, 1, 1, 0), 119),
-        (4, 8, 4, (10, 11, 7, 1), 638),
-        (8, 16, 8, (10, 11, 7, 1), 1262),
+        pytest.param(4, 8, 4, (10, 11, 7, 1), 638, marks=pytest.mark.wide),
+        pytest.param(8, 16, 8, (10, 11, 7, 1), 1262, marks=pytest.mark.wide),
         (8, 16, 8, (10, 10, 5, 0), 1100),
     ],
 )
@@ -160,7 +156,7 @@ def test_more_memory_is_never_worse(pipeline):
 @pytest.mark.parametrize("name", [*UNIT_COST, *MORE_UNIT_COST])
 def test_published_schedules_are_met_at_their_peak(name):
     for p, m, makespan, _, peak in (UNIT_COST | MORE_UNIT_COST)[name]:
-        cut = linear(p) if name in ("1f1b", "zb-h1", "zb-h2") else v(p)
+        cut = linear(p) if name in catalog.ENTRIES and catalog.ENTRIES[name].chunks == 1 else v(p)
         compiled = compile_schedule(p, m, Costs.unit(cut), peak, trials=60)
         assert compiled.timeline.makespan <= makespan
 
@@ -173,7 +169,7 @@ def test_more_chunks_shorten_the_schedule_at_equal_memory():
 
 
 def test_the_same_schedule_in_every_process(tmp_path):
-    """No hash order, no clock: two processes with different string hashes agree."""
+    """Two processes with different string hashes agree: the search uses neither hash order nor clock."""
     program = (
         "from megatron_pp_ext.compiler.compile import compile_schedule\n"
         "from megatron_pp_ext.schedule.costs import Costs\n"

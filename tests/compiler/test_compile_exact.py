@@ -1,4 +1,4 @@
-"""Small pipelines, solved to proved optimality: how good are the compiler and its bound?"""
+"""The compiler and its bound against small pipelines that are solved to proved optimality."""
 
 import pytest
 
@@ -18,11 +18,11 @@ def cache(tmp_path, monkeypatch):
 
 
 def judged(placement, microbatches, costs, limit):
-    """What the compiler found, between its bound and the optimum, which must be proved."""
+    """Return the compiled makespan and the optimum, which must be proved and not below the bound."""
     compiled = compile_schedule(placement.ranks, microbatches, costs, limit, placements=[placement])
     limits = [limit] * placement.ranks
     found = compiled.timeline.makespan
-    bound, optimum = shortest(placement, microbatches, costs, limits, seconds=60, hint=found)
+    bound, optimum = shortest(placement, microbatches, costs, limits, effort=60, hint=found)
     assert bound == optimum
     assert compiled.lower_bound <= optimum <= found
     return found, optimum

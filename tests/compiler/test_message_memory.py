@@ -1,4 +1,4 @@
-"""What waits: message buffers as they are counted on paper, against those that channels really hold."""
+"""Message buffers as they are counted in a simulation, against those that channels really hold."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, least_limits, placements_of
-from megatron_pp_ext.compiler.limits import asked_for
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, placements_of
+from megatron_pp_ext.compiler.limits import least_limits, requested_limit
 from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.propose import one_at_a_time
+from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -22,9 +22,10 @@ from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message, posted_receives
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.simulate import Timeline, peak_messages, simulate
+from tests.support import rounding
 from tests.support.ranks import run_ranks
 
-NOISE = 1 + 1e-8
+NOISE = 1 + rounding.COMPILED
 WATCHED = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h2", "1f1b-v", "v-half", "v-zb", "dualpipe-v")
 
 
@@ -36,7 +37,7 @@ def cache(tmp_path_factory):
 
 
 class _Late:
-    """A send that nobody knows to be done before somebody waits for it, as with the slowest wire."""
+    """A send that does not report that it is done before somebody waits for it, as on the slowest wire."""
 
     def __init__(self, work: dist.Work) -> None:
         self.wait = work.wait
@@ -46,7 +47,7 @@ class _Late:
 
 
 class _Watched(Channels):
-    """Channels that tell the most buffers they have held: of receives, of sends, and of both together.
+    """Channels that count the most buffers they have held: of receives, of sends, and of both together.
 
     A gradient that was taken counts until the next message or receive, since its backward needs it.
     """
@@ -80,7 +81,7 @@ class _Watched(Channels):
 
 
 class _Nothing:
-    """A stage that computes nothing, and whose messages are one number."""
+    """A stage that computes nothing and whose messages are one number."""
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros(1)
@@ -95,7 +96,7 @@ class _Nothing:
 
 
 def watch(rank: int, schedules: list[Schedule]) -> list[list[tuple[int, int, int]]]:
-    """What the rank held at most under every schedule: with real sends, and with late ones."""
+    """Return the most buffers that the rank held under every schedule, with real sends and with late ones."""
     dist.init_process_group("gloo")
     pipeline = list(range(dist.get_world_size()))
     groups = direction_groups(pipeline)
@@ -113,7 +114,7 @@ def watch(rank: int, schedules: list[Schedule]) -> list[list[tuple[int, int, int
 
 
 def sent_by(schedule: Schedule, rank: int) -> int:
-    """The messages that leave a rank."""
+    """Return the number of messages that leave a rank."""
     placement = schedule.placement
     messages = (outgoing_message(action, placement.stages) for action in schedule.orders[rank])
     return sum(placement.rank_of(message.receiver) != rank for message in messages if message)
@@ -121,7 +122,7 @@ def sent_by(schedule: Schedule, rank: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_channels_hold_no_more_than_is_counted(ranks: int) -> None:
-    """Receives exactly as many, and with sends that are always late as many of these as may be unfinished."""
+    """Receives agree exactly, and so do sends that are always late: all that may be unfinished are."""
     schedules = [catalog.build(name, ranks, m) for name in WATCHED for m in (1, ranks, 2 * ranks)]
     schedules.append(catalog.forward_only(v(ranks), 2 * ranks))
     held = run_ranks(watch, ranks, schedules)
@@ -138,7 +139,7 @@ def test_channels_hold_no_more_than_is_counted(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("interval", [1, 3, 8])
 def test_a_pipeline_that_never_flushes_receives_no_more_than_1f1b(ranks: int, interval: int) -> None:
-    """The planner takes one for the other."""
+    """The planner uses one of the two counts in place of the other."""
     full = ranks + SENDS_AHEAD
     counted = [most - SENDS_AHEAD - 1 for most in peak_messages(catalog.build("1f1b", ranks, full))]
     waiting = [0] * ranks
@@ -164,14 +165,14 @@ def test_counted_by_hand() -> None:
 
 
 def test_a_turn_of_a_v_is_no_message() -> None:
-    """The last rank hands its first stage's output to its second, and the gradient back."""
+    """The last rank passes its first stage's output to its second, and the gradient back."""
     assert peak_messages(catalog.build("v-half", 2, 1)) == (1 + 2, 1 + 2)
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_more_microbatches_never_wait_less(name: str, ranks: int) -> None:
-    """``planner.search`` looks at 2p microbatches first: what does not fit then, does not fit with more."""
+    """``planner.search`` tries 2p microbatches first: what does not fit then does not fit with more."""
     few = peak_messages(catalog.build(name, ranks, 2 * ranks))
     for microbatches in (2 * ranks + 1, 3 * ranks, 5 * ranks + 1):
         many = peak_messages(catalog.build(name, ranks, microbatches))
@@ -203,7 +204,7 @@ def test_one_microbatch_at_a_time_needs_the_least(placement: Placement, microbat
 
 @st.composite
 def pipelines(draw):
-    """Ranks, microbatches, stages, messages of up to a chunk's activations, and a limit above the least."""
+    """Draw ranks, microbatches, stages, messages of up to a chunk's activations, and a feasible limit."""
     ranks, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 6))
     times = st.floats(0.05, 50)
     stages = [
@@ -247,7 +248,7 @@ def test_a_limit_holds_messages_too(pipeline) -> None:
 
 
 def test_a_search_leaves_room_for_messages() -> None:
-    """Where messages break what is found without them, something shorter than the families is found still."""
+    """Where messages make the best orders unfit, the search still finds shorter ones than the families."""
     times = {"forward": 1.0, "input_gradient": 1.1, "weight_gradient": 0.7, "hop": 0.05}
     free = Costs.uniform(v(4), **times)
     dear = replace(free, message=0.125)
@@ -276,7 +277,7 @@ def test_a_family_must_fit_with_its_own_messages(name: str) -> None:
 
 
 def test_a_rank_without_activations_has_nothing_to_give_up() -> None:
-    """Its limit is all for messages, and where these break it no room for activations would help."""
+    """Its whole limit is for messages; where these exceed it, less room for activations would not help."""
     costs = Costs((StageCosts(1, 1, 1, 0.7), StageCosts(1, 1, 1, 0)), message=0.3)
     limits = (5.0, 6 * 0.3)
     timeline = compile_schedule(2, 8, costs, limits, trials=30).timeline
@@ -294,6 +295,6 @@ def test_the_least_feasible_limit_is_told_truly() -> None:
 
 def test_a_fraction_is_of_activations_and_an_amount_holds_both() -> None:
     costs = Costs(tuple(StageCosts(1, 1, 1, 10.0 + stage) for stage in range(8)), message=2.0)
-    assert asked_for(0.5, 4, 8, costs) == (0.5 * 4 * (10 + 11), replace(costs, message=0.0))
-    assert asked_for(0.5, 4, 3, costs) == (0.5 * 3 * (10 + 11), replace(costs, message=0.0))
-    assert asked_for(90.0, 4, 8, costs) == (90.0, costs)
+    assert requested_limit(0.5, 4, 8, costs) == (0.5 * 4 * (10 + 11), replace(costs, message=0.0))
+    assert requested_limit(0.5, 4, 3, costs) == (0.5 * 3 * (10 + 11), replace(costs, message=0.0))
+    assert requested_limit(90.0, 4, 8, costs) == (90.0, costs)

@@ -1,7 +1,7 @@
 """No pipeline of the product hangs, whatever queues, buffers, streams and synchronizations a GPU has.
 
-Its own executor, channels and plans leave what every rank launches, and the model of launch queues looks for
-circles.  Most pipelines are run in the strictest setting alone, which stands for all others
+The launches of its own executor, channels and plans are recorded for every rank, and the model of launch
+queues looks for circles.  Most pipelines are run in the strictest setting alone, which stands for all others
 (``test_launch_queues.test_the_strictest_setting_stands_for_all`` has the argument).
 """
 
@@ -42,13 +42,13 @@ SOMETIMES = (
 
 
 def strictest(launches):
-    """The circle, if any, with a synchronization before every launch and sends that wait."""
+    """Return the circle, if any, with a synchronization before every launch and sends that wait."""
     return circle(tuple(map(synchronizations.before_every_launch, launches)), Setting(1))
 
 
 def assert_finishes_strictly(plans_of_ranks, what):
-    for tells_shapes in (False, True):
-        assert strictest(record_plans(plans_of_ranks, tells_shapes=tells_shapes)) == "", (what, tells_shapes)
+    for sends_shapes in (False, True):
+        assert strictest(record_plans(plans_of_ranks, sends_shapes=sends_shapes)) == "", (what, sends_shapes)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -64,7 +64,7 @@ def test_the_v_family_on_sixteen_ranks(name):
         assert_finishes_strictly(plans([catalog.build(name, 16, microbatches)]), microbatches)
 
 
-@pytest.mark.parametrize("options", [{}, {"sends_look_done": True}, {"tells_shapes": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sends_look_done": True}, {"sends_shapes": True}], ids=str)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3), (4, 4)])
 def test_every_setting(ranks, microbatches, options):
     for steps in everything(ranks, microbatches):
@@ -72,8 +72,8 @@ def test_every_setting(ranks, microbatches, options):
         for synchronized in SOMETIMES:
             synchronized_launches = tuple(map(synchronized, launches))
             for setting in SETTINGS:
-                told = circle(synchronized_launches, setting)
-                assert told == "", (steps[0].name, steps[0].placement, synchronized.__name__, setting)
+                found = circle(synchronized_launches, setting)
+                assert found == "", (steps[0].name, steps[0].placement, synchronized.__name__, setting)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -102,7 +102,7 @@ def test_replicated_stages(counts):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_compiled_schedules(seed, monkeypatch, tmp_path):
-    """Costs and limits at random; V placements and waves of four chunks."""
+    """Costs and limits are random; placements are Vs and waves of four chunks."""
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     random = Random(seed)
     ranks, microbatches = random.randint(2, 5), random.randint(1, 9)
@@ -126,7 +126,7 @@ def test_any_valid_order(schedule, setting, synchronized):
 
 
 def test_neighbours_that_exchange_messages_at_the_same_instant():
-    """One of the two has to post its receive before it sends: a device synchronized in between is no harm.
+    """One of the two must receive before it sends, so that a synchronization in between does no harm.
 
     Rank 0 ends its third forward when rank 1 ends its first backward.
     """
@@ -153,7 +153,7 @@ def test_neighbours_that_exchange_messages_at_the_same_instant():
 
 
 def _messages(launches, is_send):
-    """Where this rank's sends, or receives, stand."""
+    """Return the places of this rank's sends, or receives."""
     return [at for at, e in enumerate(launches) if isinstance(e, Transfer) and e.is_send == is_send]
 
 
@@ -168,10 +168,10 @@ def _synchronized_behind_sends(launches):
 
 
 def test_the_recording_is_of_the_whole_schedule():
-    """Every action once, in order, and a send and a receive for each message between two ranks."""
+    """It has every action once, in order, and a send and a receive for each message between two ranks."""
     for steps in everything(3, 4):
-        for tells_shapes in (False, True):
-            launches = record(steps, tells_shapes=tells_shapes)
+        for sends_shapes in (False, True):
+            launches = record(steps, sends_shapes=sends_shapes)
             ends = Counter()
             for rank, entries in enumerate(launches):
                 computed = [entry.name for entry in entries if isinstance(entry, Kernel)]

@@ -1,4 +1,4 @@
-"""The launch queues with a clock: by hand, and against the simulator where messages cost nothing."""
+"""The launch queues with a clock agree with times by hand and, if messages cost nothing, with simulation."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_several_messages_leave_compute_one_processor():
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 9)])
 def test_messages_that_take_no_processors_are_those_of_the_simulator(ranks, microbatches):
-    """With queues for all and every receive posted in front, nothing is left but the order and the hops."""
+    """With enough queues and every receive posted in front, only the order and the hops take time."""
     for steps in families(ranks, microbatches):
         placement = steps[0].placement
         costs = Costs.uniform(placement, forward=1, input_gradient=1, weight_gradient=1, hop=0.05)

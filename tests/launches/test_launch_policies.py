@@ -1,8 +1,8 @@
-"""The model tells of other rules for posting receives what made the product plan its own.
+"""Other rules for posting receives hang in the model of launch queues, so the product plans its receives.
 
-Two receives posted ahead of their turn is how the channels worked at first; that, one ahead, and receives
-when they are needed were looked at in a first model of launch queues, whose findings are asserted here in
-kind: its evaluations and its pipelines without a flush need not have been quite the ones of ``grid``.
+At first the channels posted two receives ahead of their turn.  That rule, one receive ahead, and receives
+when they are needed were examined in a first model of launch queues.  Its findings are asserted here in kind,
+as its evaluations and its pipelines without a flush may have differed from those of ``grid``.
 """
 
 from itertools import product
@@ -29,12 +29,12 @@ def launched():
 
 
 def one_way(steps):
-    """An evaluation on a line: no message ever comes back."""
+    """Whether this is an evaluation with a linear placement, in which no message ever comes back."""
     return steps[0].name == "forward-only" and steps[0].placement.shape == "linear"
 
 
 def free(launches, setting, synchronized=synchronizations.never):
-    """The pipelines that do not hang."""
+    """Return the pipelines that do not hang."""
     return [
         steps
         for steps, ranks in zip(PIPELINES, launches, strict=True)
@@ -44,7 +44,7 @@ def free(launches, setting, synchronized=synchronizations.never):
 
 @pytest.mark.parametrize("sends_wait", [True, False])
 def test_two_posted_ahead_need_many_queues(launched, sends_wait):
-    """With one or two queues everything hangs that sends messages both ways, with eight nothing."""
+    """With one or two queues all pipelines with messages both ways hang, with eight none does."""
     only_one_way = [steps for steps in PIPELINES if one_way(steps)]
     for queues in (1, 2):
         assert free(launched[TWO_AHEAD], Setting(queues, sends_wait)) == only_one_way
@@ -72,7 +72,7 @@ def test_fewer_ahead_hang_only_where_sends_wait(launched, policy):
 
 
 def test_receives_when_needed_and_sends_that_leave_at_once_cannot_hang(launched):
-    """Whatever a rank waits for then was sent by an action that the schedule itself needs first."""
+    """In that case a rank waits only for messages of actions that the schedule itself needs first."""
     strictest = synchronizations.before_every_launch
     assert free(launched[WHEN_NEEDED], Setting(1, sends_wait=False), strictest) == PIPELINES
     assert len(free(launched[WHEN_NEEDED], Setting(1), strictest)) < len(PIPELINES)

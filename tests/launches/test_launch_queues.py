@@ -1,4 +1,4 @@
-"""The model of launch queues on launches made up by hand, with the circles that it tells."""
+"""The model of launch queues on launches made up by hand, with the circles that it finds."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +29,7 @@ def receive(peer, group="line"):
 
 
 def test_a_receive_that_waits_for_the_one_before_it_blocks_the_queue():
-    """Each rank computes what the other waits for behind its second receive, as with two posted ahead."""
+    """Each rank computes behind its second receive what the other waits for, as with two posted ahead."""
     ranks = [
         (
             receive(1 - rank, comes),
@@ -60,7 +60,7 @@ def test_a_receive_that_waits_for_the_one_before_it_blocks_the_queue():
 
 
 def test_messages_that_cross_on_one_stream():
-    """Both ranks send first: that is right if sends leave at once, or if send and receive are one kernel."""
+    """Both ranks send first, which works if sends leave at once, or if send and receive are one kernel."""
     ranks = [(send(1), receive(1)), (send(0), receive(0))]
     assert circle(ranks, Setting(32)).splitlines() == [
         "rank 0, launch 0: send to 1 (line) waits for rank 1, launch 1: receive from 0 (line)",
@@ -79,12 +79,12 @@ def test_peers_that_share_the_stream_of_a_group():
         (receive(1, "down"), receive(0, "down"), Wait(1), Kernel("second"), send(1, "up"), Wait(0)),
     ]
     assert circle(ranks, Setting(32)) == ""
-    told = circle(ranks, Setting(32, stream_a_pair=False))
-    assert "rank 2, launch 1: receive from 0 (down) waits for rank 2, launch 0: receive from 1 (down)" in told
+    text = circle(ranks, Setting(32, stream_a_pair=False))
+    assert "rank 2, launch 1: receive from 0 (down) waits for rank 2, launch 0: receive from 1 (down)" in text
 
 
 def test_messages_are_launched_behind_the_compute_stream():
-    """The send is there for the taking, but stands behind a wait for what only comes after it."""
+    """The send needs no result, but stands behind a wait for a message that only comes after it."""
     ranks = [
         (receive(1, "up"), Wait(0), send(1, "down")),
         (receive(0, "down"), Wait(0), send(0, "up")),
@@ -94,12 +94,12 @@ def test_messages_are_launched_behind_the_compute_stream():
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
 def test_collectives_in_another_order_on_one_of_their_ranks(is_waited_for):
-    """Two that are launched behind each other may run together; compute that waits for the first may not."""
+    """Two collectives may be under way together, unless compute waits for the first before the second."""
     sum_, gather = (Collective(group, (0, 1), group, is_waited_for) for group in ("sum", "gather"))
     for setting in EVERY:
         assert circle([(sum_, gather), (sum_, gather)], setting) == ""
-        told = circle([(sum_, gather), (gather, sum_)], setting)
-        assert (told != "") == is_waited_for
+        text = circle([(sum_, gather), (gather, sum_)], setting)
+        assert (text != "") == is_waited_for
     assert circle([(sum_,), ()], Setting()).endswith("collective sum (sum) waits for what nobody launches")
 
 
@@ -113,11 +113,11 @@ def test_a_host_that_waits_launches_nothing_more():
     )
     for setting in EVERY:
         assert circle(kernel_only, setting) == ""
-        told = circle(everything, setting)
-        assert "rank 0, launch 3: send to 1 (down) is not launched before rank 0, launch 2: synchron" in told
+        text = circle(everything, setting)
+        assert "rank 0, launch 3: send to 1 (down) is not launched before rank 0, launch 2: synchron" in text
 
 
-def test_what_nobody_launches_is_told():
+def test_a_message_without_its_other_end_is_named():
     assert circle([(Kernel("only"), send(1)), ()], Setting()) == (
         "rank 0, launch 1: send to 1 (line) waits for what nobody launches"
     )
@@ -144,7 +144,7 @@ def test_where_the_device_is_synchronized():
 
 @st.composite
 def pipelines(draw):
-    """Kernels and messages of a few ranks in one line, from which some launches of receives were moved."""
+    """Draw kernels and messages of a few ranks in one line, and then move some launches out of it."""
     ranks = draw(st.integers(2, 3))
     random = draw(st.randoms(use_true_random=False))
     launches = [[] for _ in range(ranks)]
@@ -169,12 +169,13 @@ def pipelines(draw):
 @settings(max_examples=100, deadline=None)
 @given(pipelines())
 def test_the_strictest_setting_stands_for_all(pipeline):
-    """What finishes with a synchronization before every launch, and sends that wait, finishes always.
+    """A pipeline that finishes in the strictest setting finishes in all others.
 
-    In that run a launch is done before the next of its rank.  Take any other setting, and the first of the
-    launches, in the order in which that run finished them, that does not finish.  All before it on its rank
-    did, so neither host, queue, stream nor event holds it up.  Those that it meets had started in that run,
-    so all before them on their ranks were done, hence are done here too: they start, and it finishes.
+    The strictest has a synchronization before every launch and sends that wait, so that a launch is done
+    before the next of its rank starts.  Suppose that launches do not finish in another setting, and take the
+    one of them that finished first in the strictest.  All before it on its rank finish, so neither host,
+    queue, stream nor event holds it up.  Those that it meets had started in the strictest, so all before them
+    on their ranks were done there, hence are done here too: they start, and the launch finishes.
     """
     if circle(tuple(map(synchronizations.before_every_launch, pipeline)), Setting(1)) == "":
         for setting, synchronized in product(EVERY, synchronizations.ALL):

@@ -1,3 +1,7 @@
+"""The catalogue: its entries, its names, and entries of a user's own."""
+
+from dataclasses import replace
+
 import pytest
 
 from megatron_pp_ext.schedule import catalog
@@ -9,13 +13,14 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
-def test_an_entry_tells_what_its_builder_does(name):
+def test_an_entry_states_what_it_builds(name):
     entry = catalog.entry(name)
     schedule = catalog.build(name, 4, 8)
     assert schedule.name == entry.name == name
-    assert schedule.placement.shape is entry.shape
-    assert schedule.placement.chunks == entry.chunks
-    assert entry.paper.startswith("arXiv ")
+    assert schedule.placement == entry.placement(4)
+    assert schedule.splits_backward is entry.splits_backward
+    assert entry.paper
+    assert entry.build(4, 8) == schedule
     assert catalog.build(name, 4, 8, entry.chunks) == schedule
     assert catalog.build(name, 4, 8) is schedule
 
@@ -41,10 +46,55 @@ def test_sizes_that_cannot_be_built(name):
 
 
 def test_chunks_that_cannot_be_built():
-    with pytest.raises(ValueError, match="v-half got 3 chunks a rank, but has 2: leave chunks out"):
+    with pytest.raises(ValueError, match=r"v-half got 3 chunk.* has 2: leave chunks out, or use interl"):
         catalog.build("v-half", 4, 8, 3)
-    with pytest.raises(ValueError, match="interleaved got 1 chunk"):
+    with pytest.raises(ValueError, match=r"interleaved got 1 chunk.* has 2 or more: .* or use 1f1b"):
         catalog.build("interleaved", 4, 8, 1)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_chunks_that_are_accepted(name):
+    entry = catalog.entry(name)
+    assert not entry.accepts(entry.chunks - 1)
+    assert entry.accepts(entry.chunks)
+    for chunks in (entry.chunks - 1, entry.chunks, entry.chunks + 1, entry.chunks + 2):
+        if entry.accepts(chunks):
+            assert catalog.build(name, 3, 4, chunks).placement == entry.placement(3, chunks)
+            continue
+        for refused in (entry.placement, lambda ranks, chunks, build=entry.build: build(ranks, 4, chunks)):
+            with pytest.raises(ValueError, match=rf"{name} got {chunks} chunk.*has {entry.chunks_phrase}:"):
+                refused(3, chunks)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """An entry that is not in the catalogue, which forgets it after the test."""
+    monkeypatch.setattr(catalog, "ENTRIES", dict(catalog.ENTRIES))
+    monkeypatch.setattr(catalog, "NAMES", catalog.NAMES)
+    plain = catalog.entry("1f1b")
+    return replace(plain, name="own", make=lambda p, m: replace(plain.build(p, m), name="own"))
+
+
+def test_an_entry_of_a_user_joins_the_catalogue(own):
+    catalog.register(own)
+    assert catalog.NAMES[-1] == "own"
+    assert catalog.entry("own") is own
+    assert catalog.build("own", 2, 3).orders == catalog.build("1f1b", 2, 3).orders
+    with pytest.raises(ValueError, match="a schedule is called 'own' already: choose another name"):
+        catalog.register(own)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "flex", "auto", "pipedream", "none"])
+def test_a_name_is_given_once(own, name):
+    with pytest.raises(ValueError, match=f"a schedule is called '{name}' already"):
+        catalog.register(replace(own, name=name))
+
+
+@pytest.mark.parametrize("wrong", [{"splits_backward": True}, {"chunks": 2, "shape": "v"}, {"name": "other"}])
+def test_an_entry_that_contradicts_its_schedule_is_refused(own, wrong):
+    with pytest.raises(ValueError, match=r"the entry of '\w+' states .*, but builds .*: correct one of them"):
+        catalog.register(replace(own, **wrong))
+    assert "own" not in catalog.NAMES
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])

@@ -1,4 +1,4 @@
-"""Every class of broken schedule, made by breaking a sound one."""
+"""``check`` finds every kind of fault in a schedule; each test breaks a valid one."""
 
 import re
 from dataclasses import replace
@@ -22,7 +22,7 @@ def parse(text):
 
 
 def written(*rows, microbatches):
-    """A linear schedule from one string a rank."""
+    """Return a linear schedule from one string for each rank."""
     orders = tuple(tuple(map(parse, row.split())) for row in rows)
     return Schedule("written", linear(len(rows)), microbatches, orders)
 
@@ -115,7 +115,7 @@ def test_a_rank_that_waits_for_itself():
 
 
 def test_ranks_that_wait_for_each_other():
-    """Every rank alone is in order; together they are not."""
+    """Every rank alone is in order, but together they are not."""
     crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)
     message = refusal(crossed)
     assert "rank 0: 0B0 waits for 1I0" in message

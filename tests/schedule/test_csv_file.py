@@ -93,7 +93,7 @@ def torch_schedules():
 
 
 def torch_loader(torch_schedules, schedule):
-    """torch's own loader, with no more around it than its checks look at."""
+    """Load the file with torch's own loader, with no more around it than its checks need."""
     loader = object.__new__(torch_schedules.PipelineScheduleMulti)
     loader.pipeline_order = {}
     loader.pp_group_size = schedule.ranks

@@ -7,9 +7,11 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
 from reference.published_schedules import MORE_UNIT_COST
+from tests.support import rounding
 from tests.support.torchs import TORCH, torch_schedule
 
 TIMES = [(1, 1, 1, 0), (1, 1.1, 0.7, 0.05), (1, 1, 0.5, 0), (1, 2, 1, 0.1)]
@@ -21,6 +23,11 @@ def timed(schedule, times=TIMES[0]):
     return simulate(schedule, costs)
 
 
+def rounded(ranks, microbatches):
+    """Return what a makespan may be multiplied by for its rounding: no path is longer than all actions."""
+    return 1 + rounding.relative(2 * 3 * ranks * microbatches, rounding.FLOAT64)
+
+
 @pytest.mark.parametrize("theirs", TORCH)
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_torch_is_met(theirs, p):
@@ -29,7 +36,7 @@ def test_torch_is_met(theirs, p):
         reference = torch_schedule(theirs, placement(p), m)
         for times in TIMES:
             ours, other = timed(catalog.build(name, p, m), times), timed(reference, times)
-            assert ours.makespan <= other.makespan * (1 + 1e-9), (m, times)
+            assert ours.makespan <= other.makespan * rounded(p, m), (m, times)
             assert max(ours.peak_activations) <= max(other.peak_activations), (m, times)
 
 
@@ -37,9 +44,8 @@ def test_torchs_zero_bubble_with_one_chunk_is_zb_h1():
     for p, m in ((2, 4), (4, 8), (8, 32)):
         reference = torch_schedule("ScheduleInterleavedZeroBubble", loop(p, 1), m)
         for times in TIMES:
-            assert (
-                timed(catalog.build("zb-h1", p, m), times).makespan <= timed(reference, times).makespan + 1e-9
-            )
+            other = timed(reference, times).makespan
+            assert timed(catalog.build("zb-h1", p, m), times).makespan <= other * rounded(p, m)
 
 
 @pytest.mark.parametrize(("p", "m", "makespan", "_", "peak"), MORE_UNIT_COST["1f1b-v"])
@@ -65,9 +71,9 @@ def test_dualpipe_v_pairs_forwards_with_backwards_of_other_microbatches():
         assert sum(f.microbatch > b.microbatch for f, b in steady) >= len(steady) - 1
 
 
-@pytest.mark.parametrize("alias", catalog.ALIASES)
+@pytest.mark.parametrize("alias", ALIASES)
 def test_the_names_of_others_are_understood(alias):
-    name = catalog.ALIASES[alias]
+    name = ALIASES[alias]
     assert alias not in catalog.NAMES
     assert catalog.entry(alias).name == name
     assert catalog.build(alias, 4, 8) == catalog.build(name, 4, 8)

@@ -1,22 +1,20 @@
-"""Idle time by its cause: the parts sum up to the whole, and each is what its name says."""
+"""Idle time by cause: the parts sum up to the whole, and each has the cause that it is named after."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.idle_time import extent, flights, idle_times
+from megatron_pp_ext.schedule.idle_time import extent, idle_times, message_seconds
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
-
-NAMES = ("1f1b", "zb-h1", "v-half", "interleaved", "gpipe")
 
 
 @st.composite
 def recorded_steps(draw) -> RecordedStep:
-    """Any times at all, as long as a rank does one thing after the other; whole, so that sums are exact."""
+    """Draw any times with which a rank does one action after the other; whole, so that sums are exact."""
     ranks, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 4))
-    schedule = catalog.build(draw(st.sampled_from(NAMES)), ranks, microbatches)
+    schedule = catalog.build(draw(st.sampled_from(catalog.NAMES)), ranks, microbatches)
     seconds = st.integers(0, 20)
     records = []
     for order in schedule.orders:
@@ -49,7 +47,7 @@ def simulated(name: str, costs: dict[str, float], p: int = 3, m: int = 4) -> Rec
     return RecordedStep(name, schedule.placement, records)
 
 
-def test_a_simulated_step_knows_no_overhead_and_hops_are_late_messages():
+def test_a_simulated_step_has_no_overhead_and_hops_are_late_messages():
     """1F1B in unit time: a rank fills for as many forwards, and drains as many backwards, as precede it."""
     unit = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
     idle = idle_times(simulated("1f1b", unit))
@@ -59,7 +57,7 @@ def test_a_simulated_step_knows_no_overhead_and_hops_are_late_messages():
     assert {(c.late_messages, c.reductions, c.overhead) for c in idle} == {(0, 0, 0)}
     with_hops = simulated("1f1b", unit | {"hop": 0.25})
     assert all(causes.late_messages > 0 for causes in idle_times(with_hops)[:2])
-    assert set(flights(with_hops)) == {0.25}
+    assert set(message_seconds(with_hops)) == {0.25}
 
 
 def test_reductions_count_only_after_the_last_action_and_once():

@@ -26,7 +26,7 @@ SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p, 4 * p)]
 
 
 def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
-    """What the proof in ``schedule.messages`` asks for, read off what every rank launches."""
+    """Assert that the launches of every rank are as the proof in ``schedule.messages`` requires."""
     line = list(launch_line(orders, stages, rank_of))
     assert [action for rank, action in line if rank == 0] == list(orders[0])
     assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
@@ -72,7 +72,7 @@ def test_families(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (3, 2), (4, 1), (4, 4), (8, 3)])
 def test_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
-    """What an update sends is posted in that update, though a later one takes it."""
+    """The receive of a message is posted in the update that sends it, though a later one takes it."""
     steps = [pipedream.step(ranks, interval, update, 6) for update in range(6)]
     for step in steps:
         check_schedule(step)
@@ -93,7 +93,7 @@ def test_replicated_stages(counts: tuple[int, ...]) -> None:
 
 @st.composite
 def valid_schedules(draw: st.DrawFn) -> Schedule:
-    """Orders that some run of all ranks, each doing at any time anything it can, would have had."""
+    """Draw orders from a run of all ranks in which each does any action that it can at any time."""
     ranks, microbatches = draw(st.integers(2, 5)), draw(st.integers(1, 5))
     shape = draw(st.sampled_from(Shape))
     chunks = {Shape.LINEAR: 1, Shape.V: 2}.get(shape) or draw(st.integers(1, 3))
@@ -118,7 +118,7 @@ def test_random_valid_orders(schedule: Schedule) -> None:
 
 
 def test_a_receive_is_posted_before_the_action_in_which_its_message_comes() -> None:
-    """On two ranks under 1F1B, F1 comes to rank 1 during its F0, and F2 when it has nothing to do."""
+    """On two ranks under 1F1B, F1 arrives on rank 1 during its F0, and F2 while the rank is idle."""
     schedule = catalog.build("1f1b", 2, 3)
     *posted, _ = posted_receives(schedule.orders, 2, lambda stage, _: stage)[1]
     by_action = zip(map(str, schedule.orders[1]), posted, strict=True)
@@ -127,7 +127,7 @@ def test_a_receive_is_posted_before_the_action_in_which_its_message_comes() -> N
 
 
 def test_ranks_that_wait_for_each_other_are_told() -> None:
-    """Rank 0 wants the gradient before it has sent the forward that leads to it."""
+    """Rank 0 needs the gradient before it has sent the forward that leads to it."""
     orders = ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.B, 0)))
     with pytest.raises(InvalidSchedule, match="wait for each other"):
         posted_receives(orders, 2, lambda stage, _: linear(2).rank_of(stage))

@@ -1,7 +1,7 @@
 """PipeDream's steps are 1F1B, cut where a rank updates its weights."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule.actions import Kind
@@ -9,6 +9,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
 
 
+@settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 9), st.integers(1, 6))
 def test_the_steps_of_a_run_are_1f1b_without_a_flush(ranks: int, interval: int, updates: int) -> None:
     steps = [pipedream.step(ranks, interval, update, updates) for update in range(updates)]
@@ -33,6 +34,7 @@ def test_versions_of_the_paper() -> None:
         assert len(pipedream.versions_kept(Weights.PREVIOUS, 50, stage, ranks, 4)) == 1
 
 
+@settings(deadline=None)
 @given(st.sampled_from(Weights), st.integers(2, 8), st.integers(1, 9), st.data())
 def test_most_versions_are_those_of_the_fullest_update(weights, ranks, interval, data) -> None:
     stage = data.draw(st.integers(0, ranks - 1))
@@ -40,6 +42,7 @@ def test_most_versions_are_those_of_the_fullest_update(weights, ranks, interval,
     assert pipedream.most_versions(weights, stage, ranks, interval) == max(counts)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(Weights), st.integers(2, 6), st.integers(1, 8), st.integers(0, 60), st.data())
 def test_a_version_is_there_when_it_is_used(weights, ranks, interval, microbatch, data) -> None:
     """Never newer than what a stage has at the forward, and kept until the backward."""

@@ -1,4 +1,4 @@
-"""Costs measured in a step that was simulated from costs are these costs again."""
+"""The costs measured in a step that was simulated from costs are these costs again."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 
 def recorded(timeline: Timeline) -> RecordedStep:
-    """The step as a recorder would have heard it: live bytes at the end of each action."""
+    """Return the step as a recorder would record it, with live bytes at the end of each action."""
     records = []
     for row in timeline.events:
         live, events = 0.0, []
@@ -45,7 +45,7 @@ def test_costs_come_back(name):
 
 
 def test_an_input_gradient_that_keeps_more_charges_the_forward():
-    """As under recomputation: what lives longest is what a limit has to hold."""
+    """This happens under recomputation; a limit has to hold what is kept longest."""
     schedule = catalog.build("zb-h1", 2, 3)
     step = recorded(simulate(schedule, Costs((StageCosts(1, 1, 1, 10),) * 2)))
     more = tuple(

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule.actions import Kind, delivers, needs
@@ -14,6 +14,7 @@ from megatron_pp_ext.schedule.placement import linear
 REPLICAS = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(lambda counts: Replicas(tuple(counts)))
 
 
+@settings(deadline=None)
 @given(REPLICAS, st.integers(1, 20))
 def test_every_microbatch_meets_each_stage_once_and_in_order(replicas: Replicas, microbatches: int) -> None:
     orders = round_robin.orders(replicas, microbatches)
@@ -30,11 +31,12 @@ def test_every_microbatch_meets_each_stage_once_and_in_order(replicas: Replicas,
                 ran.append(action)
                 at[rank] += 1
                 moved = True
-    assert [len(order) for order in orders] == at  # nobody waits in a circle
+    assert [len(order) for order in orders] == at  # no ranks wait in a circle
     stages, every = range(replicas.stages), range(microbatches)
     assert sorted(ran) == sorted((stage, kind, m) for stage in stages for kind in "FB" for m in every)
 
 
+@settings(deadline=None)
 @given(REPLICAS)
 def test_as_many_in_flight_as_the_paper_says(replicas: Replicas) -> None:
     """NOAM = ceil(ranks / replicas of the input stage), a replica."""

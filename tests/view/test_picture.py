@@ -32,13 +32,18 @@ def test_svg_is_well_formed_and_has_the_colours_of_both_chunks(svg):
     assert colour("F", 2) not in svg
 
 
+def test_every_schedule_of_the_catalogue_is_drawn(tmp_path):
+    draw({name: timed(name, 2, 2) for name in catalog.NAMES}, tmp_path / "all.svg")
+    assert all(f"<!-- {name} -->" in (tmp_path / "all.svg").read_text() for name in catalog.NAMES)
+
+
 def test_titles_are_written(svg):
     assert "<!-- the first -->" in svg
     assert "<!-- the second -->" in svg
 
 
 def test_every_action_has_its_box(svg):
-    """A split schedule has one box an action; the legend adds one for each kind and each chunk."""
+    """A split schedule has one box for each action; the legend adds one for each kind and each chunk."""
     for kind in "FIW":
         drawn = svg.count(f"fill: {colour(kind, 0)}")
         assert drawn == 3 * 4 + 3 * 4 + 1

@@ -3,7 +3,7 @@ from rich.console import Console
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view.terminal import show, summary_table
+from megatron_pp_ext.view.terminal import Sketch, summary_table
 
 
 def timed(name, p, m, **costs):
@@ -19,7 +19,7 @@ def printed(what, width=100):
 
 
 def test_a_sketch_shows_each_action_in_its_place():
-    assert printed(show(timed("zb-h1", 2, 2))).splitlines() == [
+    assert printed(Sketch(timed("zb-h1", 2, 2))).splitlines() == [
         "0 FF·IWIW",
         "1 ·FIFIWW",
         "  1 column = 1, makespan 7",
@@ -28,11 +28,11 @@ def test_a_sketch_shows_each_action_in_its_place():
 
 def test_a_whole_backward_is_as_long_as_it_takes():
     timeline = timed("1f1b", 2, 1, forward=1, input_gradient=1, weight_gradient=1)
-    assert printed(show(timeline)).splitlines()[:2] == ["0 F···BB", "1 ·FBB··"]
+    assert printed(Sketch(timeline)).splitlines()[:2] == ["0 F···BB", "1 ·FBB··"]
 
 
 def test_a_long_schedule_fits_the_width():
-    lines = printed(show(timed("v-min", 4, 64)), width=60).splitlines()
+    lines = printed(Sketch(timed("v-min", 4, 64)), width=60).splitlines()
     assert len(lines) == 5
     assert max(map(len, lines)) <= 60
     assert "makespan 395" in lines[-1]

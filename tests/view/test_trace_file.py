@@ -46,7 +46,7 @@ def test_the_counter_is_the_memory_curve(events, timeline):
 
 
 def test_a_flow_joins_every_message_to_its_two_actions(events):
-    """2 x 2 hops down and 2 x 2 hops up a microbatch; the turns stay on their rank."""
+    """Each microbatch takes 2 x 2 hops down and 2 x 2 hops up; the turns stay on their rank."""
     starts, ends = ({e["id"]: e for e in of(events, phase)} for phase in "sf")
     assert len(starts) == len(ends) == 5 * 8
     assert starts.keys() == ends.keys()

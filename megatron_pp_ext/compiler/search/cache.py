@@ -1,7 +1,7 @@
-"""Compiled schedules on disk: the order as CSV, the rest as JSON, found by a digest of the inputs.
+"""Compiled schedules on disk: the order as CSV, the rest as JSON, named by a digest of the inputs.
 
-Nothing here is trusted: a file that is missing, cut off, of another version or not the schedule
-its digest says counts as absent, and the schedule is compiled again.
+No file is trusted: one that is missing, cut off, of another version or without the digest that it should
+have counts as absent, and the schedule is compiled again.
 """
 
 import hashlib
@@ -14,10 +14,11 @@ from typing import Any
 
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.names import FLEX
 
 
 def directory() -> Path:
-    """Where compiled schedules are kept: MEGATRON_PP_EXT_CACHE, or a folder in the user's XDG cache."""
+    """Return the folder of compiled schedules: MEGATRON_PP_EXT_CACHE, or one in the user's XDG cache."""
     if own := os.environ.get("MEGATRON_PP_EXT_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -25,17 +26,17 @@ def directory() -> Path:
 
 
 def key(inputs: Any) -> str:
-    """The digest of ``inputs`` (anything JSON can spell)."""
+    """Return the digest of ``inputs``, which must be serializable as JSON."""
     text = json.dumps(inputs, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load(name: str) -> tuple[Schedule, dict[str, Any]] | None:
-    """The schedule and notes stored under ``name``, or None."""
+    """Return the schedule and notes stored under ``name``, or None."""
     at = directory() / name
     try:
         notes = json.loads(at.with_suffix(".json").read_text(encoding="utf-8"))
-        schedule = replace(csv_file.read(at.with_suffix(".csv")), name="flex")
+        schedule = replace(csv_file.read(at.with_suffix(".csv")), name=FLEX)
     except (OSError, ValueError):
         return None
     if not isinstance(notes, dict) or notes.get("digest") != schedule.digest:
@@ -44,9 +45,9 @@ def load(name: str) -> tuple[Schedule, dict[str, Any]] | None:
 
 
 def store(name: str, schedule: Schedule, notes: dict[str, Any]) -> None:
-    """Keep ``schedule`` and ``notes`` under ``name``; a folder that cannot be written is no error.
+    """Store ``schedule`` and ``notes`` under ``name``; a folder that cannot be written is no error.
 
-    Each file appears whole or not at all, and the notes, which the reader needs, come last.
+    Each file appears whole or not at all, and the notes, without which nothing is read, come last.
     """
     folder = directory()
     try:

@@ -4,39 +4,39 @@ The makespan is the length of a chain of actions, each of which starts the momen
 ends or its message arrives.  Only a change to that chain can shorten the schedule, so a move takes
 an action of it and puts it a few places earlier or later in its rank's order (the neighbourhood of
 Nowicki and Smutnicki, Management Science 42(6), 1996, with longer moves).  Where a move breaks the
-memory limit, W are pulled forward to make room.  What stands in the way may also be a forward that
-is not on the chain but fills memory, so one move in four takes any action of the rank.
+memory limit, W are pulled forward to make room.  The obstacle may also be a forward that is not on
+the chain but fills memory, so one move in four takes any action of the rank.
 
-A move that leaves the length as it is is kept, and now and then one that makes it a little longer:
-such orders form plateaus, and the way down is often on their far side.
+A move that does not change the makespan is kept, and now and then also one that makes it a little longer:
+orders of equal length form plateaus, and the way to a shorter one often leads across them.
 """
 
 from bisect import bisect_left
 from random import Random
 
-from megatron_pp_ext.compiler.search.evaluate import Run, rerun, run
+from megatron_pp_ext.compiler.search.integer_timing import TimedOrders, retime_orders, time_orders
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
 
 _DISTANCES = (-6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6)
 _IDLE = 10_000
-"""After how many moves without a shorter schedule the walk goes back to the best."""
+"""The number of moves without a shorter schedule after which the walk goes back to the best."""
 
 _REPAIRS = 3
-"""How many W may be pulled forward to mend one move."""
+"""The number of W that may be pulled forward to mend one move."""
 
 
 def polish(
     problem: Problem, orders: Orders, moves: int, random: Random, *, worse: int, floor: int = 0
 ) -> tuple[int, Orders]:
-    """The shortest makespan and orders met in ``moves`` moves from ``orders`` (split backwards only).
+    """Return the shortest makespan met in ``moves`` moves from ``orders``, and its orders.
 
-    One in ``worse`` moves may lengthen the schedule, by less than half an action.  The walk stays
-    within two actions of the best, goes back to it when it has found nothing for long, and ends
-    when the makespan is ``floor``.
+    For split backwards only.  One in ``worse`` moves may lengthen the schedule, by less than half an action.
+    The walk stays within two actions of the best, goes back to it when it has found nothing for long, and
+    ends when the makespan is ``floor``.
     """
     tick = max(problem.duration[: problem.stations])
     current = list(orders)
-    now = run(problem, current)
+    now = time_orders(problem, current)
     if now is None:
         raise ValueError("orders to polish wait for each other: polish only what has run")
     best, best_orders, best_run = now.makespan, list(current), now
@@ -63,7 +63,7 @@ def polish(
         current[rank] = changed
         first = min(at, to)
         since = now.starts[rank][first - 1] + problem.duration[order[first - 1]] if first else 0
-        new = rerun(problem, current, now, since)
+        new = retime_orders(problem, current, now, since)
         more = 0 if random.randrange(worse) else 1 + random.randrange(max(1, tick // 2))
         if new is None or new.makespan > min(now.makespan + more, best + 2 * tick):
             current[rank] = order
@@ -76,7 +76,9 @@ def polish(
     return best, best_orders
 
 
-def critical_path(problem: Problem, orders: Orders, timed: Run, random: Random) -> list[tuple[int, int]]:
+def critical_path(
+    problem: Problem, orders: Orders, timed: TimedOrders, random: Random
+) -> list[tuple[int, int]]:
     """One chain of (rank, place in its order) without idle time, from the last end back to the first start.
 
     Where an action was held up by two others alike, either is followed.
@@ -109,9 +111,9 @@ def _moved(order: list[int], at: int, to: int) -> list[int]:
 
 
 def _mended(problem: Problem, order: list[int], limit: int) -> list[int] | None:
-    """``order``, changed in place: W pulled forward until memory holds.
+    """Pull W forward in ``order``, in place, until the memory limit holds, and return it.
 
-    None if that does not help, or if a W precedes its I.
+    Return None if that does not help, or if a W precedes its I.
     """
     taken, freed, stations = problem.taken, problem.freed, problem.stations
     for repair in range(_REPAIRS + 1):

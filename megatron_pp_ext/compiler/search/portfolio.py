@@ -1,14 +1,15 @@
-"""The searches in turn, each with its share of a fixed number of trials.
+"""Run the searches in turn, each with its share of a fixed number of trials.
 
-List scheduling looks for building blocks on a pipeline short enough to try many; the best blocks
-are carried over to the full number of microbatches and adapted once more; the orders they give are
-polished.  A trial on a larger pipeline takes longer, so there are fewer of them, by sizes alone.
+List scheduling looks for building blocks on a pipeline with few microbatches, on which many can be tried.
+The best blocks are carried over to the full number of microbatches and adapted once more.  Then the
+resulting orders are rebuilt window by window or polished.  A trial on a larger pipeline takes longer, so
+there are fewer of them; their number depends on sizes alone, never on a clock.
 """
 
 from collections.abc import Iterator
 from random import Random
 
-from megatron_pp_ext.compiler.search.dispatch import dispatch
+from megatron_pp_ext.compiler.search.list_scheduling import list_schedule
 from megatron_pp_ext.compiler.search.polish import polish
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.compiler.search.rebuild import rebuild
@@ -21,31 +22,32 @@ _FEWEST = 90
 """Trials on a shortened pipeline, however large it is: fewer do not find a usable block."""
 
 _MOVES = 8
-"""Moves of the polish for each trial of list scheduling; one takes about an eighth of the time."""
+"""Moves of ``polish`` for each trial of list scheduling; a move takes about an eighth of a trial's time."""
 
 _WORSE = (30, 100, 10, 300)
-"""How rarely the polish of each of the best plans lengthens its schedule."""
+"""One in this many moves may lengthen the schedule, for the polish of each of the best plans."""
 
 _SMALL = 400
-"""The most actions of a pipeline that is rebuilt window by window: on larger ones windows find little."""
+"""The most actions of a pipeline that is rebuilt window by window; on larger ones this finds little."""
 
 _VISITS = 80
 """Partial orders that windows may visit for each trial; at most half as many as there are actions."""
 
 _ROUNDS = 4
-"""A search starts afresh this often: four short walks find more than one that is four times as long.
+"""The number of fresh starts of a search: four short walks find more than one that is four times as long.
 
-Large pipelines cannot afford to.  In one of them a wave's legs may have pauses of their own.
+Large pipelines have a single one, for lack of time.  In one of the four, the legs of a wave may have pauses
+of their own.
 """
 
 _LONGEST = 500
-"""Trials of one round at most; more than ``_ROUNDS`` of these mean more rounds."""
+"""The most trials of one round; a search with more than twice as many has more rounds."""
 
 
 def search(problem: Problem, trials: int, floor: int) -> Iterator[tuple[int, Orders, str]]:
-    """Makespan, orders and origin of what ``trials`` trials find, all within the limits.
+    """Yield the makespan, orders and origin of each result of ``trials`` trials; all keep the limits.
 
-    ``floor`` is a makespan that cannot be beaten: the search ends there.
+    ``floor`` is a lower bound on the makespan, at which the search ends.
     """
     if problem.size > 2 * _SIZE:
         rounds, share = 1, trials
@@ -72,7 +74,7 @@ def _round(
         if found:
             found[0] = improve(problem, found[0], _scaled(trials, problem) // 4, random)
     if found and problem.size <= _SMALL:
-        done = dispatch(problem, found[0][1].knobs(problem))
+        done = list_schedule(problem, found[0][1].knobs(problem))
         if done is not None:
             yield *done, "list scheduling"
             effort = trials * min(_VISITS, problem.size // 2)
@@ -80,7 +82,7 @@ def _round(
         return
     moves = _MOVES * _scaled(trials, problem)
     for (_, plan), worse in zip(found, _WORSE, strict=False):
-        done = dispatch(problem, plan.knobs(problem))
+        done = list_schedule(problem, plan.knobs(problem))
         if done is not None:
             yield *done, "list scheduling"
             polished = polish(problem, done[1], moves // len(found), random, worse=worse, floor=floor)
@@ -88,5 +90,5 @@ def _round(
 
 
 def _scaled(trials: int, problem: Problem) -> int:
-    """As many trials as take the time of ``trials`` on a pipeline of ordinary size."""
+    """Return the number of trials that take as long as ``trials`` on a pipeline of ordinary size."""
     return trials * _SIZE // max(_SIZE, problem.size)

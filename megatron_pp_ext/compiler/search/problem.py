@@ -1,4 +1,4 @@
-"""A pipeline with its costs in whole numbers: what every search works on.
+"""A pipeline with its costs in whole numbers, on which every search works.
 
 A microbatch visits ``2 * stages`` stations, one after the other: station s < stages is F of
 stage s and station 2 * stages - 1 - s is its I.  W of stage s has the code ``2 * stages + s`` and
@@ -8,12 +8,13 @@ of a stage in microbatch order, on which message streams and bit-equal gradient 
 
 Times are integers so that sums do not depend on the order of adding and ties are ties on every
 machine.  Costs with a short decimal form are kept exactly; others are rounded to a ten-millionth
-of the longest.  Activations likewise, against a trillionth of the smallest limit.
+of the longest.  Activations that are whole numbers are kept exactly, too; others are rounded to about a
+trillionth of the smallest limit.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
@@ -21,14 +22,20 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 TOLERANCE = 1e-9
-"""How far, as a fraction, sums of fractional activations may pass a limit by rounding alone."""
+"""The fraction by which rounding alone may take sums of fractional activations above a limit."""
 
 _EXACT_SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100, 1000, 10_000)
 _TIME_STEPS = 10_000_000
 _MEMORY_BITS = 40
 
+NEVER = 1 << 62
+"""A time later than all others, that of a W with the longest delay included."""
+
 Orders = list[list[int]]
 """One list of codes a rank."""
+
+Table = list[list[int]]
+"""A time for each code and microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,10 @@ class Problem:
     """One placement with integer costs.
 
     ``forwards_by_rank`` and ``stations_by_rank`` are each rank's stages and stations in the order in
-    which a microbatch visits them.  ``duration`` and ``home`` are indexed by code (stations, W,
-    whole backwards), ``delay`` by station: the hop to the next one, 0 on the same rank.  ``taken``
-    and ``freed`` are what the start and the end of a code's action do to memory.  ``limits`` are per
-    rank.  ``scale`` is integer time units per unit of the costs.
+    which a microbatch visits them.  ``duration`` and ``home``, the rank, are indexed by code (stations, W,
+    whole backwards).  ``delay`` is indexed by station and is the hop to the next one, 0 on the same rank.
+    The start of a code's action takes ``taken`` units of memory and its end gives back ``freed``.
+    ``limits`` are per rank.  ``scale`` is the number of integer time units in one unit of the costs.
     """
 
     placement: Placement
@@ -56,7 +63,7 @@ class Problem:
 
     @property
     def stations(self) -> int:
-        """How many forwards and input gradients a microbatch goes through."""
+        """The number of forwards and input gradients that a microbatch goes through."""
         return 2 * self.placement.stages
 
     @property
@@ -66,20 +73,19 @@ class Problem:
 
     @property
     def work(self) -> list[int]:
-        """How long each rank is busy."""
+        """The time that each rank is busy."""
         busy = [0] * self.placement.ranks
         for rank, seconds in zip(self.home[: 3 * self.placement.stages], self.duration, strict=False):
             busy[rank] += self.microbatches * seconds
         return busy
 
     def weight_of(self, station: int) -> int:
-        """The code of the W that the I at ``station`` leaves to do."""
+        """Return the code of the W that belongs to the I at ``station``."""
         return 2 * self.stations - 1 - station
 
     def shortened(self, microbatches: int) -> "Problem":
-        """The same pipeline with another number of microbatches."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return Problem(**values | {"microbatches": microbatches})
+        """Return the same pipeline with another number of microbatches."""
+        return replace(self, microbatches=microbatches)
 
     def fits(self, orders: Orders) -> bool:
         """Whether no rank ever keeps more than its limit."""
@@ -94,7 +100,7 @@ class Problem:
         return True
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
-        """``orders`` spelled out as a Schedule."""
+        """Return ``orders`` as a Schedule of the given name."""
         stages = self.placement.stages
         meaning = [(s, Kind.F) for s in range(stages)] + [(s, Kind.I) for s in reversed(range(stages))]
         meaning += [(s, Kind.W) for s in range(stages)] + [(s, Kind.B) for s in range(stages)]
@@ -109,7 +115,7 @@ class Problem:
         return Schedule(name, self.placement, self.microbatches, tuple(spelled))
 
     def orders(self, schedule: Schedule) -> Orders | None:
-        """``schedule`` in codes; None if a stage takes its microbatches out of order."""
+        """Return ``schedule`` in codes, or None if a stage takes its microbatches out of order."""
         stages = self.placement.stages
         found: Orders = []
         for row in schedule.orders:
@@ -130,8 +136,13 @@ class Problem:
         return found
 
 
+def with_value[Value](values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:
+    """Return ``values`` with ``value`` at place ``at``."""
+    return (*values[:at], value, *values[at + 1 :])
+
+
 def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> Problem:
-    """Costs (one StageCosts for each stage of ``placement``) and per-rank limits, as integers."""
+    """Convert costs (one StageCosts for each stage of ``placement``) and per-rank limits to integers."""
     stages = range(placement.stages)
     forwards = [placement.rank_of(stage) for stage in stages]
     route = forwards + forwards[::-1]
@@ -167,7 +178,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
 
 
 def _exact_scale(values: Iterable[float]) -> float | None:
-    """The smallest factor that makes all values whole, if a small one does."""
+    """Return the smallest of ``_EXACT_SCALES`` that makes all values whole, or None if none does."""
     values = list(values)
     for scale in _EXACT_SCALES:
         scaled = [value * scale for value in values]
@@ -177,9 +188,9 @@ def _exact_scale(values: Iterable[float]) -> float | None:
 
 
 def _grain(activations: Sequence[float], limits: Sequence[float]) -> tuple[float, int]:
-    """Memory units per unit of activation, and the units that rounding may add up to.
+    """Return the memory units in one unit of activation, and how many of them rounding may add up to.
 
-    Whole numbers (bytes, counts) are taken as they are.
+    Whole numbers (bytes, counts) need no finer units.
     """
     if all(float(value).is_integer() for value in activations):
         return 1, 0

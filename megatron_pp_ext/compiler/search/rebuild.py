@@ -2,23 +2,23 @@
 
 from random import Random
 
-from megatron_pp_ext.compiler.search.evaluate import run
+from megatron_pp_ext.compiler.search.beam_search import Window
+from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
-from megatron_pp_ext.compiler.search.window import Window
 
 _SIZES = range(24, 320)
-"""How many actions a window has, about."""
+"""The approximate number of actions in a window."""
 
 _WIDTHS = (10, 20, 40, 80)
 
 
 def rebuild(problem: Problem, orders: Orders, effort: int, random: Random, floor: int) -> tuple[int, Orders]:
-    """The makespan and orders that windows at random places lead to (split backwards only).
+    """Return the makespan and orders after searches in windows at random places (split backwards only).
 
-    An order of equal length is kept, for the next window to start from.  ``effort`` bounds the
-    partial orders that are visited; the walk ends when the makespan is ``floor``.
+    Orders of equal length replace the ones before, and the next window starts from them.  ``effort`` bounds
+    the number of partial orders that are visited; the walk ends when the makespan is ``floor``.
     """
-    timed = run(problem, orders)
+    timed = time_orders(problem, orders)
     if timed is None:
         raise ValueError("orders to rebuild wait for each other: rebuild only what has run")
     while effort > 0 and timed.makespan > floor:
@@ -28,7 +28,7 @@ def rebuild(problem: Problem, orders: Orders, effort: int, random: Random, floor
         window = Window(problem, orders, timed, begin, end + 1)
         found = window.search(random.choice(_WIDTHS), timed.makespan + 1, random)
         effort -= window.visited + problem.size // 8
-        again = None if found is None else run(problem, found)
+        again = None if found is None else time_orders(problem, found)
         if found is not None and again is not None:
             orders, timed = found, again
     return timed.makespan, orders

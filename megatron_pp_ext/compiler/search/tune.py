@@ -1,32 +1,32 @@
-"""Search for the building block, and for how strictly to keep to it, at the real costs.
+"""Search for the best building block at the real costs, and for how strictly to follow it.
 
 The block is one microbatch's timetable.  It starts as the microbatch's own way through the stages
-with a pause after every station, one length for each of the legs down and up the ranks: pauses of
-0 and 0 ticks, with F = I = W of one tick, are V-Min's block, 1 and 0 V-Half's and 3 and 1 V-ZB's
-(arXiv 2405.15362, figure 3).  Small random changes, kept when the list schedule gets no longer,
-then adapt pauses, turns, single stations, the first and the last microbatches and the dispatcher's
-patience to the costs and the limit.
+with a pause after every station, of one length for each of the legs down and up the ranks: pauses of
+0 and 0 ticks, with F = I = W of one tick, are V-Min's block, 1 and 0 are V-Half's, and 3 and 1 are
+V-ZB's (arXiv 2405.15362, figure 3).  Small random changes then adapt pauses, turns, single stations,
+the first and the last microbatches and the waiting of the list schedule to the costs and the limit.  A
+change is kept when the list schedule gets no longer.
 
-All numbers are integers and the generator is used for integers only, so that every machine walks
-the same way.
+All numbers are integers and the random generator draws integers only, so that every machine walks the
+same way.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from megatron_pp_ext.compiler.search.dispatch import NEVER, Knobs, dispatch
-from megatron_pp_ext.compiler.search.problem import Problem
+from megatron_pp_ext.compiler.search.list_scheduling import Knobs, list_schedule
+from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
 
 _SUB = 64
 """Block times are in 1/64 of the problem's time unit: finer than any action, so due times rarely tie."""
 
 _LONG = 1 << 50
-"""More than any time that matters."""
+"""A time longer than any that occurs."""
 
-# Where plans start, in quarters of a tick: the pauses on the way down and on the way up; in quarters
-# of a microbatch's work: the period.  A short period makes a rank rather begin microbatches, a long
-# one rather finish them.
+# The values with which plans start.  Pauses on the way down and on the way up, slacks and patiences are in
+# quarters of a tick, periods in quarters of a microbatch's work.  With a short period a rank prefers to begin
+# microbatches, with a long one to finish them.
 _PAUSES = ((0, 0), (4, 0), (0, 4), (12, 4), (8, 2), (2, 2), (4, 4))
 _LEG_PAUSES = (0, 0, 1, 2, 4, 8)
 _SLACKS = (0, 2, 8, 16, _LONG)
@@ -34,20 +34,20 @@ _PATIENCES = (0, 2, 4)
 _PERIODS = (2, 3, 4, 4, 6, 8)
 
 _EDGE = 8
-"""How many microbatches at the beginning and at the end have a jitter."""
+"""The number of microbatches with a jitter, both at the beginning and at the end."""
 
 _CHAINS = 4
-"""How many of the starting points are improved side by side."""
+"""The number of starting points that are improved side by side."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Plan:
-    """A building block and the dispatcher's manners.
+    """A building block and the rules by which a list schedule follows it (see ``Knobs``).
 
     ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
     ``jitter``, ``weight_delay`` and ``slack`` are in 1/64 time units; the two patiences are in time
-    units.  ``jitter`` makes the first and the last microbatches follow each other more or less closely
-    than a period apart, for warm-up and cool-down.
+    units.  Microbatches follow each other one ``period`` apart; ``jitter`` is added for the first and the
+    last of them, in warm-up and cool-down.
     """
 
     pauses: tuple[int, ...]
@@ -62,7 +62,7 @@ class Plan:
     jitter: tuple[int, ...]
 
     def knobs(self, problem: Problem) -> Knobs:
-        """What the dispatcher is told."""
+        """Return the parameters of the list schedule."""
         ranks = problem.placement.ranks
         due = []
         now = 0
@@ -94,11 +94,11 @@ Found = tuple[int, Plan]
 
 
 def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> list[Found]:
-    """The best plans after ``trials`` list schedules, one a chain, shortest first; empty if none ran.
+    """Return the best plans after ``trials`` list schedules, one a chain, shortest first.
 
-    A third of the trials are starting points, a third goes to all chains alike, and a sixth each to
-    the better two and to the best.  With ``each_leg`` half of the starting points have a pause of its own
-    for every leg: a wave's legs need not go in pairs.
+    The list is empty if every list schedule got stuck.  A third of the trials are starting points, a third
+    is spent on all chains alike, and a sixth each on the better two and on the best.  With ``each_leg``, half
+    of the starting points have an independent pause for every leg: a wave's legs need not go in pairs.
     """
     found = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
     for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
@@ -109,7 +109,7 @@ def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> li
 
 
 def improve(problem: Problem, start: Found, trials: int, random: Random) -> Found:
-    """Walk from ``start``: ``trials`` random changes, each kept when it makes nothing longer."""
+    """Walk from ``start`` in ``trials`` random changes, each kept unless it makes the schedule longer."""
     length, plan = start
     tick = _tick(problem)
     for _ in range(trials):
@@ -123,7 +123,7 @@ def improve(problem: Problem, start: Found, trials: int, random: Random) -> Foun
 
 
 def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
-    """The shortest few of ``plans``, shortest first."""
+    """Return the shortest few of ``plans``, shortest first."""
     found: list[Found] = []
     for plan in plans:
         length = _length(problem, plan, found[-1][0] if len(found) == _CHAINS else NEVER)
@@ -133,22 +133,22 @@ def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
 
 
 def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
-    run = dispatch(problem, plan.knobs(problem), longest)
-    return None if run is None else run[0]
+    found = list_schedule(problem, plan.knobs(problem), longest)
+    return None if found is None else found[0]
 
 
 def _work(problem: Problem) -> int:
-    """The time that one microbatch's actions take on the busiest rank."""
+    """Return the time that one microbatch's actions take on the busiest rank."""
     return max(problem.work) // problem.microbatches
 
 
 def _tick(problem: Problem) -> int:
-    """The mean time of an action, in time units."""
+    """Return the mean time of an action, in time units."""
     return max(1, _work(problem) // (3 * problem.placement.chunks))
 
 
 def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
-    """A published kind of block or one between two of them, kept to more or less strictly."""
+    """Draw a published kind of block or one between two of them, to be followed more or less strictly."""
     legs = 2 * problem.placement.chunks
     quarter = _tick(problem) * _SUB // 4
     pauses = random.choice(_PAUSES)
@@ -172,17 +172,17 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
 
 
 def _change(plan: Plan, tick: int, random: Random) -> Plan:
-    """``plan`` with one thing altered."""
+    """Return ``plan`` with one random change."""
     fine = tick * _SUB
     match random.randrange(12):
         case 0:
             leg = random.randrange(len(plan.pauses))
             pause = max(-fine // 2, plan.pauses[leg] + random.randrange(-fine // 2, fine // 2 + 1))
-            return replace(plan, pauses=_with(plan.pauses, leg, pause))
+            return replace(plan, pauses=with_value(plan.pauses, leg, pause))
         case 1:
             leg = random.randrange(len(plan.turns))
             turn = plan.turns[leg] + random.randrange(-2 * fine, 2 * fine + 1)
-            return replace(plan, turns=_with(plan.turns, leg, turn))
+            return replace(plan, turns=with_value(plan.turns, leg, turn))
         case 2:
             slack = random.choice((0, 1, 2, 4, 8, 16, 32, _LONG))
             if slack < _LONG:
@@ -200,19 +200,15 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             for _ in range(3):
                 station = random.randrange(len(shifts))
                 shift = shifts[station] + random.randrange(-2 * fine, 2 * fine + 1)
-                shifts = _with(shifts, station, shift)
+                shifts = with_value(shifts, station, shift)
             return replace(plan, shifts=shifts)
         case 7:
-            return replace(plan, shifts=_with(plan.shifts, random.randrange(len(plan.shifts)), 0))
+            return replace(plan, shifts=with_value(plan.shifts, random.randrange(len(plan.shifts)), 0))
         case 8:
             return replace(plan, makes_room=not plan.makes_room)
         case 9 | 10:
             at = random.randrange(len(plan.jitter))
             jitter = plan.jitter[at] + random.randrange(-2 * fine, 2 * fine + 1)
-            return replace(plan, jitter=_with(plan.jitter, at, jitter if random.randrange(4) else 0))
+            return replace(plan, jitter=with_value(plan.jitter, at, jitter if random.randrange(4) else 0))
         case _:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
-
-
-def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])

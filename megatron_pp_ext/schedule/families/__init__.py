@@ -1,1 +1,1 @@
-"""One file a family of schedules, each to be read beside the figure of its paper."""
+"""The families of schedules, one file each, to be read beside the figure of its paper."""

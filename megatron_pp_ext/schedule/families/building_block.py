@@ -33,7 +33,7 @@ class Block:
     turns: tuple[int, int, int]
 
     def starts(self, ranks: int) -> list[int]:
-        """When each of the way's 4 * ``ranks`` stations starts, the first at tick 0."""
+        """Return the ticks at which the way's 4 * ``ranks`` stations start, the first at tick 0."""
         ticks = [0]
         for leg in range(4):
             for _ in range(ranks - 1):

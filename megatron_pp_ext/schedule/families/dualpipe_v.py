@@ -2,8 +2,8 @@
 2412.19437, folded into the V placement).
 
 In the steady state a rank always has the forward of one microbatch and the backward of another
-before it, so that one's computation can hide the other's communication between experts.  This is
-the order alone: the two of a pair run one after the other.  Rank r, which holds chunk 0 and
+before it, so that one's computation can hide the other's communication between experts.  Only
+the order is taken over: the two of a pair run one after the other.  Rank r, which holds chunk 0 and
 chunk 1, goes through eight phases:
 
 1. F0 until the first microbatch is back from the last rank:           2(p - r - 1) times
@@ -18,9 +18,8 @@ chunk 1, goes through eight phases:
 W is the oldest one that waits, of either chunk.
 """
 
-from collections import deque
-
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.families.phases import order_of
 from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, v
 
@@ -29,7 +28,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
     """DualPipeV for any ranks >= 2 and microbatches >= 1.
 
     At unit cost and m >= 2p: makespan 6m + p - 1, peak 2p + 1 chunks.  With fewer microbatches
-    than 2p, which DeepSeek's own refuses, it is the order for 2p with the missing ones left out:
+    than 2p, which DeepSeek's own code refuses, it is the order for 2p with the missing ones left out:
     no rank then waits for anything it did not wait for before.
     """
     require_pipeline("dualpipe-v", ranks, microbatches)
@@ -40,7 +39,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return Schedule("dualpipe-v", placement, microbatches, kept)
 
 
-def _order(rank: int, placement: Placement, microbatches: int) -> list[Action]:
+def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
     above, half, odd = placement.ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
     phases = (
         ("F0", 2 * above),
@@ -52,19 +51,4 @@ def _order(rank: int, placement: Placement, microbatches: int) -> list[Action]:
         ("W I0", above),
         ("W", rank + 1),
     )
-    order: list[Action] = []
-    pending: deque[Action] = deque()
-    following: dict[str, int] = {}
-    for phase, times in phases:
-        for word in phase.split() * times:
-            if word == "W":
-                order.append(pending.popleft())
-                continue
-            kind, chunk = Kind(word[0]), word[1]
-            leg = ("F" if kind is Kind.F else "B") + chunk
-            action = Action(placement.stage_of(rank, int(chunk)), kind, following.get(leg, 0))
-            following[leg] = action.microbatch + 1
-            order.append(action)
-            if kind is Kind.I:
-                pending.append(action._replace(kind=Kind.W))
-    return order
+    return order_of(phases, rank, placement)

@@ -1,8 +1,8 @@
 """Evaluation: forwards alone, for any placement.
 
-There is one rule: of the forwards whose input is there, a rank runs the deepest stage.  Any choice
-would do for time; this one drains microbatches before it admits more, so that few activations lie
-between the chunks, whatever m is.  With a loop it is Megatron-LM's order (groups of p
+There is one rule: of the forwards whose input is there, a rank runs that of the deepest stage.  Any
+choice would take the same time; this one drains microbatches before it admits more, so that few
+activations lie between the chunks, whatever m is.  With a loop it is Megatron-LM's order (groups of p
 microbatches), without its condition that p divides m.
 """
 
@@ -12,10 +12,10 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 def build(placement: Placement, microbatches: int) -> Schedule:
-    """All forwards of ``microbatches`` microbatches, in an order that no rank can block.
+    """Build all forwards of ``microbatches`` microbatches, in an order in which no rank waits for ever.
 
-    It is found by running the pipeline on paper, a tick a forward: each tick, every rank takes
-    the deepest of its stages that has an input waiting.  A step that could be run is valid.
+    The pipeline is run on paper, a tick a forward: in each tick every rank takes the deepest of its
+    stages that has an input waiting.  What could be run that way is a valid order.
     """
     require_pipeline("forward-only", placement.ranks, microbatches)
     orders: list[list[Action]] = [[] for _ in range(placement.ranks)]

@@ -10,7 +10,7 @@ the bubble by the number of chunks and lets sharded parameters be gathered once 
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_chunks, require_pipeline
+from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 
 
@@ -20,13 +20,12 @@ def build(ranks: int, microbatches: int) -> Schedule:
     return Schedule("gpipe", linear(ranks), microbatches, _orders(linear(ranks), microbatches))
 
 
-def build_breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def build_breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Breadth-first for ranks >= 2, microbatches >= 1 and chunks >= 2.
 
     At unit cost and m >= p the makespan is 3(m * chunks + p - 1) chunk actions.
     """
     require_pipeline("breadth-first", ranks, microbatches)
-    require_chunks("breadth-first", chunks, otherwise="gpipe")
     placement = loop(ranks, chunks)
     return Schedule("breadth-first", placement, microbatches, _orders(placement, microbatches))
 

@@ -15,30 +15,28 @@ and W, r chunks behind I, fills the bubbles at the end.  With one chunk this wou
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_chunks, require_pipeline
+from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, loop
 
 
-def build(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Interleaved 1F1B for ranks >= 2, microbatches >= 1 and chunks >= 2.
 
     At unit cost and m a multiple of p the makespan is 3(m * chunks + p - 1) chunk actions.
     """
     require_pipeline("interleaved", ranks, microbatches)
-    require_chunks("interleaved", chunks, otherwise="1f1b")
     placement = loop(ranks, chunks)
     orders = tuple(_order(rank, placement, microbatches) for rank in range(ranks))
     return Schedule("interleaved", placement, microbatches, orders)
 
 
-def build_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def build_zero_bubble(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Interleaved with a split backward for ranks >= 2, microbatches >= 1 and chunks >= 2.
 
     At unit cost and m a multiple of p the makespan is 3m * chunks + p - 1 chunk actions and the
     peak p * chunks chunks: 1F1B's memory.
     """
     require_pipeline("interleaved-zb", ranks, microbatches)
-    require_chunks("interleaved-zb", chunks, otherwise="zb-h1")
     placement = loop(ranks, chunks)
     orders = tuple(_split_order(rank, placement, microbatches) for rank in range(ranks))
     return Schedule("interleaved-zb", placement, microbatches, orders)
@@ -76,7 +74,7 @@ def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Ac
 
 
 def _in_groups(kind: Kind, stages: tuple[int, ...], ranks: int, groups: int) -> list[Action]:
-    """``groups`` groups of ``ranks`` microbatches, each group through all ``stages`` in turn."""
+    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages`` in turn."""
     return [
         Action(stage, kind, microbatch)
         for group in range(groups)

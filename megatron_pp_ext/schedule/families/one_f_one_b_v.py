@@ -44,7 +44,7 @@ def build(ranks: int, microbatches: int) -> Schedule:
 
 
 def _block(ranks: int) -> dict[tuple[int, Kind], int]:
-    """The tick at which one microbatch meets each stage, forward and backward."""
+    """Return the tick at which one microbatch meets each stage, forward and backward."""
     starts = {(stage, Kind.F): stage for stage in range(2 * ranks)}
     # Where the way back turns and when it first waits, so that no two actions share a tick.
     turn, passed = {0: (4, 2), 1: (1, 0), 2: (4, 0)}[ranks % 3]
@@ -85,7 +85,10 @@ def _squeeze(timetable: Iterable[Action], placement: Placement, cap: int) -> tup
 
 
 def _last_full(row: list[tuple[int, Action]], live: int, cap: int, earliest: int) -> int:
-    """Until when a rank that ends up with ``live`` chunks keeps ``cap`` of them; not before ``earliest``."""
+    """Return the tick until which a rank keeps ``cap`` chunks, or ``earliest`` if that is later.
+
+    ``live`` is the number of chunks that it keeps after all actions of ``row``.
+    """
     for start, action in reversed(row):
         if start < earliest:
             break
@@ -96,7 +99,7 @@ def _last_full(row: list[tuple[int, Action]], live: int, cap: int, earliest: int
 
 
 def _waits_for(action: Action, stages: int) -> tuple[Action, ...]:
-    """What has to end first: the inputs, and the same work on the microbatch before."""
+    """Return what has to end first: the inputs, and the same work on the microbatch before."""
     stage, kind, microbatch = action
     before = Action(stage, kind, microbatch - 1)
     if kind is Kind.F:

@@ -2,11 +2,11 @@
 
 The order is 1F1B's, over all microbatches of the whole run: after the first fill a rank alternates
 between one forward and one backward for ever, and updates its weights after every ``interval``
-backwards without waiting for anybody.  A training step is what a rank does between two of its
-updates; whatever is in flight then stays in flight.
+backwards without waiting for another rank.  A training step is what a rank does between two of its
+updates; what is in flight at an update stays in flight.
 
-Microbatches are numbered through the run.  Version v of a stage's weights is what v updates have
-made of them.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with those of
+Microbatches are numbered through the run.  Version v of a stage's weights are its weights
+after v updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with those of
 the update before is PipeDream-2BW (arXiv 2006.09503, section 3.1).
 """
 
@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.placement import linear
 
 
 class Weights(StrEnum):
-    """Which version of its weights a stage uses for a microbatch, in the forward and the backward."""
+    """The version of its weights that a stage uses for a microbatch, in the forward and the backward."""
 
     LATEST = "latest"
     """The newest at the time of the forward: PipeDream's weight stashing."""
@@ -32,10 +32,11 @@ class Weights(StrEnum):
 
 
 def step(ranks: int, interval: int, update: int, updates: int) -> Schedule:
-    """What every rank does between its updates number ``update`` and ``update + 1``, of ``updates``.
+    """Build what every rank does between its updates number ``update`` and ``update + 1``, of ``updates``.
 
     Update 0 fills the pipeline; the last ones start no forward whose backward would not be reached.
-    Of each rank's actions only the backwards are of the ``interval`` microbatches of this update.
+    A rank's backwards are those of the ``interval`` microbatches of this update; its forwards are ahead
+    of them by ``in_flight`` microbatches.
     """
     require_pipeline("pipedream", ranks, interval)
     if not 0 <= update < updates:
@@ -57,12 +58,12 @@ def _order(rank: int, ranks: int, interval: int, update: int, updates: int) -> t
 
 
 def in_flight(stage: int, ranks: int) -> int:
-    """How many microbatches have passed ``stage`` and not yet come back, between two of its updates."""
+    """Return how many microbatches have passed ``stage`` and not yet come back when it updates."""
     return ranks - 1 - stage
 
 
 def version(weights: Weights, microbatch: int, stage: int, ranks: int, interval: int) -> int:
-    """Which version of ``stage``'s weights ``microbatch`` uses.
+    """Return the version of ``stage``'s weights that ``microbatch`` uses.
 
     For n stages and an update every microbatch this is w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ...,
     w_n(t)) under LATEST, f(w(t-n+1)) under SAME; for 2BW w(t+1) = w(t) - lr * grad f(w(t-1)).
@@ -78,14 +79,14 @@ def version(weights: Weights, microbatch: int, stage: int, ranks: int, interval:
 
 
 def versions_kept(weights: Weights, update: int, stage: int, ranks: int, interval: int) -> range:
-    """The versions older than ``update`` that ``stage`` still needs once it has done that many updates.
+    """Return the versions older than ``update`` that ``stage`` still needs after that many updates.
 
-    Those of everything in flight or yet to come; at most ceil(in flight / interval) under LATEST, and
-    one under PREVIOUS if interval >= p - 1.
+    They are those of all microbatches in flight or yet to come: at most ceil(in flight / interval) under
+    LATEST, and one under PREVIOUS if interval >= p - 1.
     """
     return range(version(weights, update * interval, stage, ranks, interval), update)
 
 
 def most_versions(weights: Weights, stage: int, ranks: int, interval: int) -> int:
-    """How many versions beside the newest ``stage`` keeps once the pipeline is full."""
+    """Return how many versions beside the newest ``stage`` keeps once the pipeline is full."""
     return len(versions_kept(weights, ranks, stage, ranks, interval))

@@ -1,4 +1,4 @@
-"""What every builder asks of its arguments."""
+"""The sizes that no family can do without."""
 
 
 def require_pipeline(name: str, ranks: int, microbatches: int) -> None:
@@ -7,11 +7,3 @@ def require_pipeline(name: str, ranks: int, microbatches: int) -> None:
         raise ValueError(f"{name} got {ranks} rank(s), but a pipeline has at least 2: add ranks")
     if microbatches < 1:
         raise ValueError(f"{name} got {microbatches} microbatches, but a step has at least 1: add some")
-
-
-def require_chunks(name: str, chunks: int, otherwise: str) -> None:
-    """Raise ValueError unless a rank has at least 2 chunks; ``otherwise`` is the family for 1."""
-    if chunks < 2:
-        raise ValueError(
-            f"{name} got {chunks} chunk(s) a rank, but needs 2 or more: raise chunks, or use {otherwise}"
-        )

@@ -1,20 +1,19 @@
 """1F1B-RR: 1F1B with replicated stages that take microbatches in turn (PipeDream, SOSP 2019, figure 8).
 
 Stage s has its own number of replicas, a rank each; ranks go by stage, then by replica.  Replica q
-takes the microbatches q, q + r, q + 2r, ... of its r-fold stage, forward and backward of one on the
-same replica, so that nobody has to be told where a microbatch went.
+takes the microbatches q, q + r, q + 2r, ... of its r-fold stage, the forward and the backward of one
+on the same replica, so that every rank knows where a microbatch went.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How often each stage is there; ``counts`` (3, 1) is written 3-1 and takes 4 ranks."""
+    """The number of replicas of each stage; ``counts`` (3, 1) is written 3-1 and takes 4 ranks."""
 
     counts: tuple[int, ...]
 
@@ -27,44 +26,44 @@ class Replicas:
 
     @property
     def ranks(self) -> int:
-        """All replicas of all stages."""
+        """The number of replicas of all stages together."""
         return sum(self.counts)
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages that the model is cut into."""
         return len(self.counts)
 
     def first_rank(self, stage: int) -> int:
-        """The rank of replica 0 of ``stage``."""
+        """Return the rank of replica 0 of ``stage``."""
         return [0, *accumulate(self.counts)][stage]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs ``stage`` for ``microbatch``."""
+        """Return the rank that runs ``stage`` for ``microbatch``."""
         return self.first_rank(stage) + microbatch % self.counts[stage]
 
     def stage_of(self, rank: int) -> int:
-        """The stage of which ``rank`` is a replica; ValueError if there is no such rank."""
+        """Return the stage of which ``rank`` is a replica; ValueError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
         return next(stage for stage in range(self.stages) if rank < self.first_rank(stage + 1))
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks of all replicas of ``stage``, which add up their gradients."""
+        """Return the ranks of all replicas of ``stage``, which add up their gradients."""
         return range(self.first_rank(stage), self.first_rank(stage + 1))
 
     def warm_up(self, stage: int) -> int:
-        """Forwards that a replica of ``stage`` does before it begins to alternate.
+        """Return the number of forwards that a replica of ``stage`` does before it begins to alternate.
 
-        Of the M ranks those from this stage on, but for one, have a microbatch to work on meanwhile:
-        floor((M - 1 - ranks before) / replicas).  On the first stage that makes NOAM - 1, with
-        NOAM = ceil(M / replicas), the paper's number of microbatches in flight a replica.
+        Of the M ranks, all from this stage on but one can have a microbatch of their own meanwhile:
+        floor((M - 1 - ranks before) / replicas).  On the first stage that is NOAM - 1, where
+        NOAM = ceil(M / replicas) is the paper's number of microbatches in flight a replica.
         """
         return (self.ranks - 1 - self.first_rank(stage)) // self.counts[stage]
 
 
 def orders(replicas: Replicas, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does in a step of ``microbatches`` microbatches that ends with a flush."""
+    """Return the order of each rank for a step of ``microbatches`` microbatches that ends with a flush."""
     if microbatches < 1:
         raise ValueError(f"microbatches are {microbatches}, but must be 1 or more")
     return tuple(_order(replicas, rank, microbatches) for rank in range(replicas.ranks))
@@ -76,8 +75,5 @@ def _order(replicas: Replicas, rank: int, microbatches: int) -> tuple[Action, ..
     forwards = [Action(stage, Kind.F, microbatch) for microbatch in mine]
     backwards = [Action(stage, Kind.B, microbatch) for microbatch in mine]
     ahead = min(replicas.warm_up(stage), len(mine))
-    return (*forwards[:ahead], *_in_turn(forwards[ahead:], backwards), *backwards[len(mine) - ahead :])
-
-
-def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action]) -> list[Action]:
-    return [action for pair in zip(forwards, backwards, strict=False) for action in pair]
+    in_turn = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+    return (*forwards[:ahead], *in_turn, *backwards[len(mine) - ahead :])

@@ -14,8 +14,9 @@ way down and back to rank 0, those named 1 to the leg that turns round at the la
 8. W0 W1, what is left:                                                r
 """
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.families.building_block import Block, unroll
+from megatron_pp_ext.schedule.families.phases import order_of
 from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, v
 
@@ -48,12 +49,4 @@ def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, 
         ("I0 W0", ranks - rank),
         ("W0 W1", rank),
     )
-    order: list[Action] = []
-    following: dict[str, int] = {}
-    for phase, times in phases:
-        for word in phase.split() * times:
-            microbatch = following.get(word, 0)
-            following[word] = microbatch + 1
-            stage = placement.stage_of(rank, chunk=int(word[1]))
-            order.append(Action(stage, Kind(word[0]), microbatch))
-    return tuple(order)
+    return order_of(phases, rank, placement)

@@ -21,7 +21,6 @@ def build_h1(ranks: int, microbatches: int) -> Schedule:
 
     At unit cost: makespan 3m + p - 1 for m >= p, peak min(p, m).
     """
-    require_pipeline("zb-h1", ranks, microbatches)
     return _build("zb-h1", ranks, microbatches, more=0)
 
 
@@ -32,12 +31,12 @@ def build_h2(ranks: int, microbatches: int) -> Schedule:
     With fewer microbatches than 2p - 1 it is the shape between H1 and H2 that m microbatches
     fill; a whole H2 would keep W back for forwards that do not exist.
     """
-    require_pipeline("zb-h2", ranks, microbatches)
     return _build("zb-h2", ranks, microbatches, more=min(max(microbatches - ranks, 0), ranks - 1))
 
 
 def _build(name: str, ranks: int, microbatches: int, more: int) -> Schedule:
-    """The shape in which a rank keeps at most p + ``more`` microbatches."""
+    """Build the shape in which a rank keeps at most p + ``more`` microbatches."""
+    require_pipeline(name, ranks, microbatches)
     orders = tuple(
         _order(
             rank,
@@ -51,7 +50,7 @@ def _build(name: str, ranks: int, microbatches: int, more: int) -> Schedule:
 
 
 def _order(rank: int, microbatches: int, warm_up: int, delay: int) -> tuple[Action, ...]:
-    """I in turn with the forwards that remain after the warm-up, W ``delay`` microbatches behind I."""
+    """Run I in turn with the forwards that the warm-up leaves, and W ``delay`` microbatches behind I."""
     order = [Action(rank, Kind.F, microbatch) for microbatch in range(min(warm_up, microbatches))]
     for microbatch in range(microbatches):
         order.append(Action(rank, Kind.I, microbatch))

@@ -1,4 +1,4 @@
-"""How long do a pipeline's launches take when messages that wait take processors from compute?"""
+"""The time of a pipeline's launches when waiting messages take processors from compute."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -12,7 +12,7 @@ PROCESSORS = 132
 
 
 def seconds(pipeline: Sequence[Launches], setting: Setting, hop: float, processors: int) -> float:
-    """From the start to the last end of a kernel on the compute stream; the host takes no time.
+    """Return the time until the last end of a kernel on the compute stream; the host takes no time.
 
     A message takes ``hop`` seconds once both its ends have started.  From its start to its end it occupies
     ``processors`` of the device, and the kernels of compute run as much slower.  Raises RuntimeError, with
@@ -28,7 +28,7 @@ class _Clocked(Queues):
         super().__init__(pipeline, setting)
         self._hop, self._processors = hop, processors
         self._now = self._last_end = 0.0
-        # By end, then by the order in which they were foreseen: what ends, and which forecast that was.
+        # Sorted by the predicted end, then by the number of the prediction; with the rank and the launch.
         self._forecasts: list[tuple[float, int, int, int]] = []
         self._valid: dict[tuple[int, int], int] = {}
         self._count = 0
@@ -82,7 +82,7 @@ class _Clocked(Queues):
             self._foresee_kernel(rank)
 
     def _speed(self, rank: int) -> float:
-        # However many messages wait, compute is left one processor in the end.
+        # However many messages wait, at least one processor is left to compute.
         return max(1, PROCESSORS - self._processors * self._resident[rank]) / PROCESSORS
 
     def _foresee_kernel(self, rank: int) -> None:

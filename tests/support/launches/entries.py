@@ -1,4 +1,4 @@
-"""What the host of one rank launches, in host order: the words that recordings and the model share.
+"""The launches of a rank's host, in host order, as recordings and the model of launch queues share them.
 
 A rank's launches are a sequence of these entries; ``Wait.on`` and ``HostWait.on`` are positions in it.
 """
@@ -43,8 +43,8 @@ class Collective:
     """One rank's part in a collective of ``ranks``, this one included, on the stream of ``group``.
 
     It is launched behind everything that the compute stream has by then, and ends once all ranks have
-    started theirs.  The n-th that one rank launches meets the n-th of the others.  ``is_waited_for`` tells
-    that the compute stream waits for it at once; otherwise a Wait may follow later.
+    started theirs.  The n-th that one rank launches meets the n-th of the others.  With ``is_waited_for``
+    the compute stream waits for it at once; otherwise a Wait may follow later.
     """
 
     group: str
@@ -72,4 +72,4 @@ class HostWait:
 
 Entry = Kernel | Transfer | Batch | Collective | Wait | HostWait
 Launches = tuple[Entry, ...]
-"""What one rank launches; a pipeline has one such tuple for each of its ranks."""
+"""The launches of one rank; a pipeline has one such tuple for each of its ranks."""

@@ -1,5 +1,7 @@
-"""The pipelines that everybody runs, each as the schedules of its steps; a step that is not the last one
-leaves messages in flight."""
+"""The pipelines that all tests of launches run, each as the schedules of its steps.
+
+A step that is not the last one leaves messages in flight.
+"""
 
 from collections.abc import Iterator
 
@@ -15,24 +17,24 @@ UPDATES = 3
 
 
 def families(ranks: int, microbatches: int) -> Iterator[Steps]:
-    """Every schedule that has a name."""
+    """Yield every schedule of the catalogue."""
     for name in catalog.NAMES:
         yield (catalog.build(name, ranks, microbatches),)
 
 
 def evaluations(ranks: int, microbatches: int) -> Iterator[Steps]:
-    """The forwards alone, with every shape of placement."""
+    """Yield the forwards alone, with every shape of placement."""
     for placement in (linear(ranks), loop(ranks, 2), loop(ranks, 4), v(ranks), wave(ranks, 4)):
         yield (catalog.forward_only(placement, microbatches),)
 
 
 def without_flush(ranks: int, interval: int) -> Steps:
-    """PipeDream, with an update after every ``interval`` microbatches."""
+    """Return PipeDream with an update after every ``interval`` microbatches."""
     return tuple(pipedream.step(ranks, interval, update, UPDATES) for update in range(UPDATES))
 
 
 def everything(ranks: int, microbatches: int) -> Iterator[Steps]:
-    """All of these."""
+    """Yield all of these."""
     yield from families(ranks, microbatches)
     yield from evaluations(ranks, microbatches)
     yield without_flush(ranks, microbatches)

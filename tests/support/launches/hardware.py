@@ -1,4 +1,4 @@
-"""Which queue every launch of every rank goes to, and what it waits for, in one setting of the hardware."""
+"""Assign every launch of every rank to a queue, with the launches it waits for, in one hardware setting."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
@@ -23,14 +23,15 @@ _COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a job cannot rely on.
+    """The properties of the hardware that a job cannot rely on.
 
-    ``queues`` is CUDA_DEVICE_MAX_CONNECTIONS.  ``sends_wait``: a send ends with its receive; otherwise it
-    leaves at once.  ``stream_a_pair``: any two ranks have a stream in each group, as under torch's old
-    backend and "nccl-lazy"; otherwise a group has one, as under "nccl2".
+    ``queues`` is CUDA_DEVICE_MAX_CONNECTIONS.  With ``sends_wait`` a send ends together with its receive;
+    otherwise it leaves at once.  With ``stream_a_pair`` any two ranks have a stream in each group, as under
+    torch's old backend and "nccl-lazy"; otherwise a group has one stream, as under "nccl2".
 
-    A rank's streams are dealt to its queues in turn, in the order of their first use.  With
-    ``foreign_streams`` the compute stream comes first, then so many that others use, then those of messages.
+    A rank's streams are assigned to its queues in turn, in the order of their first use.  With
+    ``foreign_streams`` the compute stream comes first, then that many streams of others, then those of
+    messages.
     """
 
     queues: int = 1
@@ -41,11 +42,11 @@ class Setting:
 
 @dataclass(slots=True)
 class Launch:
-    """An entry on its way through the hardware; ``queue`` is -1 for what only the host waits for.
+    """An entry on its way through the hardware; ``queue`` is -1 for a wait of the host.
 
     ``after`` are the launches of this rank that must be done before it starts: the one before on its
     stream and the events it waits for.  ``meets`` are the launches that must have started before it ends;
-    None stands for one that nobody launches.
+    None stands for one that no rank launches.
     """
 
     entry: Entry
@@ -55,7 +56,7 @@ class Launch:
 
 
 def place(pipeline: Sequence[Launches], setting: Setting) -> list[list[Launch]]:
-    """The launches of all ranks, in host order.
+    """Return the launches of all ranks, in host order.
 
     A collective that is waited for at once becomes two: itself and the wait.  A synchronization of the
     device has no ``after``: the model counts what is unfinished.
@@ -131,7 +132,7 @@ class _Ends:
         self._numbers[communicator, rank] += 1
 
     def join(self, ranks: list[list[Launch]]) -> None:
-        """Tell every launch which others it meets."""
+        """Set for every launch which others it meets."""
         for channel in self._sends.keys() | self._receives.keys():
             sends, receives = self._sends[channel], self._receives[channel]
             for number, (rank, at) in enumerate(receives):

@@ -1,4 +1,4 @@
-"""Receives posted by other rules than the product's plan, as launch lists, to compare with.
+"""Launches of pipelines that post receives by other rules than the product's plan, for comparison.
 
 ``TWO_AHEAD`` is how the channels worked before receives were planned.
 """
@@ -15,7 +15,7 @@ from tests.support.launches.recording import SECONDS
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A channel keeps ``ahead`` receives posted, and the next is posted before or after one is waited for."""
+    """A rule by which a channel keeps ``ahead`` receives posted, posting before or after it waits for one."""
 
     ahead: int
     posts_before_it_waits: bool = False
@@ -29,7 +29,7 @@ WHEN_NEEDED = Policy(0)
 def launch(
     steps: Sequence[Schedule], policy: Policy, seconds: Mapping[Kind, float] = SECONDS
 ) -> tuple[Launches, ...]:
-    """What all ranks launch under ``policy`` in ``steps``, of which only the last flushes."""
+    """Return the launches of all ranks under ``policy`` in ``steps``, of which only the last flushes."""
     return tuple(_launch_rank(rank, steps, policy, seconds) for rank in range(steps[0].ranks))
 
 

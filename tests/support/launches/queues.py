@@ -1,9 +1,9 @@
-"""Do all launches of a pipeline finish, and if not, which circle is there?  A model of a GPU's launch queues.
+"""A model of a GPU's launch queues, which finds whether all launches of a pipeline finish.
 
 The host of a rank launches into a few queues, each of which is in order: its head starts once the launch
-before it on the same stream is done and the events it waits for are done, and only then is the next entry
-looked at.  A message that has started and waits for the other side blocks its stream, but nobody behind
-it in the queue.  Nothing here takes time; ``clocked`` adds a clock.
+before it on the same stream and the events it waits for are done, and only then the next entry becomes the
+head.  A message that has started and waits for the other side blocks its stream, but no other launch
+behind it in the queue.  Nothing takes time here; ``clocked`` adds a clock.
 """
 
 from collections import deque
@@ -14,10 +14,10 @@ from tests.support.launches.hardware import Launch, Place, Setting, place
 
 
 def circle(pipeline: Sequence[Launches], setting: Setting) -> str:
-    """The circle in which ``pipeline[r]``, what rank r launches, hangs, in words; empty if it does not.
+    """Describe the circle in which the pipeline hangs; empty if it does not.
 
-    Kernels take no time, and nothing that happens can prevent anything else, so the answer holds for
-    whatever they take.
+    ``pipeline[r]`` are the launches of rank r.  Kernels take no time here, and no event can prevent another,
+    so the answer holds for kernels of any length.
     """
     return Queues(pipeline, setting).run()
 
@@ -31,7 +31,7 @@ class Queues:
         self._unfinished = [0] * len(self._ranks)
         self._done = [bytearray(len(launches)) for launches in self._ranks]
         self._started = [bytearray(len(launches)) for launches in self._ranks]
-        # What has still to start before a launch can end: itself and those it meets.
+        # The number of launches that have yet to start before a launch can end: itself and those it meets.
         self._missing = [[1 + len(launch.meets) for launch in launches] for launches in self._ranks]
         self._met_by: dict[Place, list[Place]] = {}
         for rank, launches in enumerate(self._ranks):
@@ -40,11 +40,11 @@ class Queues:
                     if other is not None:
                         self._met_by.setdefault(other, []).append((rank, at))
         self._waiting = [_by_queue(launches) for launches in self._ranks]
-        # Where something may have become possible.
+        # The ranks on which a launch may have become possible.
         self._stirred = dict.fromkeys(range(len(self._ranks)))
 
     def run(self) -> str:
-        """Let everything happen that can; the circle, as ``circle``."""
+        """Let all launches start and end that can, and return the circle, as ``circle`` does."""
         self._settle()
         return "\n".join(self._circle())
 
@@ -94,7 +94,7 @@ class Queues:
                 self._begin(*member)
 
     def _begin(self, rank: int, at: int) -> None:
-        """Everything has started that ``at`` needs for its end."""
+        """Start to work on ``at``: all launches that it needs for its end have started."""
         self._finish(rank, at)
 
     def _finish(self, rank: int, at: int) -> None:
@@ -116,7 +116,7 @@ class Queues:
         yield from list(path.values())[first:]
 
     def _cause(self, rank: int, at: int) -> tuple[str, Place | None]:
-        """What an unfinished launch waits for, with the reason."""
+        """Return the reason why a launch is unfinished, and the launch that it waits for."""
         launch, done = self._ranks[rank][at], self._done[rank]
         if at > self._host[rank]:
             return "is not launched before", (rank, self._host[rank])

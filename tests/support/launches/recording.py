@@ -1,4 +1,4 @@
-"""The product's own executor, channels and plans run for one rank after the other and leave its launches."""
+"""Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from tests.support.launches.entries import Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 SECONDS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
-"""What one chunk's actions take, in the papers' unit."""
+"""The times of one chunk's actions, in the papers' unit."""
 
 
 class Recording:
-    """What one rank launched so far.
+    """The launches of one rank so far.
 
-    ``sends_look_done``: a send is told to be done whenever it is asked, so that it is waited for at once;
-    otherwise nobody is told so, and the host goes as far ahead as it may.
+    With ``sends_look_done`` every send reports that it is done, so that the rank waits for it at once;
+    otherwise no send does, and the host runs as far ahead as it may.
     """
 
     def __init__(self, sends_look_done: bool = False) -> None:
@@ -30,14 +30,14 @@ class Recording:
         self._last_on_compute: int | None = None
 
     def add(self, entry: Entry) -> int:
-        """Launch ``entry``; its number."""
+        """Launch ``entry`` and return its number."""
         if isinstance(entry, Kernel | Wait):
             self._last_on_compute = len(self.entries)
         self.entries.append(entry)
         return len(self.entries) - 1
 
     def stop_for_compute(self) -> None:
-        """The host waits for the compute stream: a tensor travels between its memory and the device's."""
+        """Let the host wait for the compute stream, as for a copy between its memory and the device's."""
         if self._last_on_compute is not None:
             self.add(HostWait(self._last_on_compute))
 
@@ -50,7 +50,7 @@ class RecordedWork:
         self._stops_host, self._looks_done = stops_host, looks_done
 
     def wait(self) -> bool:
-        """Stop the compute stream and, for a shape, which is read next, the host."""
+        """Stop the compute stream and, for a shape, which the host reads next, the host as well."""
         wait = self._recording.add(Wait(self._number))
         if self._stops_host:
             self._recording.add(HostWait(wait))
@@ -61,34 +61,34 @@ class RecordedWork:
 
 
 class RecordingGroup:
-    """A process group that notes its messages; a rank has one number in pipeline, group and world.
+    """A process group that records its messages; a rank has the same number in pipeline, group and world.
 
-    A message that tells a shape tells ``shape``; others leave the receiver's tensor alone.
+    A message that carries a shape carries ``shape``; others leave the receiver's tensor as it is.
     """
 
     def __init__(self, name: str, recording: Recording, shape: Sequence[int]) -> None:
         self._name, self._recording, self._shape = name, recording, torch.tensor(shape)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> RecordedWork:
-        tells_shape = tensors[0].dtype == torch.long
-        if tells_shape:
+        is_shape = tensors[0].dtype == torch.long
+        if is_shape:
             self._recording.stop_for_compute()
-        return self._launch(peer, True, tells_shape, False)
+        return self._launch(peer, True, is_shape, False)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> RecordedWork:
-        tells_shape = tensors[0].dtype == torch.long
-        if tells_shape:
+        is_shape = tensors[0].dtype == torch.long
+        if is_shape:
             tensors[0].copy_(self._shape)
-        return self._launch(peer, False, tells_shape, tells_shape)
+        return self._launch(peer, False, is_shape, is_shape)
 
-    def _launch(self, peer: int, is_send: bool, tells_shape: bool, stops_host: bool) -> RecordedWork:
-        transfer = Transfer(self._name, peer, is_send, "shape" if tells_shape else "")
+    def _launch(self, peer: int, is_send: bool, is_shape: bool, stops_host: bool) -> RecordedWork:
+        transfer = Transfer(self._name, peer, is_send, "shape" if is_shape else "")
         looks_done = is_send and self._recording.sends_look_done
         return RecordedWork(self._recording, self._recording.add(transfer), stops_host, looks_done)
 
 
 class NamedKernels:
-    """A stage, as ``executor.Stage``, that launches one kernel an action."""
+    """An ``executor.Stage`` that launches one kernel for each action."""
 
     def __init__(
         self, stage: int, recording: Recording, output: torch.Tensor, seconds: Mapping[Kind, float]
@@ -113,12 +113,12 @@ class NamedKernels:
 
 
 def plans(steps: Sequence[Schedule]) -> list[list[RankPlan]]:
-    """``[r]`` are rank r's plans for ``steps``."""
+    """Return the plans for ``steps``, of rank r at ``[r]``."""
     return [[plan_rank(schedule, rank) for schedule in steps] for rank in range(steps[0].ranks)]
 
 
 def record(steps: Sequence[Schedule], **options: Any) -> tuple[Launches, ...]:
-    """What all ranks launch in ``steps``, of which only the last flushes; options as ``record_plans``."""
+    """Return the launches of all ranks in ``steps``, of which only the last flushes; see ``record_plans``."""
     return record_plans(plans(steps), **options)
 
 
@@ -126,16 +126,16 @@ def record_plans(
     plans_of_ranks: Sequence[Sequence[RankPlan]],
     *,
     seconds: Mapping[Kind, float] = SECONDS,
-    tells_shapes: bool = False,
+    sends_shapes: bool = False,
     sends_look_done: bool = False,
     synchronized_between: bool = False,
 ) -> tuple[Launches, ...]:
-    """What all ranks launch: ``plans_of_ranks[r]`` are rank r's steps, of which only the last flushes.
+    """Return the launches of all ranks; of the steps of rank r, ``plans_of_ranks[r]``, only the last flushes.
 
-    ``tells_shapes``: every message sends its shape ahead.  ``synchronized_between``: so is the device between
-    two steps.
+    With ``sends_shapes`` every message sends its shape ahead.  With ``synchronized_between`` the device is
+    synchronized between two steps.
     """
-    shape = (1,) * (DIMENSIONS if tells_shapes else 1)
+    shape = (1,) * (DIMENSIONS if sends_shapes else 1)
     output = torch.zeros(shape)
     launched = []
     for rank, steps in enumerate(plans_of_ranks):
@@ -150,7 +150,7 @@ def record_plans(
             channels = Channels(
                 list(range(len(plans_of_ranks))),
                 *groups,
-                () if tells_shapes else shape,
+                () if sends_shapes else shape,
                 output.dtype,
                 output.device,
             )

@@ -1,15 +1,15 @@
-"""What Megatron's own schedules launch: they train on GPUs every day, so the model must let them finish.
+"""The launches of Megatron's own schedules, which train on GPUs every day, so the model must let them finish.
 
-Told from megatron-core 0.19.2, pipeline_parallel/schedules.py and p2p_communication.py.
+They follow megatron-core 0.19.2, pipeline_parallel/schedules.py and p2p_communication.py.
 """
 
 from tests.support.launches.entries import Batch, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 
 def one_f_one_b(ranks: int, microbatches: int, synchronized: bool) -> tuple[Launches, ...]:
-    """1F1B with batched messages: those of a moment start together and are waited for at once.
+    """Return 1F1B with batched messages, which start together and are waited for at once.
 
-    ``synchronized``: so is the device behind every batch (``batch_p2p_sync``).
+    With ``synchronized`` the device is synchronized behind every batch (``batch_p2p_sync``).
     """
     return tuple(_one_f_one_b(rank, ranks, microbatches, synchronized) for rank in range(ranks))
 
@@ -50,15 +50,15 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int, synchronized: bool) -
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> tuple[Launches, ...]:
-    """Interleaved 1F1B with ``overlap_p2p_comm``: the next receive is posted right behind the computing.
+    """Return interleaved 1F1B with ``overlap_p2p_comm``: the next receive is posted right behind an action.
 
-    ``microbatches`` are a multiple of ``ranks``.
+    ``microbatches`` must be a multiple of ``ranks``.
     """
     return tuple(_Interleaved(rank, ranks, microbatches, chunks).launches() for rank in range(ranks))
 
 
 class _Interleaved:
-    """One rank; its forwards, and its backwards, are numbered in their order over all chunks."""
+    """The launches of one rank; forwards and backwards are numbered in their order over all chunks."""
 
     def __init__(self, rank: int, ranks: int, microbatches: int, chunks: int) -> None:
         self._rank, self._ranks, self._chunks = rank, ranks, chunks
@@ -96,7 +96,7 @@ class _Interleaved:
         return tuple(self._found)
 
     def _step(self, kind: str, number: int, receives: bool = True) -> None:
-        """Outputs are let go early (``deallocate_pipeline_outputs``), so a forward's send is waited for."""
+        """Do an action and wait for its send: outputs are freed early (``deallocate_pipeline_outputs``)."""
         self._wait_for_input(kind)
         self._compute(kind, number)
         receive = receives and self._receives_behind(kind, number)
@@ -124,8 +124,8 @@ class _Interleaved:
     def _receives_behind(self, kind: str, number: int) -> bool:
         """Whether a message for the next action of this kind is expected behind this one.
 
-        The rank where a chunk's leg begins takes what the other end of the pipeline, p - 1 actions behind
-        it, hands on to the next chunk.
+        The rank where a chunk's leg begins receives the message to the next chunk from the other end of the
+        pipeline, which is p - 1 actions behind it.
         """
         if self._rank != (0 if kind == "F" else self._ranks - 1):
             return True
@@ -133,7 +133,7 @@ class _Interleaved:
         return behind >= 0 and self._chunk(kind, behind) != (self._chunks - 1 if kind == "F" else 0)
 
     def _exchange(self, kind: str, *, send: bool, receive: bool) -> list[int]:
-        """Even ranks send first, odd ones receive first; with two ranks each way has its own group."""
+        """Send first on even ranks and receive first on odd ones; with two ranks each way has a group."""
         onward = 1 if kind == "F" else -1
         to, source = (self._rank + onward) % self._ranks, (self._rank - onward) % self._ranks
         is_even = self._rank % 2 == 0

@@ -1,4 +1,4 @@
-"""Where something may synchronize a whole device: launches in, the same with the host's waits out."""
+"""Insert synchronizations of the whole device into launches, in places where a job may have them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,17 +7,17 @@ from tests.support.launches.entries import Entry, HostWait, Kernel, Launches, Wa
 
 
 def never(launches: Launches) -> Launches:
-    """Nowhere."""
+    """Insert none."""
     return launches
 
 
 def before_every_action(launches: Launches) -> Launches:
-    """As Megatron's timers do under ``--timing-log-level 2``."""
+    """Synchronize where Megatron's timers do under ``--timing-log-level 2``."""
     return _synchronized(launches, lambda entry, before: entry.name != before)
 
 
 def before_the_first_of_each_kind(launches: Launches) -> Launches:
-    """As lazily loaded modules and autotuning do: once for each kind of action of each stage."""
+    """Synchronize once for each kind of action of each stage, as lazily loaded modules and autotuning do."""
     seen: set[str] = set()
 
     def is_new(entry: Kernel, before: str) -> bool:
@@ -28,7 +28,7 @@ def before_the_first_of_each_kind(launches: Launches) -> Launches:
 
 
 def before_every_launch(launches: Launches) -> Launches:
-    """As the allocator may when it is short; stricter than all others, since it includes them."""
+    """Synchronize as the allocator may when memory is short; this includes all other places."""
     return _with_waits_at(
         launches, [at for at, entry in enumerate(launches) if not isinstance(entry, HostWait)]
     )
@@ -38,7 +38,7 @@ ALL = (never, before_every_action, before_the_first_of_each_kind, before_every_l
 
 
 def _synchronized(launches: Launches, is_at: Callable[[Kernel, str], bool]) -> Launches:
-    """With a synchronization before each kernel that ``is_at`` accepts, given the name of the one before."""
+    """Synchronize before each kernel that ``is_at`` accepts, given the name of the kernel before."""
 
     def places() -> Iterator[int]:
         before = ""

@@ -1,8 +1,8 @@
-"""Real training jobs on a CPU, and what every rank of them launches, from its first collective to its last.
+"""Real training jobs on a CPU, and the launches of every rank, from its first collective to its last.
 
-Megatron and the product run as users have them.  Whatever goes through torch's process groups is noted on
-its way and happens all the same, with one exception: nobody is told that a message has left, so that a rank
-goes as far ahead as it may.
+Megatron and the product run as users have them.  All messages and collectives of torch's process groups are
+recorded and take place, with one exception: no message ever reports that it has left, so that a rank runs
+as far ahead as it may.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, 
 from tests.support.ranks import run_ranks
 
 BETWEEN = "between steps"
-"""Where launches stand that belong to no action: those of set-up, finalization, optimizer and logs."""
+"""The place of launches that belong to no action: those of set-up, finalization, optimizer and logs."""
 
 _SAME_ON_ALL_RANKS: dict[str, int | None] = {
     "_allgather_base": 0,
@@ -51,8 +51,8 @@ _SAME_ON_ALL_RANKS: dict[str, int | None] = {
     "reduce_scatter_tensor_coalesced": 1,
     "scatter": 0,
 }
-"""The collectives of a process group, by their names in older and newer torch, and which of their arguments
-has the same shapes on all ranks; None where none has."""
+"""The collectives of a process group by their names in older and newer torch, each with the number of the
+argument that has the same shapes on all ranks, or None."""
 
 _STOP_HOST = (
     "all_gather_object",
@@ -63,15 +63,15 @@ _STOP_HOST = (
     "scatter_object_list",
     "send_object_list",
 )
-"""Functions of torch.distributed in which the host stops; over NCCL the others return once they launched."""
+"""Functions of torch.distributed in which the host stops; over NCCL the others return after the launch."""
 
 
 def record_job(world_size: int, flags: Sequence[str]) -> tuple[Launches, ...]:
-    """What all ranks of the world launch when the tiny GPT of ``training`` is trained with ``flags``.
+    """Return the launches of all ranks of the world when the tiny GPT of ``training`` trains with ``flags``.
 
-    A name says in which action a launch stands, or behind which one, and what it is, with its shapes where
-    all ranks have the same.  The host stops where torch.distributed returns a result to it; where else it
-    reads from the device is not noted: ``synchronizations`` lets it stop anywhere.
+    The name of a launch has the action in which, or behind which, it stands, and the function, with its
+    shapes where all ranks have the same.  The host stops where torch.distributed returns a result to it.
+    Other reads from the device are not recorded, since ``synchronizations`` lets the host stop anywhere.
     """
     argv = cpu.with_cpu_flags([*training.TINY, "--mock-data", *flags])
     return tuple(run_ranks(_train, world_size, argv))
@@ -79,30 +79,30 @@ def record_job(world_size: int, flags: Sequence[str]) -> tuple[Launches, ...]:
 
 def _train(rank: int, argv: list[str]) -> Launches:
     recording = _Recording()
-    with _listening(recording):
+    with _recorded(recording):
         training._train(rank, argv, training.initialize_by_layer, None)
     _require_all(recording.entries)
     return tuple(recording.entries)
 
 
 def _require_all(entries: Sequence[Entry]) -> None:
-    """RuntimeError if torch launched more in some group than is noted: through a method left out above."""
-    noted: Counter[str] = Counter()
+    """Raise RuntimeError if torch launched more in a group than is recorded, by a method left out above."""
+    recorded: Counter[str] = Counter()
     for entry in entries:
         if isinstance(entry, Collective | Transfer):
             # Gloo counts some coalesced collectives once for each tensor.
-            noted[entry.group] += 1 + ("coalesced" in entry.name) * entry.name.count(",")
+            recorded[entry.group] += 1 + ("coalesced" in entry.name) * entry.name.count(",")
     for group in dist.distributed_c10d._world.pg_map:
         launched = group._get_sequence_number_for_group()
-        if launched > noted[_name(group)]:
+        if launched > recorded[_name(group)]:
             raise RuntimeError(
-                f"{_name(group)} launched {launched} times, of which {noted[_name(group)]} are noted; "
-                "listen to the method of torch's process groups that is missing"
+                f"{_name(group)} launched {launched} times, of which {recorded[_name(group)]} are recorded; "
+                "wrap the method of torch's process groups that is missing"
             )
 
 
 class _Recording:
-    """What one rank launched so far."""
+    """The launches of one rank so far."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -110,28 +110,28 @@ class _Recording:
         self._works: dict[int, tuple[dist.Work, int]] = {}
 
     def go_to(self, action: str) -> None:
-        """What comes belongs to ``action``."""
+        """Let the launches that follow belong to ``action``."""
         self._action = action
         self.entries.append(Kernel(action))
 
     def launch(self, work: dist.Work | None, entry: Callable[[str], Entry]) -> None:
-        """Note what was launched, given the action, and that ``work`` is done when it is."""
+        """Record a launch, made by ``entry`` from the action; ``work`` stands for it in later waits."""
         # Works are kept, since another one could have the id of one that is gone.
         if work is not None:
             self._works[id(work)] = work, len(self.entries)
         self.entries.append(entry(self._action))
 
     def wait(self, work: dist.Work) -> None:
-        """The compute stream waits for ``work``, and then goes on with the action."""
+        """Let the compute stream wait for ``work``, and then continue with the action."""
         self.entries += Wait(self._works[id(work)][1]), Kernel(self._action)
 
     def stop_host(self) -> None:
-        """The host waits for everything."""
+        """Let the host wait for everything."""
         self.entries.append(HostWait())
 
 
 @contextmanager
-def _listening(recording: _Recording) -> Iterator[None]:
+def _recorded(recording: _Recording) -> Iterator[None]:
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, wrap: Callable[..., Any], *args: Any) -> None:
@@ -214,7 +214,7 @@ def _synchronous(recording: _Recording, original: Callable) -> Callable:
 
 
 def _rendezvous(recording: _Recording, original: Callable) -> Callable:
-    """All ranks of the world make each group together, whoever is in it."""
+    """Record that all ranks of the world make each group together, members or not."""
 
     def call(*args: Any, **options: Any) -> Any:
         world = tuple(range(dist.get_world_size()))
@@ -226,7 +226,7 @@ def _rendezvous(recording: _Recording, original: Callable) -> Callable:
 
 
 def _read_on_host(recording: _Recording, original: Callable) -> Callable:
-    """How many tokens go where, for which a GPU's host waits; on a CPU Megatron leaves them tensors."""
+    """Record that a GPU's host waits for the counts of tokens, which Megatron leaves in tensors on a CPU."""
 
     def read(numbers: Any, as_numpy: bool = False, **options: Any) -> Any:
         recording.stop_host()

@@ -1,34 +1,32 @@
-"""Event-driven list scheduling: run the pipeline on paper, and let each rank take what is most urgent.
+"""Event-driven list scheduling: simulate the pipeline, and let each free rank start its most urgent action.
 
-Urgency is a building block's timetable (arXiv 2405.15362, section 2): station x of microbatch j is
-due at ``due[x]`` and the sum of the first j ``gaps``.  The timetable orders, it does not bind: an
+Urgency follows from a building block's timetable (arXiv 2405.15362, section 2): station x of microbatch j
+is due at ``due[x]`` plus the sum of the first j ``gaps``.  The timetable gives priorities, not times: an
 action starts when its input is there, the rank is free and memory has room.
 
-Two rules keep memory.  A rank never keeps more than its limit.  And the microbatches that have not
-done their last forward on a rank leave room for the oldest of them to do all of its own, so that
-the oldest microbatch of the pipeline can always go on and the run never gets stuck; for two equal
-chunks and a limit of M that is "at most M - 1 forwards ahead of their second leg".
+Two rules keep the memory limit.  A rank never keeps more than its limit.  And the microbatches that have
+not done their last forward on a rank leave room for the oldest of them to do all of its own, so that the
+oldest microbatch of the pipeline can always continue and the simulation never gets stuck.  For two equal
+chunks and a limit of M that means "at most M - 1 forwards ahead of their second leg".
 """
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_pp_ext.compiler.search.problem import Orders, Problem
-
-NEVER = 1 << 62
-"""Later than anything, a W with the longest ``weight_delay`` included."""
+from megatron_pp_ext.compiler.search.problem import NEVER, Orders, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What a list schedule can be tuned by; times in the problem's integer units.
+    """The parameters of a list schedule; times are in the problem's integer units.
 
-    ``due[x]`` is when the first microbatch is due at station x and ``gaps[j]`` the time from
-    microbatch j to the next.  W of a stage is due ``weight_delay`` after its I.  A rank takes nothing that is
-    more than ``slack`` later than its most urgent action, there or not.  It waits up to ``patience``
-    for a more urgent action instead of starting a forward or an input gradient, and up to
-    ``weight_patience`` instead of a W.  One that ``makes_room`` does a W first when memory holds back
-    a forward that is more urgent than all it could do, and that is there or will be after the W.
+    The first microbatch is due at station x at ``due[x]``, and microbatch j + 1 is due ``gaps[j]`` after
+    microbatch j.  W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more
+    than ``slack`` later than its most urgent one, whether that one has its input or not.  It waits up to
+    ``patience`` for a more urgent action instead of starting a forward or an input gradient, and up to
+    ``weight_patience`` instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds
+    back a forward that is more urgent than all that it could do, and whose input is there by the end of
+    the W.
     """
 
     due: tuple[int, ...]
@@ -40,10 +38,10 @@ class Knobs:
     makes_room: bool
 
 
-def dispatch(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int, Orders] | None:
-    """Makespan and orders of the list schedule that ``knobs`` describe.
+def list_schedule(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int, Orders] | None:
+    """Return the makespan and the orders of the list schedule that ``knobs`` describe.
 
-    None if it gets stuck, and as soon as a rank has been idle for too long to end by ``longest``.
+    Return None if it gets stuck, and as soon as a rank has been idle for too long to end by ``longest``.
     """
     ranks = problem.placement.ranks
     stages = problem.placement.stages
@@ -68,7 +66,6 @@ def dispatch(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int,
     orders: Orders = [[] for _ in range(ranks)]
     # An event is (time, rank) in one integer; ties go to the lower rank.
     events = list(range(ranks))
-    never = NEVER
     while events:
         now, rank = divmod(heappop(events), ranks)
         if free_at[rank] > now:
@@ -76,10 +73,10 @@ def dispatch(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int,
         waiting[rank] = False
         queue = pending[rank]
         has_weight = next_pending[rank] < len(queue)
-        weight_due, next_weight = queue[next_pending[rank]] if has_weight else (never, -1)
+        weight_due, next_weight = queue[next_pending[rank]] if has_weight else (NEVER, -1)
 
-        best, best_due = -1, never
-        first_due = blocked_due = wake = never
+        best, best_due = -1, NEVER
+        first_due = blocked_due = wake = NEVER
         coming: list[tuple[int, int]] = []
         for station in own[rank]:
             count = done[station]
@@ -115,7 +112,7 @@ def dispatch(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int,
                 if arrival < wake:
                     wake = arrival
         if best >= 0 and best_due > first_due + slack:
-            best, best_due = -1, never
+            best, best_due = -1, NEVER
         if has_weight:
             if makes_room and blocked_due < best_due:
                 best, best_due = next_weight, blocked_due
@@ -130,7 +127,7 @@ def dispatch(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int,
                     break
         if best < 0:
             waiting[rank] = True
-            if wake < never:
+            if wake < NEVER:
                 heappush(events, wake * ranks + rank)
             continue
 

@@ -1,17 +1,17 @@
-"""How long is an order?  The searches' inner loop: ``simulate`` on integers, without the names."""
+"""Time orders in whole numbers: the searches' inner loop, which ``schedule.timing`` would be too slow for."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from megatron_pp_ext.compiler.search.problem import Orders, Problem
+from megatron_pp_ext.compiler.search.problem import Orders, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """An order with its clock, in integer time units.
+class TimedOrders:
+    """Orders with their times, in integer time units.
 
-    ``starts[r]`` are the starts of rank r's actions, ``ends[r]`` is the end of its last one and
-    ``arrived[x]`` when the input of each microbatch reached station x.
+    ``starts[r]`` are the starts of rank r's actions, ``ends[r]`` is the end of its last one, and
+    ``arrived[x]`` are the times at which the inputs of the microbatches reached station x.
     """
 
     starts: list[list[int]]
@@ -20,14 +20,14 @@ class Run:
 
     @property
     def makespan(self) -> int:
-        """First start to last end; the first start is F of stage 0 at time 0."""
+        """The time from the first start, that of F of stage 0 at time 0, to the last end."""
         return max(self.ends)
 
 
-def run(problem: Problem, orders: Orders) -> Run | None:
-    """Run ``orders`` on paper; None when the ranks wait for each other.
+def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
+    """Time ``orders``; None when the ranks wait for each other.
 
-    Memory is not looked at (see ``Problem.fits``), nor is W before its I.
+    Neither memory (see ``Problem.fits``) nor that a W follows its I is checked.
     """
     arrived: list[list[int]] = [[] for _ in range(problem.stations + 1)]
     arrived[0] = [0] * problem.microbatches
@@ -35,10 +35,10 @@ def run(problem: Problem, orders: Orders) -> Run | None:
     return _go_on(problem, orders, starts, [0] * len(orders), arrived, [0] * problem.stations)
 
 
-def rerun(problem: Problem, orders: Orders, before: Run, since: int) -> Run | None:
-    """``run`` for orders that are those of ``before`` in all actions that start earlier than ``since``.
+def retime_orders(problem: Problem, orders: Orders, before: TimedOrders, since: int) -> TimedOrders | None:
+    """Time ``orders`` like ``time_orders``, from ``since`` on.
 
-    For split backwards only.
+    All actions that start earlier must be those of ``before``.  For split backwards only.
     """
     duration, delay = problem.duration, problem.delay
     starts = [started[: bisect_left(started, since)] for started in before.starts]
@@ -63,8 +63,8 @@ def _go_on(
     ends: list[int],
     arrived: list[list[int]],
     following: list[int],
-) -> Run | None:
-    """Run from where each rank is; ``following`` counts what each station has done."""
+) -> TimedOrders | None:
+    """Continue from where each rank is; ``following`` counts the microbatches that each station has done."""
     stations = problem.stations
     whole = stations + problem.placement.stages
     duration, delay, home = problem.duration, problem.delay, problem.home
@@ -102,4 +102,30 @@ def _go_on(
         ends[rank] = now
     if any(len(started) < len(order) for started, order in zip(starts, orders, strict=True)):
         return None
-    return Run(starts, ends, arrived)
+    return TimedOrders(starts, ends, arrived)
+
+
+def times_to_end(problem: Problem, orders: Orders, timed: TimedOrders) -> Table:
+    """Return, for every code and microbatch, the time from its start to the end of all that waits for it.
+
+    For split backwards only.
+    """
+    rest = [[0] * problem.microbatches for _ in range(problem.stations + problem.placement.stages)]
+    to_come = [problem.microbatches] * len(rest)
+    then = [0] * len(orders)
+    latest_first = sorted(
+        (
+            (start, rank, code)
+            for rank, (order, starts) in enumerate(zip(orders, timed.starts, strict=True))
+            for start, code in zip(starts, order, strict=True)
+        ),
+        reverse=True,
+    )
+    for _, rank, code in latest_first:
+        to_come[code] -= 1
+        microbatch = to_come[code]
+        if code < problem.stations - 1:
+            then[rank] = max(then[rank], problem.delay[code] + rest[code + 1][microbatch])
+        then[rank] += problem.duration[code]
+        rest[code][microbatch] = then[rank]
+    return rest

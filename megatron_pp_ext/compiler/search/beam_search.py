@@ -1,12 +1,13 @@
-"""Put the actions of one stretch of time in a better order, by beam search; the stretch can be all.
+"""Put the actions in one window of time, or all actions, in a better order by beam search.
 
-What comes before the window stays.  What comes after keeps its order, which tells for every rank and
-every message how much time must be left.  The window is filled action by action, in the order of
-starts, along many partial orders side by side.  Those that cannot end in time are dropped, and those
-that another one with the same actions done is nowhere behind; of the others the least idle go on.
+The actions before the window stay as they are.  Those after it keep their order, from which follows how
+much time every rank and every message needs after the window.  The search fills the window action by
+action, in the order of starts, and follows many partial orders side by side.  It drops a partial order
+that cannot end in time, and one that is nowhere ahead of another one that has done the same actions.  Of
+the others it follows those with the least idle time.
 
-Only active schedules are looked at (Giffler and Thompson, Operations Research 8(4), 1960): no rank
-waits as long as an input gradient or a W takes that it could do meanwhile.  A forward may wait, since
+Only active schedules are considered (Giffler and Thompson, Operations Research 8(4), 1960): a rank never
+waits so long that it could have done an input gradient or a W in the meantime.  A forward may wait, since
 it takes memory.  A rank does its W in the order of its I.
 """
 
@@ -16,26 +17,21 @@ from operator import itemgetter, le
 from random import Random
 from typing import NamedTuple
 
-from megatron_pp_ext.compiler.search.evaluate import Run
-from megatron_pp_ext.compiler.search.problem import Orders, Problem
-
-_NEVER = 1 << 62
+from megatron_pp_ext.compiler.search.integer_timing import TimedOrders, times_to_end
+from megatron_pp_ext.compiler.search.problem import NEVER, Orders, Problem, Table, with_value
 
 _GREEDS = (0, 1, 4)
-"""How much the bound of a partial order counts beside its idle time; none is best everywhere."""
-
-Table = list[list[int]]
-"""A time for each code and microbatch."""
+"""Weights of a partial order's bound against its idle time; no single one is best everywhere."""
 
 
 class _State(NamedTuple):
-    """A partial order: the actions before the window and some of it.
+    """A partial order: the actions before the window and some of those in it.
 
-    ``bound`` is a makespan that nothing it leads to is below.  ``code`` was started last, at ``now``,
-    on ``rank``; the ones before it are those of ``parent``.  By rank: when it is ``free``, its ``live``
-    memory, the W it has pending (``weights``), the time that its part of the window still takes
-    (``left``) and its ``options``, pairs of (earliest start, code).  By code: how many are ``done``.
-    By station: when the inputs of its next actions arrive (``inbox``).
+    No complete order that follows from it has a makespan below ``bound``.  Its last action is ``code``,
+    which starts at ``now`` on ``rank``; ``parent`` has those before it.  Each rank has the time at which it
+    is ``free``, its ``live`` memory, its pending W (``weights``), the time that its part of the window still
+    takes (``left``) and its ``options`` for the next action, pairs of (earliest start, code).  ``done``
+    counts the actions of each code; ``inbox`` has the arrivals of the next inputs of each station.
     """
 
     bound: int
@@ -55,11 +51,11 @@ class _State(NamedTuple):
 class Window:
     """The actions of ``orders`` (split backwards only) that start in [``since``, ``until``).
 
-    ``size`` is their number; ``visited`` counts the partial orders that searches have extended, each
-    of which takes about as long.
+    ``size`` is their number.  ``visited`` counts the partial orders that searches have extended, which
+    measures their effort: each takes about as long.
     """
 
-    def __init__(self, problem: Problem, orders: Orders, timed: Run, since: int, until: int) -> None:
+    def __init__(self, problem: Problem, orders: Orders, timed: TimedOrders, since: int, until: int) -> None:
         self.problem = problem
         self.orders = orders
         self.cuts = [(bisect_left(starts, since), bisect_left(starts, until)) for starts in timed.starts]
@@ -72,8 +68,8 @@ class Window:
                 first[code] += 1
             for code in order[:stop]:
                 self.last[code] += 1
-        rest = rests(problem, orders, timed)
-        # What each rank still has to do when it has done its part of the window.
+        rest = times_to_end(problem, orders, timed)
+        # The time from the end of each rank's part of the window to the end of all.
         self.after = [
             rest[order[stop]][self.last[order[stop]]] if stop < len(order) else 0
             for order, (_, stop) in zip(orders, self.cuts, strict=True)
@@ -82,7 +78,7 @@ class Window:
         self.start = self._start(timed, rest, first)
 
     def _least(self, rest: Table, first: list[int]) -> Table:
-        """For every action of the window a time that cannot pass from its start to the end of it all."""
+        """Return a lower bound on the time from the start of each action in the window to the end of all."""
         problem, last = self.problem, self.last
         least = [list(times) for times in rest]
         for code in reversed(range(len(rest))):
@@ -95,8 +91,8 @@ class Window:
                 least[code][microbatch] = problem.duration[code] + then
         return least
 
-    def _start(self, timed: Run, rest: Table, first: list[int]) -> _State:
-        """The state before the first action of the window."""
+    def _start(self, timed: TimedOrders, rest: Table, first: list[int]) -> _State:
+        """Return the state before the first action of the window."""
         problem = self.problem
         duration = problem.duration
         sent = [problem.microbatches, *first]
@@ -112,7 +108,7 @@ class Window:
                 elif code >= problem.placement.stages:
                     pending.append(problem.weight_of(code))
             weights.append(tuple(pending))
-        # What is sent from before the window to after it takes as long as it takes.
+        # No order of the window changes messages from before it to after it.
         bound = max(
             (
                 timed.arrived[station][microbatch] + rest[station][microbatch]
@@ -153,7 +149,7 @@ class Window:
         done: Sequence[int],
         inbox: Sequence[Sequence[int]],
     ) -> tuple[tuple[int, int], ...]:
-        """What ``rank`` could do next, of what has been sent to it."""
+        """Return the actions that ``rank`` could do next with the inputs that have been sent to it."""
         problem = self.problem
         room = problem.limits[rank] - live
         found = [
@@ -168,9 +164,9 @@ class Window:
         return tuple(found)
 
     def search(self, width: int, goal: int, random: Random) -> Orders | None:
-        """Orders with a makespan below ``goal``, if following ``width`` partial orders at a time finds some.
+        """Return orders with a makespan below ``goal``, or None if the search finds none.
 
-        Of equal ones ``random`` decides which go on.
+        It follows ``width`` partial orders at a time; ``random`` breaks ties.
         """
         layer = [self.start]
         greed = random.choice(_GREEDS)
@@ -196,20 +192,20 @@ class Window:
     def _steps(
         self, state: _State, goal: int, greed: int, random: Random
     ) -> Iterator[tuple[int, int, int, int, int, int, _State]]:
-        """(score, random number, bound, start, rank, code, ``state``) of every action that could be next.
+        """Yield (score, random number, bound, start, rank, code, ``state``) for every possible next action.
 
-        The next action starts no earlier than the last one did: this makes each order come up once.
+        The next action starts no earlier than the last one, so that each order is visited once.
         """
         duration, stages = self.problem.duration, self.problem.placement.stages
         now, last = state.now, state.rank
         free, left, done, after = state.free, state.left, state.done, self.after
         bound, idle = state.bound, 0
-        latest = latest_forward = _NEVER
+        latest = latest_forward = NEVER
         possible = []
         for rank, options in enumerate(state.options):
             if not left[rank]:
                 continue
-            first = _NEVER
+            first = NEVER
             for start, code in options:
                 if start > now or (start == now and rank >= last):
                     possible.append((start, rank, code))
@@ -221,7 +217,7 @@ class Window:
                         latest_forward = end
                 elif end < latest:
                     latest = end
-            if first == _NEVER:
+            if first == NEVER:
                 first = max(now, free[rank])
             end = first + left[rank] + after[rank]
             idle += end
@@ -229,7 +225,7 @@ class Window:
                 bound = end
         if bound >= goal:
             return
-        if latest == _NEVER:
+        if latest == NEVER:
             latest = latest_forward
         for start, rank, code in possible:
             if start < latest:
@@ -239,35 +235,35 @@ class Window:
                     yield score, random.getrandbits(16), total, start, rank, code, state
 
     def _after(self, state: _State, bound: int, start: int, rank: int, code: int) -> _State:
-        """``state`` and one action more."""
+        """Return ``state`` with one action more."""
         problem = self.problem
         end = start + problem.duration[code]
-        free = _with(state.free, rank, end)
-        live = _with(state.live, rank, state.live[rank] + problem.taken[code] - problem.freed[code])
-        left = _with(state.left, rank, state.left[rank] - problem.duration[code])
-        done = _with(state.done, code, state.done[code] + 1)
+        free = with_value(state.free, rank, end)
+        live = with_value(state.live, rank, state.live[rank] + problem.taken[code] - problem.freed[code])
+        left = with_value(state.left, rank, state.left[rank] - problem.duration[code])
+        done = with_value(state.done, code, state.done[code] + 1)
         weights, inbox = state.weights, state.inbox
         changed = [rank]
         if code >= problem.stations:
             at = weights[rank].index(code)
-            weights = _with(weights, rank, weights[rank][:at] + weights[rank][at + 1 :])
+            weights = with_value(weights, rank, weights[rank][:at] + weights[rank][at + 1 :])
         else:
-            inbox = _with(inbox, code, inbox[code][1:])
+            inbox = with_value(inbox, code, inbox[code][1:])
             if code >= problem.placement.stages:
-                weights = _with(weights, rank, (*weights[rank], problem.weight_of(code)))
+                weights = with_value(weights, rank, (*weights[rank], problem.weight_of(code)))
             after = code + 1
             if after < problem.stations and done[code] <= self.last[after]:
-                inbox = _with(inbox, after, (*inbox[after], end + problem.delay[code]))
+                inbox = with_value(inbox, after, (*inbox[after], end + problem.delay[code]))
                 if problem.home[after] != rank:
                     changed.append(problem.home[after])
         options = state.options
         for where in changed:
             found = self._options(where, free[where], live[where], weights[where], done, inbox)
-            options = _with(options, where, found)
+            options = with_value(options, where, found)
         return _State(bound, start, rank, code, state, free, live, weights, left, options, done, inbox)
 
     def _orders(self, state: _State) -> Orders:
-        """The whole orders that ``state``, a full window, stands for."""
+        """Return the complete orders for ``state``, in which the window is full."""
         inside: Orders = [[] for _ in self.orders]
         while state.parent is not None:
             inside[state.rank].append(state.code)
@@ -276,30 +272,3 @@ class Window:
             order[:start] + filled[::-1] + order[stop:]
             for order, filled, (start, stop) in zip(self.orders, inside, self.cuts, strict=True)
         ]
-
-
-def rests(problem: Problem, orders: Orders, timed: Run) -> Table:
-    """For every code and microbatch the time from its start to the end of all that waits for it."""
-    rest = [[0] * problem.microbatches for _ in range(problem.stations + problem.placement.stages)]
-    to_come = [problem.microbatches] * len(rest)
-    then = [0] * len(orders)
-    latest_first = sorted(
-        (
-            (start, rank, code)
-            for rank, (order, starts) in enumerate(zip(orders, timed.starts, strict=True))
-            for start, code in zip(starts, order, strict=True)
-        ),
-        reverse=True,
-    )
-    for _, rank, code in latest_first:
-        to_come[code] -= 1
-        microbatch = to_come[code]
-        if code < problem.stations - 1:
-            then[rank] = max(then[rank], problem.delay[code] + rest[code + 1][microbatch])
-        then[rank] += problem.duration[code]
-        rest[code][microbatch] = then[rank]
-    return rest
-
-
-def _with[Value](values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:
-    return (*values[:at], value, *values[at + 1 :])

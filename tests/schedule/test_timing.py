@@ -1,11 +1,11 @@
-"""A replayed schedule ends when a simulated one does."""
+"""A schedule that is timed again and again ends when the simulated one does."""
 
 import pytest
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.replay import Replay, makespan
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -13,7 +13,7 @@ def test_spans_are_the_simulations(name):
     schedule = catalog.build(name, 4, 9)
     stages = schedule.placement.stages
     costs = Costs(tuple(StageCosts(1 + s / 7, 1.1 + s / 9, 0.7 + s / 11) for s in range(stages)), 0.13)
-    timeline, spans = simulate(schedule, costs), Replay(schedule).spans(costs)
+    timeline, spans = simulate(schedule, costs), ScheduleTimer(schedule).spans(costs)
     assert [(span.start, span.end) for span in spans] == [
         (events[0].start, events[-1].end) for events in timeline.events
     ]
@@ -26,7 +26,8 @@ def test_each_action_with_seconds_of_its_own(name):
     schedule = catalog.build(name, 4, 9)
     stages = schedule.placement.stages
     costs = Costs(tuple(StageCosts(1 + s / 7, 1.1 + s / 9, 0.7 + s / 11) for s in range(stages)), 0.13)
-    found = makespan(schedule, lambda action: costs.stages[action.stage].seconds(action.kind), costs.hop)
-    assert found == pytest.approx(simulate(schedule, costs).makespan)
-    slow = makespan(schedule, lambda action: 1.0 + (action.microbatch == 3), 0.0)
-    assert slow > makespan(schedule, lambda action: 1.0, 0.0)
+    timer = ScheduleTimer(schedule)
+    found = timer.makespan(lambda action: costs.stages[action.stage].seconds(action.kind), costs.hop)
+    assert found == simulate(schedule, costs).makespan
+    slow = timer.makespan(lambda action: 1.0 + (action.microbatch == 3), 0.0)
+    assert slow > timer.makespan(lambda action: 1.0, 0.0)

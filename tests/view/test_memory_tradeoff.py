@@ -5,7 +5,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import frontier
+from megatron_pp_ext.view import memory_tradeoff
 
 NAMES = ("gpipe", "1f1b", "v-half", "v-zb", "interleaved-zb", "dualpipe-v")
 
@@ -17,7 +17,7 @@ def timelines():
 
 
 def drawn(timelines, compiled, tmp_path):
-    frontier.draw(timelines, compiled, 90, tmp_path / "a.svg", "a title")
+    memory_tradeoff.draw_schedules(timelines, compiled, 90, tmp_path / "a.svg", "a title")
     return (tmp_path / "a.svg").read_text()
 
 
@@ -36,17 +36,17 @@ def test_what_keeps_far_more_is_only_named(timelines, tmp_path):
 
 
 def test_compiled_schedules_are_a_line_of_their_own(timelines, tmp_path):
-    assert frontier._COMPILED not in drawn(timelines, [], tmp_path)
+    assert memory_tradeoff._STEPS not in drawn(timelines, [], tmp_path)
     picture = drawn(timelines, [timelines["v-half"], timelines["v-zb"]], tmp_path)
-    assert frontier._COMPILED in picture
+    assert memory_tradeoff._STEPS in picture
     assert "flex, compiled for a limit" in picture
 
 
 def test_labels_cover_neither_each_other_nor_points():
-    assert frontier._overlap((0, 0, 2, 2), (1, 1, 3, 3))
-    assert not frontier._overlap((0, 0, 2, 2), (2, 0, 3, 2))
+    assert memory_tradeoff._overlap((0, 0, 2, 2), (1, 1, 3, 3))
+    assert not memory_tradeoff._overlap((0, 0, 2, 2), (2, 0, 3, 2))
 
 
 def test_an_unknown_format_is_refused(timelines, tmp_path):
     with pytest.raises(ValueError, match="is no picture file"):
-        frontier.draw(timelines, [], 90, tmp_path / "a.txt", "")
+        memory_tradeoff.draw_schedules(timelines, [], 90, tmp_path / "a.txt", "")

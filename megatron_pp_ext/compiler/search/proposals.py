@@ -1,8 +1,8 @@
-"""Orders that are proposed for a pipeline, and whether its limits allow them.
+"""Propose orders for a pipeline, from the published families or from a search, that keep its limits.
 
-A limit has to hold messages beside activations.  How many a rank holds follows from the orders of all
-ranks, so no search can count them on its way: it gets limits with room left for messages, and what it
-finds is judged with its own.
+A limit has to hold messages beside activations.  How many messages a rank holds follows from the complete
+orders of all ranks, so no search can count them on its way.  A search is given limits that leave room for
+messages, and its results are then judged with their own number of messages.
 """
 
 import math
@@ -10,15 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
-from megatron_pp_ext.compiler.search.evaluate import run
+from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem, problem_of
-from megatron_pp_ext.compiler.search.published import published
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 _ATTEMPTS = 3
-"""How often a search may begin anew, with more room left for messages each time."""
+"""The number of times that a search may run, with more room left for messages each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,12 @@ class Proposal:
 
     @property
     def timeline(self) -> Timeline:
-        """It, simulated."""
-        return simulate(self.problem.schedule(self.orders, "flex"), self.costs)
+        """The proposal as a simulated schedule."""
+        return simulate(self.problem.schedule(self.orders, FLEX), self.costs)
 
 
 def from_families(problem: Problem, costs: Costs, limits: Sequence[float]) -> list[Proposal]:
-    """The published families that keep the limits, or where there is none, the order that always does."""
+    """Return the published families that keep the limits, or else the order that always does."""
     families = (
         (orders, f"published {schedule.name}")
         for schedule in published(problem.placement, problem.microbatches)
@@ -48,9 +51,23 @@ def from_families(problem: Problem, costs: Costs, limits: Sequence[float]) -> li
     return kept or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
 
 
+def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """Yield every schedule of the catalogue that has this very placement, in the catalogue's order.
+
+    They are not checked: on large pipelines that takes longer than all the rest, and the compiler
+    checks its winner.
+    """
+    for entry in catalog.ENTRIES.values():
+        if entry.shape is placement.shape and entry.accepts(placement.chunks):
+            try:
+                yield entry.build(placement.ranks, microbatches, placement.chunks)
+            except ValueError:  # it has no schedule for these sizes
+                continue
+
+
 def _timed(problem: Problem, costs: Costs, found: Iterable[tuple[Orders, str]]) -> Iterator[Proposal]:
     for orders, origin in found:
-        timed = run(problem, orders)
+        timed = time_orders(problem, orders)
         if timed is not None:
             yield Proposal(timed.makespan / problem.scale, problem, orders, costs, origin)
 
@@ -58,10 +75,10 @@ def _timed(problem: Problem, costs: Costs, found: Iterable[tuple[Orders, str]]) 
 def from_search(
     problem: Problem, costs: Costs, limits: Sequence[float], trials: int, bound: float
 ) -> list[Proposal]:
-    """What a search of ``problem`` finds and ``limits`` allow; no makespan is below ``bound``.
+    """Return the results of a search of ``problem`` that keep ``limits``; no makespan is below ``bound``.
 
-    The search has the room beside the fewest messages that there can be.  Where the best that it finds has
-    more, and they do not fit in, it begins anew with room for that many.
+    The search may use the room beside the fewest messages that there can be.  Where the best result has more
+    messages, and they do not fit, the search begins anew with room for that many.
     """
     placement, microbatches = problem.placement, problem.microbatches
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
@@ -79,7 +96,7 @@ def from_search(
             break
         timeline = best.timeline
         beside = zip(limits, timeline.peak_messages, timeline.peak_memory, rooms, needed, strict=True)
-        # A rank that keeps no activations has nothing to give up.
+        # A rank that keeps no activations cannot make room by keeping fewer.
         less = tuple(
             room if at_most(peak, limit) else max(least or room, limit - messages * costs.message)
             for limit, messages, peak, room, least in beside
@@ -92,12 +109,12 @@ def from_search(
 
 
 def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:
-    """Whether ``limits`` hold the messages of ``proposal`` too, whose activations they hold."""
+    """Whether ``limits``, which hold the activations of ``proposal``, hold its messages as well."""
     return not proposal.costs.message or all(map(at_most, proposal.timeline.peak_memory, limits))
 
 
 def one_at_a_time(problem: Problem) -> Orders:
-    """The orders that fit wherever any do: a microbatch starts when the one before has ended."""
+    """Return the orders that fit wherever any do: a microbatch starts when the one before has ended."""
     orders: Orders = [[] for _ in range(problem.placement.ranks)]
     for _ in range(problem.microbatches):
         for station in range(problem.stations):

@@ -1,0 +1,75 @@
+"""The catalogue's entry for one schedule.  All other code decides by entries, never by a schedule's name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.placement import Placement, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The closed forms of a schedule for p ranks and m microbatches, which tests hold it to.
+
+    They are for unit cost (F, I and W take one tick each, B two, and messages none) and for the
+    entry's own ``chunks`` a rank.  ``makespan`` is in ticks.  ``peak`` is the most chunks of
+    activations that a rank keeps.  Both are met wherever ``holds``; elsewhere ``peak`` is an upper
+    bound and ``makespan`` does not apply.
+    """
+
+    makespan: Callable[[int, int], int]
+    peak: Callable[[int, int], int]
+    holds: Callable[[int, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One schedule of the catalogue.
+
+    ``chunks`` is the number of stages a rank, and with ``more_chunks`` only the fewest and the
+    default.  ``make`` takes (ranks, microbatches), and with ``more_chunks`` the chunks as a third
+    argument; it raises ValueError for sizes that it has no schedule for.  ``splits_backward`` is
+    whether any backward comes in two halves, so that weight gradients must be deferrable.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    shape: Shape
+    chunks: int
+    make: Callable[..., Schedule]
+    splits_backward: bool
+    more_chunks: bool = False
+    promise: Promise | None = None
+
+    def accepts(self, chunks: int) -> bool:
+        """Whether a rank may have this many chunks."""
+        return chunks == self.chunks or (self.more_chunks and chunks > self.chunks)
+
+    @property
+    def chunks_phrase(self) -> str:
+        """The accepted chunks in words: "2", or "2 or more"."""
+        return f"{self.chunks} or more" if self.more_chunks else str(self.chunks)
+
+    def placement(self, ranks: int, chunks: int | None = None) -> Placement:
+        """Return where the stages live; ValueError where a rank cannot have that many chunks."""
+        return Placement(self.shape, ranks, self._accepted(chunks))
+
+    def build(self, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+        """Build the schedule without checking it, which ``catalog.build`` does.
+
+        Raises ValueError for chunks that are not accepted and for sizes that it cannot be built for.
+        """
+        chunks = self._accepted(chunks)
+        return self.make(ranks, microbatches, *([chunks] if self.more_chunks else []))
+
+    def _accepted(self, chunks: int | None) -> int:
+        if chunks is None:
+            return self.chunks
+        if not self.accepts(chunks):
+            other = "interleaved" if chunks > self.chunks else "1f1b"
+            raise ValueError(
+                f"{self.name} got {chunks} chunk(s) a rank, but has {self.chunks_phrase}: leave chunks out, "
+                f"or use {other}"
+            )
+        return chunks
