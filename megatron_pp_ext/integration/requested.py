@@ -1,21 +1,21 @@
-"""The pipeline that this process was asked to run, if any.
+"""The pipeline that the flags of this process request, if they request one.
 
-Set once, while Megatron's arguments are validated; every seam asks here, and does what stock
-does when nothing was asked for.
+It is set once, while Megatron validates its arguments.  Where there is none, every seam does what stock does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_pp_ext.integration.request.profile_steps import ProfileSteps
-from megatron_pp_ext.integration.request.sources import Source
-from megatron_pp_ext.integration.request.updates import Updates
+from megatron_pp_ext.request.measurements import ProfileSteps
+from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.request.source import Source
+from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.schedule.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What the flags said: where schedules come from, where stages live, what to record, when to update.
+    """The requested pipeline: its source of schedules, its placement, what to measure and when to update.
 
     Without a ``source`` stock's own schedules run, with stock's own ``placement``.
     """
@@ -24,15 +24,17 @@ class Pipeline:
     placement: Placement
     trace: Path | None = None
     updates: Updates | None = None
-    """Of a pipeline that never flushes; None where every step ends with all its microbatches done."""
+    """The updates of a pipeline that never flushes; None where every step flushes."""
     profile_steps: ProfileSteps | None = None
     """The training steps to measure and to compile a better schedule from."""
     profile: Path | None = None
-    """Where to write the costs of every layer, under stock's schedules."""
+    """The file for the costs of every layer, measured under stock's schedules."""
     rehearsal: Path | None = None
-    """Where to write what this rank, alone in its pipeline, measured."""
+    """The file for what this rank measures while it runs without the others."""
     layers: tuple[int, ...] = ()
-    """Of a rehearsed pipeline: how many layers each stage has."""
+    """The number of layers of each stage; only a rehearsal sets it."""
+    request: Request | None = field(default=None, compare=False)
+    """The reading of the flags that all of this follows from."""
 
     @property
     def name(self) -> str:
@@ -53,12 +55,12 @@ _pipeline: Pipeline | None = None
 
 
 def pipeline() -> Pipeline | None:
-    """The pipeline asked for, or None: then everything stays stock."""
+    """The requested pipeline; None where everything stays stock."""
     return _pipeline
 
 
 def require() -> Pipeline:
-    """The pipeline asked for; only for code that runs when there is one."""
+    """The requested pipeline, for code that runs only when there is one."""
     if _pipeline is None:
         raise RuntimeError("no --pipeline-schedule is active")
     return _pipeline

@@ -1,1 +1,1 @@
-"""What Megatron's flags ask of a pipeline, decided in one place.  Pure Python: neither torch nor Megatron."""
+"""The meaning of Megatron's flags for a pipeline.  Pure Python: neither torch nor Megatron."""

@@ -1,31 +1,120 @@
-"""How many layers a model has, and how they spread over pipeline stages where nothing else is said."""
+"""How a model's layers are cut into pipeline stages, as Megatron's flags request it.
 
+Stages are counted in model order.  The functions here return, before anything is built, the layers that
+``get_num_layers_to_build`` (``megatron.core.transformer.transformer_block``),
+``PipelineParallelLayerLayout`` (``megatron.core.transformer.pipeline_parallel_layer_layout``) and
+``select_pipeline_segment`` (``megatron.core.models.hybrid.hybrid_layer_allocation``) will build; tests
+compare the two.
+"""
+
+import re
 from argparse import Namespace
+from itertools import pairwise
+from typing import Any
+
+ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+
+_LAYOUT_PIECE = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,])(?:\*(\d+))?|,")
+_LAYOUT_LETTERS = "EtLm|"
 
 
 def pattern(args: Namespace) -> str | None:
-    """The layers of --hybrid-layer-pattern, a letter each, and its | between stages; None without one.
+    """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
 
-    What follows a slash is multi-token prediction, which goes with the last stage.
+    What follows a slash is multi-token prediction, which belongs to the last stage.
     """
     given = args.hybrid_layer_pattern or args.hybrid_override_pattern
     return given.partition("/")[0] if given else None
 
 
 def count(args: Namespace) -> int:
-    """How many layers the model has; 0 where the flags do not tell."""
+    """The number of layers of the model; 0 where the flags do not give it."""
     letters = pattern(args)
     return len(letters.replace("|", "")) if letters else int(args.num_layers or 0)
 
 
 def spread(args: Namespace) -> int:
-    """How many layers are spread over the stages, the ends counted where they take a layer's place."""
+    """The number of layers that are spread over the stages, with the ends that count as layers."""
     ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     return int(count(args) + ends)
 
 
-def evenly(args: Namespace, stages: int) -> list[int]:
-    """How many layers each of ``stages`` stages has; ValueError where they do not fill them."""
+def layout(args: Namespace) -> list[str] | None:
+    """The stages of --pipeline-model-parallel-layout, a letter a layer; None without the flag.
+
+    E is the embedding, t a transformer layer, m multi-token prediction and L the output layer with the
+    loss.  ValueError for a layout that Megatron cannot read.
+    """
+    given = args.pipeline_model_parallel_layout
+    return None if given is None else _unrolled(given, given).split("|")
+
+
+def _unrolled(text: str, whole: str) -> str:
+    """``text`` with every ``x*n`` and ``(...)*n`` written out and without commas."""
+    letters, end = "", 0
+    while end < len(text):
+        piece = _LAYOUT_PIECE.match(text, end)
+        if piece is None or (piece[3] and piece[3] not in _LAYOUT_LETTERS):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {whole} has {text[end]!r} where one of E t m L | or a "
+                "repetition such as t*3 or (tt|)*3 must stand; correct it"
+            )
+        end = piece.end()
+        if piece[1] is not None:
+            letters += _unrolled(piece[1], whole) * int(piece[2])
+        elif piece[3]:
+            letters += piece[3] * int(piece[4] or 1)
+    return letters
+
+
+def value(args: Namespace, flag: str) -> Any:
+    """Return the value of ``flag``; None where this release of Megatron lacks it."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def stages_flag(args: Namespace) -> str | None:
+    """The flag that fixes the number of stages or their layers, None where a schedule may choose it."""
+    for flag in ("--pipeline-model-parallel-layout", *ENDS, "--num-layers-per-virtual-pipeline-stage"):
+        if value(args, flag) is not None:
+            return flag
+    return "--hybrid-layer-pattern" if "|" in (pattern(args) or "") else None
+
+
+def stages_described(args: Namespace) -> int | None:
+    """The number of stages that a layout, or a pattern with |, describes; None where neither does."""
+    stages = layout(args)
+    if stages is not None:
+        return len(stages)
+    segments = pattern(args)
+    return segments.count("|") + 1 if segments and "|" in segments else None
+
+
+def has_given_ends(args: Namespace) -> bool:
+    """Whether a flag gives the first or the last pipeline rank a number of layers of its own."""
+    return any(value(args, flag) is not None for flag in ENDS)
+
+
+def by_stage(args: Namespace, stages: int) -> list[int]:
+    """The number of layers of each of ``stages`` stages; ValueError where the layers do not fill them."""
+    described = layout(args)
+    if described is not None:
+        return [stage.count("t") for stage in described]
+    segments = pattern(args)
+    if segments and "|" in segments:
+        return [len(segment) for segment in segments.split("|")]
+    if has_given_ends(args):
+        ranks = args.pipeline_model_parallel_size
+        by_rank, chunks = _by_rank(args), stages // ranks
+        if any(layers % chunks for layers in by_rank):
+            raise ValueError(
+                f"ranks of {by_rank} layers cannot be cut into {chunks} chunks each; {_ends_fix(args)}"
+            )
+        return [by_rank[stage % ranks] // chunks for stage in range(stages)]
+    return _evenly(args, stages)
+
+
+def _evenly(args: Namespace, stages: int) -> list[int]:
+    """The layers of each stage where no flag describes the stages."""
     each, left = divmod(spread(args), stages)
     if left:
         ends = spread(args) - count(args)
@@ -39,3 +128,32 @@ def evenly(args: Namespace, stages: int) -> list[int]:
     even[0] -= args.account_for_embedding_in_pipeline_split
     even[-1] -= args.account_for_loss_in_pipeline_split
     return even
+
+
+def _by_rank(args: Namespace) -> list[int]:
+    """The number of layers of each rank where the first or the last rank has a number of its own."""
+    front, back = ([given] if (given := value(args, flag)) is not None else [] for flag in ENDS)
+    others = args.pipeline_model_parallel_size - len(front) - len(back)
+    left = count(args) - sum(front + back)
+    if left < 0 or (left % others if others else left):
+        raise ValueError(f"{left} layers cannot be shared evenly by {others} other ranks; {_ends_fix(args)}")
+    return [*front, *[left // others if others else 0] * others, *back]
+
+
+def _ends_fix(args: Namespace) -> str:
+    given = [flag for flag in ENDS if value(args, flag) is not None]
+    return f"change {' or '.join(given)}, or describe the stages with --pipeline-model-parallel-layout"
+
+
+def as_v(args: Namespace) -> str:
+    """The layout of a V that cuts each rank's layers in two, with the smaller parts at the model's ends."""
+    by_rank = _by_rank(args)
+    halves = [part for layers in by_rank for part in (layers - layers // 2, layers // 2)]
+    halves[0], halves[1] = halves[1], halves[0]
+    return "E" + "|".join("t" * layers for layers in halves) + "L"
+
+
+def cut_evenly(letters: str, stages: int) -> str:
+    """A hybrid pattern with | between ``stages`` stages whose lengths differ by one at most."""
+    edges = [len(letters) * stage // stages for stage in range(stages + 1)]
+    return "|".join(letters[start:end] for start, end in pairwise(edges))

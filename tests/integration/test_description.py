@@ -3,13 +3,13 @@
 import pytest
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request.launch_flags import layers_by_stage, read_flags, stages_asked_for
+from megatron_pp_ext.integration.request.launch_flags import read_flags
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, spelled
+from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, describe, flag
-from megatron_pp_ext.planner.step.whole import estimate_plan
-from megatron_pp_ext.request.plan import plan_of
+from megatron_pp_ext.request.pipeline import for_world
 from tests.support.training import TINY
 
 
@@ -34,7 +34,7 @@ def test_a_description_and_its_flags_say_the_same():
         "hidden_dropout": 0.05, "fp8": "hybrid", "bf16": True, "normalization": "RMSNorm", "num_experts": 4,
     }  # fmt: skip
     candidate = Candidate(2, 1, 2, 2, 4, 1, 8, Recompute("all", "full", "uniform", 1), "flex", 2, 123456)
-    args = read_flags(launch_lines.flags(candidate, launch_lines.words_of(values)))
+    args = read_flags(launch_lines.flags(candidate, spelled(values)))
     expected = vars(candidate.described(describe(values)))
     assert {name: getattr(args, name) for name in expected} == {
         **expected, "attention_backend": args.attention_backend,
@@ -43,9 +43,8 @@ def test_a_description_and_its_flags_say_the_same():
 
 def test_uneven_stages_are_cut_as_megatron_cuts_them():
     args = read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3L")
-    plan = plan_of(args, 2, stages_asked_for(args))
-    found = estimate_plan(args, system.read("h100"), plan, lambda stages: layers_by_stage(args, stages))
-    even = estimate_plan(args, system.read("h100"), plan)
+    evenly = read("--pipeline-model-parallel-size 2")
+    found, even = (estimate_request(one, system.read("h100"), for_world(one, 2)) for one in (args, evenly))
     assert found.ranks[0].weights > even.ranks[0].weights
     assert sum(rank.weights for rank in found.ranks) == pytest.approx(
         sum(rank.weights for rank in even.ranks)

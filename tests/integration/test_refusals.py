@@ -1,24 +1,13 @@
 """Bad input is refused in one line, before any process group exists."""
 
 import pytest
-from megatron.training import arguments as megatron_arguments
 from megatron.training import yaml_arguments
 
-from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request.refusals import _ALWAYS, _SPLIT, _V
-from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.request.refusals import ALWAYS, MIRRORED, SPLIT, unsplit_engine
 from megatron_pp_ext.schedule.placement import loop
+from tests.support.flags import PP4, assert_refused, read
 from tests.support.ranks import RankError
-from tests.support.training import TINY, has_flag, train
-
-PP4 = "--pipeline-model-parallel-size 4"
-
-
-def read(monkeypatch: pytest.MonkeyPatch, flags: str):
-    monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    return read_flags(megatron_arguments.parse_args())
-
+from tests.support.training import has_flag, train
 
 REFUSED = {
     "unknown name": (f"{PP4} --pipeline-schedule v-haf", r"'v-haf' \(did you mean 'v-half'\?\).*1f1b.*zb-h1"),
@@ -54,19 +43,19 @@ REFUSED = {
     ),
     "virtual stages": (
         f"{PP4} --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule v-half",
-        "has 2 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank asks for 3; set it to 2",
+        "has 2 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank requests 3; set it to 2",
     ),
     "virtual stages on a line": (
         f"{PP4} --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1",
-        "has 1 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank asks for 2",
+        "has 1 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank requests 2",
     ),
     "layers a virtual stage": (
         f"{PP4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule v-half",
-        "--num-layers-per-virtual-pipeline-stage asks for 4; leave it out",
+        "--num-layers-per-virtual-pipeline-stage requests 4; leave it out",
     ),
     "layout": (
         f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|ttL --pipeline-schedule v-half",
-        "--pipeline-model-parallel-layout asks for 1; give it 8 stages",
+        "--pipeline-model-parallel-layout requests 1; give it 8 stages",
     ),
     "uneven layout": (
         f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|tt|L --pipeline-schedule v-half",
@@ -91,26 +80,26 @@ REFUSED = {
     ),
     "hybrid pattern with other stages": (
         f"{PP4} --hybrid-layer-pattern M*|M*|M*|M* --pipeline-schedule v-half",
-        "--hybrid-layer-pattern asks for 1; give it 8 stages",
+        "--hybrid-layer-pattern requests 1; give it 8 stages",
     ),
     "interleaved with one chunk": (
         f"{PP4} --num-virtual-stages-per-pipeline-rank 1 --pipeline-schedule interleaved",
-        "has 2 or more chunk.s. a rank, .* asks for 1",
+        "has 2 or more chunk.s. a rank, .* requests 1",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_line(case, monkeypatch):
-    flags, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as error:
-        read(monkeypatch, flags)
-    assert "\n" not in str(error.value)
+    assert_refused(monkeypatch, *REFUSED[case])
 
 
 @pytest.mark.parametrize(
     ("schedule", "refusal"),
-    [*(("v-half", r) for r in (*_ALWAYS, *_SPLIT, *_V)), *(("1f1b", r) for r in _ALWAYS)],
+    [
+        *(("v-half", r) for r in (*ALWAYS, unsplit_engine("0.0.0"), *SPLIT, *MIRRORED)),
+        *(("1f1b", r) for r in ALWAYS),
+    ],
     ids=lambda value: getattr(value, "flag", value),
 )
 def test_every_refusal_is_reached(schedule, refusal, monkeypatch):

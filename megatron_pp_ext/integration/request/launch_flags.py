@@ -1,4 +1,4 @@
-"""A launch script's flags, read by Megatron's own parser: no process group, no device, nothing patched."""
+"""The flags of a launch script, read by Megatron's own parser without a process group, device or patch."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_pp_ext.integration.request import layer_cut
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
 from megatron_pp_ext.planner.step.model_description import require_complete
@@ -20,12 +19,12 @@ _NOT_COUNTED = (
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, where argparse would end the process."""
+        """Raise the error in one line, where argparse would end the process."""
         raise ValueError(f"in the model's flags: {message}: correct it")
 
 
 def read_flags(words: Sequence[str]) -> Namespace:
-    """What the flags ``words`` say, Megatron's defaults for the rest, with the size of the vocabulary.
+    """The flags ``words`` with Megatron's defaults for the rest and the size of the vocabulary.
 
     ValueError for flags that Megatron does not know or that contradict each other, and for models whose
     costs are not modelled.
@@ -47,13 +46,3 @@ def read_flags(words: Sequence[str]) -> Namespace:
     require_complete(args, "the model")
     args.vocab_size = vocabulary(args)
     return args
-
-
-def layers_by_stage(args: Namespace, stages: int) -> list[int]:
-    """How Megatron cuts the layers into ``stages`` stages; ValueError where they do not fill them."""
-    return layer_cut.by_stage(args, stages)
-
-
-def stages_asked_for(args: Namespace) -> int | None:
-    """How many stages a layout or a pattern describes; None where neither does."""
-    return layer_cut.stages_asked_for(args)

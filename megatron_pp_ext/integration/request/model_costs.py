@@ -1,8 +1,8 @@
-"""What the stages of a model cost, estimated from Megatron's arguments before anything is built.
+"""The costs of a model's stages, estimated from Megatron's arguments before anything is built.
 
-Schedules are compiled from costs.  Where none were measured (--pipeline-costs), the arithmetic of the
-layers stands in: seconds are proportional to floating-point operations, activations and messages are
-counted in bytes.  Messages are taken to cost no time.
+Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
+the layers: seconds are proportional to floating-point operations, activations and messages are counted in
+bytes, and messages take no time.
 """
 
 import copy
@@ -10,30 +10,30 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_pp_ext.integration.request import layer_cut
 from megatron_pp_ext.planner.step import workload
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.costs import Costs
 
 
 def estimate(args: Namespace, stages: int) -> Costs:
     """The costs of ``args``'s model cut into ``stages`` stages, as Megatron will cut it; hops are free.
 
-    Raises ValueError where the arguments do not tell enough.
+    Raises ValueError where the arguments do not determine them.
     """
     model = pieces(args, LayerCosts(args), vocabulary(args))
-    parts = stage_parts(args, model, layer_cut.by_stage(args, stages))
+    parts = stage_parts(args, model, layers.by_stage(args, stages))
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(args))
 
 
 def message_bytes(args: Namespace) -> float:
-    """A message between the stages of ``args``'s model; the longest one where lengths vary."""
+    """The bytes of a message between stages of ``args``'s model, of the longest one where lengths vary."""
     return workload.message_bytes(args, LayerCosts(args).hidden_bytes)
 
 
 def vocabulary(args: Namespace) -> int:
-    """The rows of the embedding; ValueError where no flag tells."""
+    """The rows of the embedding; ValueError where no flag gives them."""
     known = args.padded_vocab_size or args.vocab_size
     if known:
         return int(known)

@@ -1,4 +1,4 @@
-"""The flags that users type; ``arguments`` says what they mean."""
+"""The flags that this package adds to Megatron's; ``request.pipeline`` gives them their meaning."""
 
 import functools
 from argparse import ArgumentParser
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import OTHERS
 
 
 def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -22,15 +23,14 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
         group.add_argument(
             "--pipeline-schedule",
             metavar="NAME",
-            default=None,
-            help="Pipeline schedule: flex (the best found within --pipeline-memory-limit), auto (within what "
-            f"the device has), csv:FILE, or one of: {', '.join(catalog.NAMES)}. Without it, Megatron's own.",
+            help=f"Pipeline schedule: {', '.join(catalog.NAMES)}, "
+            + ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
+            + ". Without it, Megatron's own.",
         )
         group.add_argument(
             "--pipeline-memory-limit",
             metavar="X",
             type=float,
-            default=None,
             help="Memory of every pipeline rank under flex. Up to "
             f"{LARGEST_FRACTION:g} it is a fraction of the activations that 1F1B keeps on its first "
             "rank, and messages come on top; a larger one is bytes, for activations and messages.",
@@ -39,7 +39,6 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-costs",
             metavar="FILE",
             type=Path,
-            default=None,
             help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
             "from the model's arithmetic.",
         )
@@ -47,14 +46,12 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-trace",
             metavar="FILE",
             type=Path,
-            default=None,
             help="Record what every pipeline rank did in the last training step into FILE, which opens "
             "in Perfetto; works for Megatron's own schedules too.",
         )
         group.add_argument(
             "--pipeline-profile-steps",
             metavar="A-B",
-            default=None,
             help="Measure the stages in training steps A to B, compile a shorter schedule for the same "
             "placement and memory from that, and go on with it.",
         )
@@ -62,7 +59,6 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--profile-pipeline",
             metavar="FILE",
             type=Path,
-            default=None,
             help="Measure seconds and bytes of every layer into FILE, for `mpp partition` to read; "
             "under Megatron's own schedules.",
         )
@@ -70,7 +66,6 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--rehearse-pipeline",
             metavar="FILE",
             type=Path,
-            default=None,
             help="Run this pipeline rank without the others and write what its actions cost to FILE; "
             "`mpp rehearse` sets it.",
         )
@@ -78,7 +73,6 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-update-interval",
             metavar="K",
             type=int,
-            default=None,
             help="Microbatches between two updates of the weights under pipedream: those of a global batch.",
         )
         group.add_argument(

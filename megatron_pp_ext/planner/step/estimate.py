@@ -1,22 +1,28 @@
-"""How long a training step takes, and what every rank keeps: the models of time and of memory, put together.
+"""Estimates of a training step: the models of time and of memory, put together.
 
-The step's pipeline is replayed action by action with the seconds of every stage.  Around it come what
-ranks wait for: gradients that are not reduced under later work, the update, weights that are not gathered
-under the first forward.
+The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
+time that ranks wait for gradients that are not reduced under later work, for the update, and for weights that
+are not gathered under the first forward.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron_pp_ext.planner.step.programs import FLUSH_FREE, Program, program
+from megatron_pp_ext.planner.step.programs import Program, program
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.request.csv_schedule import require_microbatches
+from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
-from megatron_pp_ext.schedule.replay import Span
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, PIPEDREAM
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.timing import Span
 
 MARGIN = 0.05
-"""What allocators leave unused and what nobody counts (kernels' workspace), as a fraction of what comes and
-goes in a step: activations, messages, and what the loss needs."""
+"""The memory that allocators leave unused and that is not modelled (kernels' workspace), as a fraction of the
+memory that comes and goes in a step: activations, messages and the loss's workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +43,22 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All together."""
+        """The sum of all components."""
         state = self.weights + self.gradients + self.optimizer + self.versions
         return state + self.activations + self.messages + self.loss + self.margin
 
     def components(self) -> Iterator[tuple[str, float]]:
-        """Every component with its name."""
+        """Yield every component with its name."""
         for field in fields(self):
             yield field.name, getattr(self, field.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A step of training: seconds, and what fills them; ``ranks`` is the memory of every pipeline rank.
+    """The estimate of a training step; ``ranks`` is the memory of every pipeline rank.
 
-    ``pipeline`` is from the first action of any rank to the last end, ``others`` what is waited for
-    before and after it.  ``bubble`` is the fraction of the ranks' time in the pipeline that they idle;
+    ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
+    that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.
     """
 
@@ -65,36 +71,34 @@ class Estimate:
 
     @property
     def other_seconds(self) -> float:
-        """What the step takes beside the pipeline."""
+        """The seconds that the step takes beside the pipeline."""
         return self.step_seconds - self.pipeline_seconds
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs most."""
+        """The memory of the rank that needs most."""
         return max(self.ranks, key=lambda rank: rank.total)
 
 
 def memory(
     work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
-    """What every rank keeps in steps of ``microbatches`` under the schedule ``order``, called ``name``."""
+    """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
     ranks = work.placement.ranks
     if name in FLUSH_FREE:
-        # A full pipeline, however few microbatches an update has, and messages sent in earlier ones.
+        # The pipeline is full, however few microbatches an update has, and earlier ones sent messages.
         order = program(name, ranks, ranks + SENDS_AHEAD, 1)
     peaks = zip(order.in_flight.peaks(work.parts), order.peak_messages, strict=True)
     return tuple(
-        rank_memory(
-            work, rank, activations, messages, margin, _older_versions(work, name, rank, microbatches)
-        )
-        for rank, (activations, messages) in enumerate(peaks)
+        rank_memory(work, rank, *peak, margin, _older_versions(work, name, rank, microbatches))
+        for rank, peak in enumerate(peaks)
     )
 
 
 def rank_memory(
     work: Workload, rank: int, activations: float, messages: int, margin: float, older: int = 0
 ) -> RankMemory:
-    """What ``rank`` keeps beside so many bytes of activations, ``messages`` and ``older`` weight versions."""
+    """Return the memory of ``rank`` with these activations, ``messages`` and ``older`` weight versions."""
     state = work.states[rank]
     loss = work.loss_workspace if rank == work.head_rank else 0.0
     buffers = messages * work.costs.message
@@ -113,20 +117,19 @@ def rank_memory(
 def estimate(
     work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
 ) -> Estimate:
-    """A step of ``microbatches`` under the schedule ``order``, called ``name``."""
-    spans = order.replay.spans(work.costs)
+    """Estimate a step of ``microbatches`` under the schedule ``order``, called ``name``."""
+    spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
-    bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     if name in FLUSH_FREE:
         # Nothing drains between steps: a step takes what its microbatches add to a long run.
         ranks = work.placement.ranks
         full = max(microbatches, 2 * ranks)
         short, longer = (
-            max(span.end for span in program(name, ranks, count, 1).replay.spans(work.costs))
+            max(span.end for span in program(name, ranks, count, 1).timer.spans(work.costs))
             for count in (full, full + microbatches)
         )
         makespan = longer - short
-        bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
+    bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     step = makespan + waits_around(work, spans)
     args = work.args
     gpus = work.model_ranks * work.data
@@ -142,8 +145,36 @@ def estimate(
     )
 
 
+def estimate_request(args: Namespace, system: System, request: Request, margin: float = MARGIN) -> Estimate:
+    """Estimate a step of ``request``, the reading of ``args``, which must have a ``vocab_size``.
+
+    ValueError for layers that do not fill the stages, for a limit of ``flex`` that cannot be kept, and for
+    ``auto``, whose limit only a run can measure.
+    """
+
+    def work_on(placement: Placement) -> Workload:
+        return Workload(args, system, placement, request.data)
+
+    name, microbatches = request.schedule, request.microbatches
+    if name == AUTO:
+        raise ValueError(
+            f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
+            "--pipeline-memory-limit, or a schedule of mpp list"
+        )
+    if name == FLEX:
+        schedule = request.compile(work_on(request.finest).costs).timeline.schedule
+        return estimate(work_on(schedule.placement), Program.of(schedule), name, microbatches, margin)
+    placement = request.placement
+    if request.from_file is not None:
+        require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)
+        order = Program.of(request.from_file)
+    else:
+        order = program(name, request.ranks, microbatches, placement.chunks)
+    return estimate(work_on(placement), order, name, microbatches, margin)
+
+
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
-    """Seconds that a step takes beyond its pipeline.
+    """Return the seconds that a step takes beyond its pipeline.
 
     An overlapped reduction has the rank's last backward, and the time until the last rank ends, to hide
     behind, all but its last bucket; an overlapped gathering has the time until the rank's first action,
@@ -166,9 +197,9 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
 
 
 def _older_versions(work: Workload, name: str, rank: int, microbatches: int) -> int:
-    """Versions of a rank's weights beside the newest: what its microbatches in flight still need."""
+    """Return the number of older versions of a rank's weights that its microbatches in flight still need."""
     if name not in FLUSH_FREE:
         return 0
     latest = pipedream.Weights.SAME if work.args.pipeline_vertical_sync else pipedream.Weights.LATEST
-    weights = latest if name == "pipedream" else pipedream.Weights.PREVIOUS
+    weights = latest if name == PIPEDREAM else pipedream.Weights.PREVIOUS
     return pipedream.most_versions(weights, rank, work.placement.ranks, microbatches)

@@ -1,54 +1,77 @@
 """A model and how to train it, in the names that Megatron gives its flags.
 
-Everything in this package takes a Namespace with at least the names of ``DEFAULTS``; Megatron's own is
-one.  Without Megatron at hand it is made from a JSON object: ``{"num_layers": 96, "hidden_size": 12288,
+The planner takes a Namespace with at least the names of ``DEFAULTS``; Megatron's own is one.  Without
+Megatron at hand it is made from a JSON object: ``{"num_layers": 96, "hidden_size": 12288,
 "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200, "bf16": true}``.
 """
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-DEFAULTS: dict[str, Any] = {
+from megatron_pp_ext.json_input import did_you_mean, is_number, naming
+from megatron_pp_ext.json_input import read as read_json
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+_SIZES: dict[str, int | None] = {
+    **dict.fromkeys(_NEEDED),
     # The model.
-    "num_layers": None,
-    "hidden_size": None,
-    "num_attention_heads": None,
-    "seq_length": None,
     "vocab_size": None,
     "padded_vocab_size": None,
     "make_vocab_size_divisible_by": 128,
     "ffn_hidden_size": None,
     "kv_channels": None,
-    "group_query_attention": False,
     "num_query_groups": 1,
+    "max_position_embeddings": None,
+    "num_experts": None,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "mtp_num_layers": None,
+    # How it is trained.
+    "micro_batch_size": None,
+    "global_batch_size": None,
+    "recompute_num_layers": None,
+    # On how many ranks.
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+"""The names whose values are whole numbers of 1 or more, or None, with their defaults."""
+
+_TEXTS = (
+    "pipeline_model_parallel_layout",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "pipeline_schedule",
+)
+"""The names whose values are texts, or None, the default."""
+
+DEFAULTS: dict[str, Any] = {
+    **_SIZES,
+    **dict.fromkeys(_TEXTS),
+    # The model.
+    "group_query_attention": False,
     "swiglu": False,
     "normalization": "LayerNorm",
     "add_bias_linear": True,
     "position_embedding_type": "learned_absolute",
-    "max_position_embeddings": None,
     "untie_embeddings_and_output_weights": False,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "transformer_impl": "transformer_engine",
     "attention_backend": "auto",
-    "num_experts": None,
     "moe_layer_freq": 1,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None,
-    "mtp_num_layers": None,
-    "hybrid_layer_pattern": None,
-    "hybrid_override_pattern": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     # How it is trained.
-    "micro_batch_size": None,
-    "global_batch_size": None,
     "bf16": False,
     "fp16": False,
     "fp8": None,
@@ -64,65 +87,34 @@ DEFAULTS: dict[str, Any] = {
     "overlap_param_gather": False,
     "recompute_granularity": None,
     "recompute_method": None,
-    "recompute_num_layers": None,
     "recompute_modules": None,
     "distribute_saved_activations": False,
-    # On how many ranks.
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
+    # In which stages.
     "sequence_parallel": False,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "pipeline_schedule": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "decrease_batch_size_if_needed": False,
     "pipeline_memory_limit": None,
+    "pipeline_costs": None,
+    "pipeline_profile_steps": None,
     "pipeline_update_interval": None,
     "pipeline_vertical_sync": False,
+    "pipeline_allow_waits": False,
 }
-
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-
-_SIZES = (
-    *_NEEDED,
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_query_groups",
-    "max_position_embeddings",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "mtp_num_layers",
-    "micro_batch_size",
-    "global_batch_size",
-    "recompute_num_layers",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-)
-"""Whole numbers of 1 or more, or None where there is none."""
 
 _CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "recompute_granularity": (None, "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
 }
-"""Where another word would be taken for the default."""
+"""The values of names that accept few; any other value would otherwise count as the default."""
 
 
 def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
-    """``values`` with the defaults for all others; ValueError, naming ``where``, for unknown names."""
+    """Return ``values`` with the defaults for all others; ValueError, naming ``where``, for unknown names."""
     for name in values:
         if name not in DEFAULTS:
-            guess = get_close_matches(name, DEFAULTS, n=1, cutoff=0.6)
-            hint = f"did you mean {guess[0]!r}?" if guess else "leave it out"
+            hint = did_you_mean(name, DEFAULTS, "leave it out", cutoff=0.6)
             raise ValueError(f"{where}: {name!r} is unknown: {hint}")
     args = Namespace(**{**DEFAULTS, **values})
     require_complete(args, where)
@@ -130,15 +122,13 @@ def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
 
 
 def read(path: Path, sizes: Mapping[str, int | None] | None = None) -> tuple[Namespace, dict[str, Any]]:
-    """The description in a JSON file, and what the file says itself.
+    """Return the description in a JSON file with all defaults, and the values that the file itself gives.
 
-    ``sizes`` are said elsewhere and join in.  ValueError, naming the file, for anything else than a
-    description, and for a size that the file says otherwise.
+    ``sizes`` were given elsewhere and are added.  ValueError, naming the file, for anything that is not a
+    description, and for a size whose value in the file differs.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}): write an object of Megatron's names") from None
+    with naming(path):
+        values = read_json(path, "write an object of Megatron's names")
     if not isinstance(values, dict):
         raise ValueError(f"{path}: is no object: write one of Megatron's names, such as num_layers")
     for name, value in (sizes or {}).items():
@@ -154,7 +144,7 @@ def read(path: Path, sizes: Mapping[str, int | None] | None = None) -> tuple[Nam
 
 
 def require_complete(args: Namespace, where: str) -> None:
-    """ValueError where a size is missing or is none, or where Megatron knows no such word or switch."""
+    """Raise ValueError for a size that is missing and for a value that Megatron does not accept."""
     for name in _NEEDED:
         if getattr(args, name) is None and (name != "num_layers" or not args.hybrid_layer_pattern):
             raise ValueError(f"{where} has no {flag(name)}: give it")
@@ -162,6 +152,8 @@ def require_complete(args: Namespace, where: str) -> None:
         value = getattr(args, name, default)
         if name in _SIZES and value is not None and not _is_size(value):
             rule = "a whole number of 1 or more"
+        elif name in _TEXTS and value is not None and not isinstance(value, str):
+            rule = "a text"
         elif name in _CHOICES and value not in _CHOICES[name]:
             rule = f"one of {', '.join(choice for choice in _CHOICES[name] if choice)}"
         elif isinstance(default, bool) and not isinstance(value, bool):
@@ -187,7 +179,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and is_number(value) and 0 < value < math.inf
 
 
 def _is_frequency(value: object, layers: int | None) -> bool:
@@ -197,5 +189,5 @@ def _is_frequency(value: object, layers: int | None) -> bool:
 
 
 def flag(name: str) -> str:
-    """How a name is spelled as a flag."""
+    """Return ``name`` as a flag."""
     return "--" + name.replace("_", "-")

@@ -1,0 +1,260 @@
+"""The pipeline that Megatron's flags request.  All front ends read it here, and none decides it again.
+
+Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`` differ in where their flags
+come from and in what the stages cost; what the flags mean is the same for all of them.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
+from megatron_pp_ext.compiler.limits import requested_limit
+from megatron_pp_ext.request import layers, refusals, sizes, updates
+from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
+from megatron_pp_ext.request.csv_schedule import read_csv
+from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, NO_PIPELINE
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v, wave
+
+_COMPILED_CHUNKS = 2
+"""The chunks a rank into which a compiled schedule may cut a model where no flag says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A pipeline as the flags request it.
+
+    ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
+    one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
+    size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
+    of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
+    ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
+    where Megatron's own schedule runs.
+    """
+
+    schedule: str
+    placements: tuple[Placement, ...]
+    microbatches: int
+    splits_backward: bool
+    data: int = 1
+    layers: tuple[int, ...] | None = None
+    limit: float | None = None
+    updates: Updates | None = None
+    from_file: Schedule | None = None
+    is_stock: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The pipeline-parallel size."""
+        return self.placements[0].ranks
+
+    @property
+    def placement(self) -> Placement:
+        """The placement; ValueError under ``flex``, where compiling settles it."""
+        (placement,) = self.placements
+        return placement
+
+    @property
+    def finest(self) -> Placement:
+        """A placement with the most stages: compiling needs the costs of these."""
+        return max(self.placements, key=lambda placement: placement.stages)
+
+    def limited(self, costs: Costs) -> tuple[float, Costs]:
+        """The memory limit of ``flex`` as an amount for every rank, and the costs that it counts."""
+        assert self.limit is not None
+        return requested_limit(self.limit, self.ranks, self.microbatches, costs)
+
+    def compile(self, costs: Costs, trials: int = TRIALS) -> Compiled:
+        """Compile ``flex`` for ``costs`` of the stages of ``finest``; see ``compile_schedule`` for errors."""
+        limit, counted = self.limited(costs)
+        return compile_schedule(
+            self.ranks, self.microbatches, counted, limit, placements=self.placements, trials=trials
+        )
+
+
+def named(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, limit: float | None = None
+) -> Request:
+    """Return the request for schedule ``name`` where no flags are given.
+
+    ``chunks`` is the number of stages a rank; None leaves it to the schedule.  ValueError for an unknown
+    name, for chunks that the schedule does not accept, and for a limit that it has no use for or lacks.
+    """
+    require_ranks(name, ranks, microbatches)
+    if name != FLEX and limit is not None:
+        raise ValueError(f"a memory limit has no meaning for {name}: leave it out, or choose {FLEX}")
+    if name == FLEX:
+        if limit is None:
+            raise ValueError(
+                f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak on its first rank, such as "
+                "0.5, or an amount"
+            )
+        finest = Placement(Shape.LOOP, ranks, chunks or _COMPILED_CHUNKS)
+        placements = placements_of(ranks, Costs.unit(finest))
+        return Request(name, placements, microbatches, splits_backward=True, limit=limit)
+    if name == AUTO:
+        placement = linear(ranks) if (chunks or _COMPILED_CHUNKS) % 2 else v(ranks)
+        return Request(name, (placement,), microbatches, splits_backward=True)
+    if name in FLUSH_FREE:
+        return Request(name, (linear(ranks),), microbatches, splits_backward=False)
+    entry = catalog.entry(name)
+    return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
+
+
+def for_world(args: Namespace, world_size: int) -> Request:
+    """The request of ``args`` on ``world_size`` ranks; ValueError for sizes that do not divide."""
+    return read(args, sizes.data_parallel_size(args, world_size))
+
+
+def read(args: Namespace, data: int, engine: str | None = None) -> Request:
+    """The request of ``args`` on ``data`` data-parallel ranks; ValueError, in one line, if it cannot be.
+
+    For ``engine`` see ``refusals.refuse``.
+    """
+    microbatches, chunks = sizes.microbatches(args, data), chunks_requested(args)
+    if args.pipeline_schedule is None:
+        ranks = args.pipeline_model_parallel_size
+        if ranks == 1:
+            return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
+        stock = named(stock_schedule(args), ranks, microbatches, None if chunks == 1 else chunks)
+        return replace(stock, data=data, is_stock=True)
+    require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
+    _require_meaning(args)
+    request = _read_schedule(args, chunks, microbatches)
+    is_split = request.splits_backward or args.pipeline_profile_steps is not None
+    refusals.refuse(args, request.placements[0], is_split, engine)
+    request = replace(request, data=data, layers=_layers(args, request))
+    if request.schedule in FLUSH_FREE:
+        return replace(request, updates=updates.read(args, microbatches))
+    updates.refuse_flags(args)
+    return request
+
+
+def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
+    """Return those of the schedules ``names`` that the other flags in ``args`` do not rule out.
+
+    ValueError, with the reason that rules out the first, where none is left.
+    """
+    found, reason = [], ""
+    for name in names:
+        request = named(name, 2, 1, limit=1.0 if name == FLEX else None)
+        described = Namespace(**{**vars(args), "pipeline_schedule": name})
+        try:
+            refusals.refuse(described, request.placements[0], request.splits_backward)
+            found.append(name)
+        except ValueError as error:
+            reason = reason or str(error)
+    if not found:
+        raise ValueError(reason)
+    return found
+
+
+def stock_schedule(args: Namespace) -> str:
+    """The name of the schedule that Megatron runs without --pipeline-schedule."""
+    return "1f1b" if chunks_requested(args) in (None, 1) else "interleaved"
+
+
+def require_pipeline(flag: str, args: Namespace) -> None:
+    """ValueError, naming ``flag``, where ``args`` request a single pipeline rank."""
+    ranks = args.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"{flag} needs a pipeline of 2 ranks or more, got --pipeline-model-parallel-size {ranks}; "
+            "set it to 2 or more, or leave the flag out"
+        )
+
+
+def _require_meaning(args: Namespace) -> None:
+    """ValueError for a flag of compiled schedules that is missing, or given beside another schedule."""
+    name, limit = args.pipeline_schedule, args.pipeline_memory_limit
+    for flag, value in (
+        ("--pipeline-memory-limit", limit if name != FLEX else None),
+        ("--pipeline-costs", args.pipeline_costs if name not in (FLEX, AUTO) else None),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{flag} {value} has no meaning for --pipeline-schedule {name}; leave it out, or choose "
+                f"{FLEX}"
+            )
+    if name == FLEX and limit is None:
+        raise ValueError(
+            "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak on its "
+            "first rank, such as 0.5, or a number of bytes, or choose auto"
+        )
+    if name == FLEX and limit <= 0:
+        raise ValueError(
+            f"--pipeline-memory-limit is {limit:g}, but must be above 0; give a fraction of 1F1B's peak "
+            "on its first rank, such as 0.5, or a number of bytes"
+        )
+    if name == AUTO and args.fp16 and getattr(args, "loss_scale", None) is None:
+        raise ValueError(
+            "--pipeline-schedule auto measures what memory is free after the first update, and the dynamic "
+            "loss scale of --fp16 skips the first ones; use --bf16, set --loss-scale, or choose flex"
+        )
+
+
+def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Request:
+    """The schedule and its placements, without what other flags add."""
+    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    if name in (FLEX, AUTO):
+        return _read_compiled(args, chunks, microbatches)
+    if name.startswith(CSV_PREFIX):
+        first_first = args.transformer_impl == "transformer_engine"
+        try:
+            schedule = read_csv(Path(name.removeprefix(CSV_PREFIX)), ranks, first_first)
+        except OSError as error:
+            raise ValueError(f"--pipeline-schedule {name}: {error}") from error
+        placement = schedule.placement
+        require_chunks(args, name, chunks, placement.chunks, chunks in (None, placement.chunks), "")
+        return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
+    if name in FLUSH_FREE:
+        require_chunks(args, name, chunks, 1, chunks in (None, 1), "")
+        return named(name, ranks, microbatches)
+    try:
+        entry = catalog.entry(name)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-schedule: {error}") from error
+    more = " or more" if entry.accepts(entry.chunks + 1) else ""
+    require_chunks(args, entry.name, chunks, entry.chunks, chunks is None or entry.accepts(chunks), more)
+    return named(entry.name, ranks, microbatches, chunks)
+
+
+def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Request:
+    """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
+    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    if chunks is None:
+        can_halve = not layers.has_given_ends(args) and not layers.pattern(args)
+        chunks = _COMPILED_CHUNKS if can_halve and layers.spread(args) % (2 * ranks) == 0 else 1
+    request = named(name, ranks, microbatches, chunks, args.pipeline_memory_limit)
+    if name == AUTO and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:
+        return replace(request, placements=(wave(ranks, chunks),))
+    if name == FLEX and (layers.stages_described(args) is not None or layers.has_given_ends(args)):
+        # These fix the number of stages, and a number of layers for one end has no meaning under a V.
+        given_ends = layers.has_given_ends(args)
+        fixed = tuple(
+            placement
+            for placement in request.placements
+            if placement.chunks == chunks and not (given_ends and placement.is_mirrored(chunks - 1))
+        )
+        request = replace(request, placements=fixed)
+    return request
+
+
+def _layers(args: Namespace, request: Request) -> tuple[int, ...] | None:
+    """The numbers of layers by stage; ValueError where the model's layers do not fill the stages."""
+    if not layers.count(args):
+        return None
+    stages = request.finest.stages
+    try:
+        return tuple(layers.by_stage(args, stages))
+    except ValueError as error:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} has {stages} stages: {error}"
+        ) from error

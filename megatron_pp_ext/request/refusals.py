@@ -1,0 +1,163 @@
+"""The flags that a schedule cannot run with yet, each with the reason.
+
+They are refused at start-up, since a run would otherwise train wrongly or without the schedule's effect.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from megatron_pp_ext.request import layers
+from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.placement import Placement
+
+FIRST_ENGINE = "2.3"
+"""The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
+
+
+class Refusal(NamedTuple):
+    """A flag that is refused: the reason, the fix, and a test where the flag's own value does not decide."""
+
+    flag: str
+    reason: str
+    fix: str | Callable[[Namespace], str] = "leave one of the two out"
+    test: Callable[[Namespace], object] | None = None
+
+    def is_set(self, args: Namespace) -> bool:
+        """Whether ``args`` set the flag, which some releases of Megatron lack."""
+        return bool(self.test(args) if self.test else layers.value(args, self.flag))
+
+
+def _predicts_apart(args: Namespace) -> bool:
+    return any("m" in stage for stage in (layers.layout(args) or [])[:-1])
+
+
+def _captures_graphs(settings: Any) -> bool:
+    return getattr(settings, "cuda_graph_impl", None) not in (None, "none")
+
+
+def _changes_order(args: Namespace) -> bool:
+    return args.pipeline_schedule == AUTO or args.pipeline_profile_steps is not None
+
+
+def _gathers_weights(args: Namespace, kind: str = "") -> bool:
+    shards = getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or 0
+    ranks = (args.expert_tensor_parallel_size if kind else None) or args.tensor_model_parallel_size
+    return bool(shards > ranks)
+
+
+_GRAPHS = "graphs are captured in stock's order of microbatches"
+_GATHERED = "a weight that is gathered for each use has no gradient to leave for later"
+
+ALWAYS = (
+    Refusal("--use-megatron-fsdp", "FSDP reduces gradients by its own hooks"),
+    Refusal("--use-torch-fsdp2", "FSDP reduces gradients by its own hooks"),
+    Refusal("--overlap-moe-expert-parallel-comm", "its combined 1F1B is a schedule of its own"),
+    Refusal("--delay-wgrad-compute", "schedules split the backward themselves"),
+    Refusal("--cuda-graph-impl", _GRAPHS, test=_captures_graphs),
+    # Two older names, which Megatron turns into the first.
+    Refusal("--enable-cuda-graph", _GRAPHS),
+    Refusal("--external-cuda-graph", _GRAPHS),
+    Refusal("--hybrid-context-parallel", "its microbatches differ from rank to rank"),
+    Refusal("--fine-grained-activation-offloading", "it moves activations in stock's order of microbatches"),
+    Refusal(
+        "--moe-paged-stash",
+        "it holds all steps to the order of its first one",
+        "choose a schedule that stays as it is, such as 1f1b",
+        lambda args: getattr(args, "moe_paged_stash", None) and _changes_order(args),
+    ),
+    Refusal("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
+    Refusal(
+        "--pipeline-model-parallel-layout",
+        "multi-token prediction (m) in a stage before the last makes messages of two shapes",
+        "put the m beside the L",
+        _predicts_apart,
+    ),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step", "it splits the optimizer by stock's order of chunks"
+    ),
+)
+
+SPLIT = (
+    Refusal(
+        "--tp-comm-overlap", "the buffers that it gathers into are used again before a weight gradient runs"
+    ),
+    Refusal(
+        "--use-transformer-engine-op-fuser",
+        "a dense MLP's operations compute both gradients at once, and experts' are not made before a forward",
+    ),
+    Refusal("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
+    Refusal("--tensor-parallel-num-weight-shards", _GATHERED, test=_gathers_weights),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        _GATHERED,
+        test=partial(_gathers_weights, kind="expert_"),
+    ),
+)
+
+
+def unsplit_engine(version: str) -> Refusal:
+    """Refuse layers of Transformer Engine ``version`` where that release cannot split their backward."""
+    return Refusal(
+        "--transformer-impl transformer_engine",
+        f"layers of Transformer Engine {version} cannot leave their weight gradient for later",
+        f"install transformer-engine {FIRST_ENGINE} or newer, or add --transformer-impl local",
+        lambda args: (
+            getattr(args, "transformer_impl", None) == "transformer_engine"
+            and Version(version) < Version(FIRST_ENGINE)
+        ),
+    )
+
+
+MIRRORED = tuple(
+    Refusal(
+        flag,
+        "a V has both ends of the model on one rank",
+        lambda args: f"say where they go: --pipeline-model-parallel-layout '{layers.as_v(args)}'",
+    )
+    for flag in layers.ENDS
+)
+
+
+_CONFIG = {
+    "mtp_standalone": "messages have one shape",
+    "num_microbatches_with_partial_activation_checkpoints": "it counts microbatches in stock's order",
+}
+"""Settings without a flag, which a script can only make in the model's config."""
+
+
+def refuse_config(config: Any) -> None:
+    """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
+    unsupported = {name: reason for name, reason in _CONFIG.items() if getattr(config, name, None)}
+    if _captures_graphs(config):
+        unsupported["cuda_graph_impl"] = _GRAPHS
+    for name, reason in unsupported.items():
+        raise ValueError(f"--pipeline-schedule does not support {name} in the model's config: {reason}")
+
+
+def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine: str | None = None) -> None:
+    """Raise ValueError for the first flag in ``args`` that the schedule cannot run with.
+
+    ``engine`` is the version of Transformer Engine on the machine that trains; None where that is
+    another machine.
+    """
+    refusals = list(ALWAYS)
+    if splits_backward:
+        refusals += SPLIT if engine is None else (unsplit_engine(engine), *SPLIT)
+    if placement.is_mirrored(1):
+        refusals += MIRRORED
+    refuse_first(args, refusals)
+
+
+def refuse_first(args: Namespace, refusals: Iterable[Refusal], or_else: str = "") -> None:
+    """Raise ValueError for the first of ``refusals`` that ``args`` set; ``or_else`` follows its fix."""
+    for refusal in refusals:
+        if refusal.is_set(args):
+            fix = refusal.fix if isinstance(refusal.fix, str) else refusal.fix(args)
+            raise ValueError(
+                f"--pipeline-schedule {args.pipeline_schedule} does not support {refusal.flag}: "
+                f"{refusal.reason}; {fix}{or_else}"
+            )

@@ -1,0 +1,143 @@
+"""The sources of a training run's schedules: the catalogue, a file, and the compiler.
+
+The placement is settled with the flags, since the model is built by it.  The schedule itself is made when
+a step first needs one for its number of microbatches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from filelock import FileLock
+
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.compiler.search import cache
+from megatron_pp_ext.request.csv_schedule import require_microbatches
+from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import simulate
+
+FreeBytes = Callable[[], float]
+"""Returns the bytes that every device of the job has left for a step; collective."""
+
+Limits = Callable[[Costs, Schedule, FreeBytes], tuple[float | Sequence[float], Costs]]
+"""(measured costs, the schedule in force, free bytes) -> the bytes that all ranks, or each, may keep.
+
+The costs that are returned beside them are those that the bytes count: without messages where only
+activations are limited.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A schedule for any number of microbatches, all with one placement.
+
+    ``build(microbatches, free_bytes)`` makes it.  ``free_bytes`` is None in the first training step, before
+    whose end the optimizer has not allocated its state.  ``limits`` returns what a better schedule may keep;
+    None where no other schedule may replace the requested one.
+    """
+
+    name: str
+    placement: Placement
+    splits_backward: bool
+    build: Callable[[int, FreeBytes | None], Schedule]
+    limits: Limits | None = None
+
+
+def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
+    """Return the source of ``request``'s schedules; ``costs_of(stages)`` returns the costs to compile from.
+
+    Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
+    """
+    name = request.schedule
+    if name in (FLEX, AUTO):
+        costs = costs_of(request.finest.stages)
+        return _automatic(request, costs) if name == AUTO else _compiled(request, costs)
+    if request.from_file is not None:
+        return _from_file(request.from_file, name)
+    if name in FLUSH_FREE:
+        return _never_flushing(name, request.placement)
+    return from_catalogue(name, request.placement)
+
+
+def from_catalogue(name: str, placement: Placement) -> Source:
+    """Return the source of a schedule of the catalogue."""
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return catalog.build(name, placement.ranks, microbatches, placement.chunks)
+
+    def limits(costs: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
+        """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""
+        return [max(1.0, peak) for peak in simulate(schedule, costs).peak_memory], costs
+
+    return Source(name, placement, catalog.entry(name).splits_backward, build, limits)
+
+
+def _never_flushing(name: str, placement: Placement) -> Source:
+    """Return 1F1B without its flush; what is built shows only the order and the microbatches in flight."""
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return catalog.build("1f1b", placement.ranks, max(microbatches, placement.ranks))
+
+    return Source(name, placement, False, build)
+
+
+def _from_file(schedule: Schedule, name: str) -> Source:
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        require_microbatches(schedule, name.removeprefix(CSV_PREFIX), microbatches)
+        return schedule
+
+    return Source(name, schedule.placement, schedule.splits_backward, build)
+
+
+def _compiled(request: Request, costs: Costs) -> Source:
+    """Return the source of ``flex``, whose placement is the one that suits an ordinary step best."""
+    ranks = request.ranks
+    limit, counted = request.limited(costs)
+    placement = compile_once(ranks, request.microbatches, counted, limit, request.placements).placement
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return compile_once(ranks, microbatches, counted, limit, [placement])
+
+    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[float, Costs]:
+        return request.limited(measured)
+
+    return Source(FLEX, placement, True, build, limits)
+
+
+def _automatic(request: Request, costs: Costs) -> Source:
+    """Return the source of ``auto``: least memory in the first step, its limit from the second step on."""
+    ranks, placement = request.ranks, request.placement
+    least = max(least_limits(ranks, costs, placement))
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        limit = least if free_bytes is None else max(least, free_bytes())
+        return compile_once(ranks, microbatches, costs, limit, [placement])
+
+    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[float, Costs]:
+        return max(*least_limits(ranks, measured, placement), free_bytes()), measured
+
+    return Source(AUTO, placement, True, build, limits)
+
+
+def compile_once(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    limit: float | Sequence[float],
+    placements: Sequence[Placement],
+) -> Schedule:
+    """Compile on one rank of a machine at a time: the first one works, the others read its result."""
+    folder = cache.directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "compiling.lock"):
+            found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+    except OSError:
+        # Without a place to keep schedules every rank compiles one, and all get the same.
+        found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+    return found.timeline.schedule

@@ -1,0 +1,125 @@
+"""The flags of schedules that never flush, and those that would make all stages wait at every update.
+
+A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
+its weights as soon as its own backwards are done.  A feature that needs an answer from all stages before
+an update would empty the pipeline every time, which these schedules exist to avoid.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """How a pipeline that never flushes updates its weights: every ``interval`` microbatches.
+
+    With ``waits`` the stages may wait for each other at every update, as under Megatron's own schedules.
+    """
+
+    interval: int
+    weights: Weights
+    waits: bool
+
+
+_WAITING = (
+    Refusal(
+        "tied embeddings",
+        "the first and the last stage would add up their gradients at every update",
+        "add --untie-embeddings-and-output-weights",
+        lambda args: not args.untie_embeddings_and_output_weights,
+    ),
+    Refusal(
+        "--mtp-num-layers",
+        "the first and the last stage would add up the embedding's gradients at every update",
+    ),
+    Refusal("--fp16", "its overflow check asks all stages before every update", "use --bf16"),
+    Refusal("--calculate-per-token-loss", "all stages would wait for the last one's count of tokens"),
+    Refusal("--exit-signal-handler", "all ranks would ask each other for signals after every update"),
+    Refusal("--exit-duration-in-mins", "all ranks would compare their clocks after every update"),
+    Refusal(
+        "--timing-log-level",
+        "its timers start with a barrier",
+        "add --no-barrier-with-level-1-timing",
+        lambda args: getattr(args, "timing_log_level", 0) and args.barrier_with_L1_time,
+    ),
+)
+
+_CHANGES = "the microbatches of an update cannot change while some are in flight"
+_SKIPS = "stages have read differently far, so that to skip a step would part samples from their labels"
+_CAST = "its weights are cast once a step, and change within"
+
+_NEVER = (
+    Refusal("--rampup-batch-size", _CHANGES),
+    Refusal("--step-batch-size-schedule", _CHANGES),
+    Refusal("--iterations-to-skip", _SKIPS),
+    Refusal("--result-rejected-tracker-filename", _SKIPS),
+    Refusal(
+        "--overlap-param-gather", "weights that are still being gathered cannot be kept for what is in flight"
+    ),
+    Refusal("--fp8-format", _CAST, test=lambda args: getattr(args, "fp8", None)),
+    Refusal("--fp4-format", _CAST, test=lambda args: getattr(args, "fp4", None)),
+    Refusal("--te-precision-config-file", "its weights are cast for microbatch 0, which comes once in a run"),
+    Refusal(
+        "--moe-expert-rank-capacity-factor",
+        "it reads a step's samples beforehand and runs the step again where they do not fit",
+    ),
+    Refusal("--moe-router-enable-expert-bias", "the bias has no versions"),
+)
+
+
+def read(args: Namespace, microbatches: int) -> Updates:
+    """The updates that ``args`` request; ValueError where the schedule cannot have them.
+
+    ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
+    an update.
+    """
+    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    interval = _interval(name, ranks, args.pipeline_update_interval, microbatches)
+    refuse_first(args, _NEVER)
+    if not args.pipeline_allow_waits:
+        refuse_first(args, _WAITING, ", or allow it with --pipeline-allow-waits")
+    if name == TWO_VERSIONS:
+        weights = Weights.PREVIOUS
+    else:
+        weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
+    return Updates(interval, weights, args.pipeline_allow_waits)
+
+
+def _interval(name: str, ranks: int, requested: int | None, microbatches: int) -> int:
+    """The microbatches between two updates; ``requested`` is --pipeline-update-interval.
+
+    ValueError unless they are the ``microbatches`` of a global batch, and enough for the schedule.
+    """
+    if requested is not None and requested < 1:
+        raise ValueError(f"--pipeline-update-interval is {requested}, but must be 1 or more")
+    interval = requested or (microbatches if name == TWO_VERSIONS else 1)
+    if interval != microbatches:
+        raise ValueError(
+            f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
+            f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
+            f"--pipeline-update-interval to {microbatches}"
+        )
+    if name == TWO_VERSIONS and interval < ranks:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
+            f"{ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
+        )
+    return interval
+
+
+def refuse_flags(args: Namespace) -> None:
+    """Raise ValueError for a flag that has a meaning only for a schedule that never flushes."""
+    for flag, value in (
+        ("--pipeline-update-interval", args.pipeline_update_interval),
+        ("--pipeline-vertical-sync", args.pipeline_vertical_sync),
+        ("--pipeline-allow-waits", args.pipeline_allow_waits),
+    ):
+        if value:
+            raise ValueError(
+                f"{flag} has no meaning for --pipeline-schedule {args.pipeline_schedule}; leave it out, or "
+                f"choose {PIPEDREAM}"
+            )

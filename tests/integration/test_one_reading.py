@@ -1,0 +1,272 @@
+"""A set of flags means the same to training and to every command: the pure ``request`` package decides it."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.training import arguments as megatron_arguments
+from typer.testing import CliRunner
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.cli import app
+from megatron_pp_ext.compiler.compile import placements_of
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.request.launch_flags import read_flags as read_words
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.search import launch_lines
+from megatron_pp_ext.planner.search.best_first import Compiles, Search
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.step.estimate import estimate_request
+from megatron_pp_ext.request import layers
+from megatron_pp_ext.request.pipeline import Request, for_world, permitted
+from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import wave
+from tests.support.flags import read
+from tests.support.ranks import run_ranks
+from tests.support.training import TINY
+
+P4 = "--pipeline-model-parallel-size 4"
+UNTIED = "--untie-embeddings-and-output-weights"
+FLEX = f"{P4} --pipeline-schedule flex --pipeline-memory-limit"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+ACCEPTED = {
+    **{f"{name}": f"{P4} --num-layers 16 --pipeline-schedule {name}" for name in catalog.NAMES},
+    "alias": f"{P4} --pipeline-schedule zbv",
+    "few microbatches": f"{P4} --pipeline-schedule v-half --global-batch-size 3",
+    "four chunks": f"{P4} --num-layers 16 --num-virtual-stages-per-pipeline-rank 4 "
+    "--pipeline-schedule interleaved",
+    "layers a chunk": f"{P4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 1 "
+    "--pipeline-schedule interleaved-zb",
+    "layout of a V": f"{P4} --num-layers 6 {LAYOUT} E|t|t|t*2|t|t||L --pipeline-schedule v-half",
+    "layout of a line": f"{P4} {LAYOUT} Et*3|t*2|(t)*2|tL --pipeline-schedule zb-h1",
+    "ends": f"{P4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3 "
+    "--pipeline-schedule zb-h1",
+    "ends that count": f"{P4} --num-layers 6 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --pipeline-schedule v-zb",
+    "flex": f"{FLEX} 0.5",
+    "flex, m < p": f"{FLEX} 0.9 --global-batch-size 2",
+    "flex, bytes": f"{FLEX} 1e6",
+    "flex on a line": f"{FLEX} 1 --num-layers 4",
+    "flex, four chunks": f"{FLEX} 0.75 --num-layers 16 --num-virtual-stages-per-pipeline-rank 4",
+    "flex, layout": f"{FLEX} 0.75 --num-layers 6 {LAYOUT} E|t|t|t*2|t|t||L",
+    "flex, ends": f"{FLEX} 0.75 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1",
+    "auto": f"{P4} --pipeline-schedule auto",
+    "pipedream": f"{P4} {UNTIED} --global-batch-size 1 --pipeline-schedule pipedream",
+    "pipedream-2bw": f"{P4} --pipeline-allow-waits --global-batch-size 4 --pipeline-schedule pipedream-2bw",
+    "stock": f"{P4} --pipeline-trace trace.json",
+    "stock, interleaved": f"{P4} --num-virtual-stages-per-pipeline-rank 2 --pipeline-trace trace.json",
+}
+
+REFUSED = {
+    "name": f"{P4} --pipeline-schedule v-haf",
+    "no pipeline": "--pipeline-schedule v-half",
+    "layers": f"{P4} --pipeline-schedule v-half --num-layers 12",
+    "chunks": f"{P4} --pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 4",
+    "one chunk": f"{P4} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+    "layout": f"{P4} --pipeline-schedule v-half {LAYOUT} Ett|tt|tt|ttL",
+    "layout that cannot be shared": f"{P4} --pipeline-schedule 1f1b {LAYOUT} Ett|tt|tt|tt|L",
+    "ends of a V": f"{P4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 1 "
+    "--decoder-last-pipeline-num-layers 3",
+    "limit": f"{P4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
+    "no limit": f"{P4} --pipeline-schedule flex",
+    "batch": f"{P4} --pipeline-schedule v-half --micro-batch-size 8 --global-batch-size 4",
+    "uneven batch": f"{P4} --pipeline-schedule v-half --micro-batch-size 2 --global-batch-size 5",
+    "feature": f"{P4} --pipeline-schedule v-half --tp-comm-overlap",
+    "updates": f"{P4} {UNTIED} --pipeline-schedule pipedream --global-batch-size 8",
+    "waits": f"{P4} --pipeline-schedule pipedream --global-batch-size 1",
+    "no updates": f"{P4} --pipeline-schedule 1f1b --pipeline-update-interval 2",
+}
+
+
+def estimated(flags: str) -> Request:
+    """The reading of ``mpp estimate`` and ``mpp search``: Megatron's parser, and no more of it."""
+    words = flags.replace("--pipeline-trace trace.json", "").split()
+    return for_world(read_words(cpu.with_cpu_flags([*TINY, *words])), 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_training_and_estimate_read_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = read(monkeypatch, ACCEPTED[case])
+    request = estimated(ACCEPTED[case])
+    assert training.request == request
+    assert training.placement in request.placements
+    assert training.updates == request.updates
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_training_and_estimate_refuse_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=" ") as training:
+        read(monkeypatch, REFUSED[case])
+    with pytest.raises(ValueError, match=" ") as estimate:
+        estimated(REFUSED[case])
+    assert str(training.value) == str(estimate.value)
+
+
+@pytest.mark.parametrize("case", [case for case, flags in ACCEPTED.items() if "pipeline-trace" not in flags])
+def test_a_rehearsal_reads_the_same(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if case in ("auto", "pipedream", "pipedream-2bw"):
+        pytest.skip("a rehearsal refuses it")
+    rehearsal = f"--rehearse-pipeline {tmp_path}/0.json --fake-process-group"
+    rehearsed = read(monkeypatch, f"{ACCEPTED[case]} {rehearsal}")
+    assert rehearsed.request == estimated(ACCEPTED[case])
+    assert rehearsed.layers == tuple(
+        layers.by_stage(
+            read_words(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])), rehearsed.placement.stages
+        )
+    )
+
+
+COSTS = Costs(tuple(StageCosts(10 + s % 3, 11, 7, activation=4.0) for s in range(8)), hop=1.0)
+
+
+@pytest.mark.parametrize("limit", ["0.75", "20"])
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_limit_compiles_to_one_schedule(
+    limit: str, batch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Training, the request of the planner, and ``mpp schedule``, from one file of costs."""
+    costs_file.write(COSTS, tmp_path / "costs.json")
+    flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
+    trained = read(monkeypatch, flags).source.build(batch, None)
+    planned = estimated(flags).compile(COSTS).timeline.schedule
+    words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
+    shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
+    assert shown.exit_code == 0, shown.output
+    assert trained.digest == planned.digest == json.loads((tmp_path / "found.json").read_text())["digest"]
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("chunks", [None, 4])
+def test_a_family_is_one_schedule(
+    name: str, chunks: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if chunks is not None and not catalog.entry(name).accepts(chunks):
+        pytest.skip(f"{name} has no {chunks} chunks a rank")
+    virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks else ""
+    trained = read(monkeypatch, f"{P4} --num-layers 16 --pipeline-schedule {name} {virtual}").source.build(
+        8, None
+    )
+    words = ["schedule", name, "-p", "4", "-m", "8", *(["--chunks", str(chunks)] if chunks else [])]
+    shown = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "found.json")])
+    assert trained.digest == json.loads((tmp_path / "found.json").read_text())["digest"], shown.output
+
+
+def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four chunks a rank ``flex`` compiles for all cuts into one, two and four."""
+    request = estimated(ACCEPTED["flex, four chunks"])
+    assert request.placements == placements_of(4, Costs.unit(wave(4, 4)))
+    quarters = Costs((StageCosts(1, 1, 1),) * 16)
+    assert request.compile(quarters, trials=10).timeline.schedule.placement in request.placements
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["Ettt|(tt|)*3,tt|L", "Et*5|t*3L", "E|t*2,t|(t|)*2ttm*2,L", "E,(t)*3|(|t)*2|L", "(E|)*1(t|)*12L", "EtL"],
+)
+def test_a_layout_is_read_as_megatron_reads_it(layout: str) -> None:
+    letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
+    theirs = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    args = type("Flags", (), {"pipeline_model_parallel_layout": layout})
+    assert layers.layout(args) == ["".join(letters[kind] for kind in stage) for stage in theirs]
+
+
+@pytest.mark.parametrize("layout", ["Ex|tL", "E(t|tL", "Et*|L", "E t|L", "E(tt)|L"])
+def test_a_layout_that_megatron_cannot_read_is_refused(layout: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        PipelineParallelLayerLayout.parse_str_to_list(layout)
+    args = type("Flags", (), {"pipeline_model_parallel_layout": layout})
+    with pytest.raises(ValueError, match=r"-parallel-layout .* has .* must stand; correct it"):
+        layers.layout(args)
+
+
+MODEL = shlex.split(
+    "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
+    "--max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 1000 --train-iters 10 "
+    "--lr 0.001 --mock-data"
+)
+GPUS = 8
+
+
+def _validated(rank: int, words: list[str]) -> Any:
+    """Megatron's own parser and validation, with this package's hooks; the request that they end in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+        patch.setenv("WORLD_SIZE", str(GPUS))
+        args = megatron_arguments.parse_args()
+        megatron_arguments.validate_args(args)
+    pipeline = requested.pipeline()
+    return args, pipeline and pipeline.request
+
+
+def _candidates() -> dict[str, Candidate]:
+    args = read_words(cpu.with_cpu_flags(MODEL))
+    args.pipeline_model_parallel_size = 4
+    space = Space(args, GPUS, GPUS, 32, catalog.NAMES, ("pipeline_model_parallel_size",))
+    found = Search(space, system.read("h100"), 80e9, top=3).run()
+    best = {one.candidate.name: one.candidate for one in (*found.best, *found.frontier)}
+    plain = Candidate(1, 1, 1, 4, 2, 1, 16, Recompute("none"))
+    for name in catalog.NAMES:
+        best[name] = replace(plain, schedule=name, chunks=catalog.entry(name).chunks)
+    best["four chunks"] = replace(plain, schedule="interleaved", chunks=4)
+    best["flex"] = replace(plain, schedule="flex", chunks=2, limit=0.75)
+    best["tensor, recomputed"] = replace(
+        plain, tensor=2, data=1, micro_batch=2, schedule="v-half", chunks=2,
+        recompute=Recompute("all", "full", "uniform", 1),
+    )  # fmt: skip
+    return best
+
+
+def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_request() -> None:
+    """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
+    described = read_words(cpu.with_cpu_flags(MODEL))
+    for name, candidate in _candidates().items():
+        command = launch_lines.torchrun(candidate, MODEL, GPUS, GPUS)
+        words = shlex.split(launch_lines.line(command))
+        flags = words[words.index("pretrain_gpt.py") + 1 :]
+        ((args, request),) = run_ranks(_validated, 1, cpu.with_cpu_flags(flags))
+        expected = for_world(candidate.described(described), GPUS)
+        assert request == expected, name
+        assert candidate.placement in request.placements, name
+        assert (args.data_parallel_size, args.micro_batch_size) == (candidate.data, candidate.micro_batch), (
+            name
+        )
+        assert (args.virtual_pipeline_model_parallel_size or 1) in {p.chunks for p in request.placements}, (
+            name
+        )
+
+
+def test_a_search_needs_no_other_reading() -> None:
+    """What a search compares is what its candidates' flags request."""
+    args = read_words(cpu.with_cpu_flags(MODEL))
+    args.pipeline_model_parallel_size = 4
+    space = Space(args, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
+    found = Search(space, system.read("h100"), 80e9, top=3, compiles=Compiles.NEVER).run()
+    for one in found.best:
+        flags = one.candidate.described(args)
+        again = estimate_request(flags, system.read("h100"), for_world(flags, GPUS))
+        assert again.step_seconds == one.estimate.step_seconds
+
+
+def test_a_search_leaves_out_what_training_refuses() -> None:
+    args = read_words(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
+    assert permitted(args, catalog.NAMES) == [
+        name for name in catalog.NAMES if not catalog.entry(name).splits_backward
+    ]
+    with pytest.raises(ValueError, match="zb-h1 does not support --tp-comm-overlap: the buffers"):
+        permitted(args, ["zb-h1", "flex"])
