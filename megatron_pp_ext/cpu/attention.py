@@ -1,9 +1,9 @@
 """Let Megatron's own attention run under context parallelism.
 
-With --context-parallel-size n every rank holds two of the 2n pieces of a sequence, r and 2n - 1 - r, so that
-causal attention is the same work for all. Only Transformer Engine's attention looks beyond these. On a CPU
-the keys and values of all ranks are gathered instead, which takes the memory that context parallelism is
-there to save, and the mask follows from where the gathered pieces belong.
+With --context-parallel-size n, rank r holds two of the 2n pieces of a sequence, r and 2n - 1 - r, so that
+causal attention is the same work for all ranks. Only Transformer Engine's attention looks beyond these
+pieces. On a CPU the keys and values of all ranks are gathered instead, which takes the memory that context
+parallelism is there to save, and the mask follows from the positions of the gathered pieces.
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class _Gather(torch.autograd.Function):
-    """The tensors of all ranks of a group along the first dimension; their gradients are summed."""
+    """Concatenates the tensors of all ranks of a group along the first dimension; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -37,7 +37,7 @@ def accept_context_parallelism(make: Callable[..., None]) -> Callable[..., None]
     """Make the attention of a model that is not context-parallel.
 
     Seam: ``DotProductAttention.__init__`` in ``megatron.core.transformer.dot_product_attention``. Raises
-    ValueError for another attention than the plain causal one, whose mask would have to be known as well.
+    ValueError for any other attention than the plain causal one, since its mask is not known here.
     """
 
     @functools.wraps(make)
@@ -58,7 +58,9 @@ def accept_context_parallelism(make: Callable[..., None]) -> Callable[..., None]
 
 
 def attend_to_all_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the queries of this rank the keys and values of all. Tensors are (sequence, batch, heads, head).
+    """Give the queries of this rank the keys and values of all ranks.
+
+    Tensors are (sequence, batch, heads, head).
 
     Seam: ``DotProductAttention.forward``, beside ``__init__``.
     """
@@ -77,7 +79,7 @@ def attend_to_all_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beyond(length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Which gathered keys come after which query of this rank: (1, 1, queries, keys)."""
+    """Return the mask (1, 1, queries, keys) of the gathered keys that come after each query of this rank."""
     early, late = torch.arange(group.size() * length).view(2 * group.size(), -1).chunk(2)
     places = torch.cat([early, late.flip(0)], dim=1)
     return (places.flatten() > places[group.rank()].unsqueeze(1)).unsqueeze(0).unsqueeze(0)

@@ -1,8 +1,8 @@
-"""What writes checkpoints runs in processes forked from the ranks, and writes what it was given.
+"""Fork the processes that write checkpoints from the ranks, and give them copies of the tensors.
 
 Megatron starts these processes as fresh interpreters, each of which imports the training script and Megatron
-again.  On a CPU that takes longer than the training of a small model, and what is imported there finds no
-stand-ins for torch.cuda.
+again.  On a CPU that takes longer than the training of a small model, and these imports find no stand-ins for
+torch.cuda.
 """
 
 import functools
@@ -16,12 +16,12 @@ STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 def fork_checkpoint_writers(argv: Sequence[str]) -> None:
-    """Start by fork what Megatron would start afresh, if ``argv`` saves checkpoints.
+    """Fork the processes that Megatron would start afresh, if ``argv`` saves checkpoints.
 
-    That is the queue through which writers report and, for --async-save, the process that writes.
-    Megatron keeps the first of each that is made, so it is enough to be there before. Called before the
-    process groups start their threads, the fork is a safe one. Nothing is replaced, and a Megatron that
-    starts them in another way is left to it.
+    These are the queue through which writers report and, for --async-save, the process that writes. Megatron
+    keeps the first of each that is made, so it is enough to make them earlier. This has to be called before
+    the process groups start their threads, so that the fork is safe. Nothing is replaced, and a Megatron that
+    starts them in another way goes on doing so.
     """
     flags = {word.partition("=")[0] for word in argv}
     if "--save" not in flags:
@@ -39,10 +39,10 @@ def _fork(start: Callable[..., Any] | None, **arguments: int) -> None:
 
 
 def copy_shared(preload: Callable[..., Any]) -> staticmethod:
-    """Let the process that writes in the background take a copy before training goes on.
+    """Copy tensors for the process that writes in the background before training goes on.
 
-    Moving a tensor from the GPU copies it. One on the CPU stays where it is, in memory that the rank
-    shares with this process and goes on training in: the checkpoint would hold a later step, or parts of
+    Moving a tensor from the GPU copies it. A tensor on the CPU stays where it is, in memory that the rank
+    shares with the writing process and goes on updating: the checkpoint would hold a later step, or parts of
     several.
 
     Seam: ``FileSystemWriterAsync.preload_tensors`` in

@@ -1,4 +1,4 @@
-"""Tensors asked for on "cuda" are made on the CPU.
+"""Tensors that are requested on "cuda" are made on the CPU.
 
 The functions that take a device are wrapped one by one. A ``TorchFunctionMode`` would catch them all with
 less code, but it belongs to one thread and costs Python time in every torch call, which would blur what the
@@ -36,7 +36,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def _redirect_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose device is the keyword argument ``device``, and which may be asked to pin."""
+    """Wrap a function whose device is the keyword argument ``device``, and which may take ``pin_memory``."""
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def _redirect_to(move: Callable[..., Any], first_device: int) -> Callable[..., A
 
 
 def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``tensor.type()`` say torch.cuda.FloatTensor.
+    """Let ``tensor.type()`` return "torch.cuda.FloatTensor".
 
     Megatron's optimizers and its gradient clipping sort parameters by that name and raise for a CPU tensor.
     """
@@ -82,7 +82,7 @@ def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the place of ``.cuda()`` and ``.pin_memory()``: the tensor is where it should be."""
+    """Replace ``.cuda()`` and ``.pin_memory()``: the tensor is where it should be."""
     return self
 
 

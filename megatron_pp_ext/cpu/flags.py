@@ -1,7 +1,7 @@
 """The Megatron flags and the environment that a CPU needs.
 
 Megatron's defaults pick fused CUDA kernels, NCCL and Transformer Engine. Each flag below turns one of them
-off. A flag that the user gives, with any value, is left alone.
+off. A flag that the user gives, with any value, stays as it is.
 """
 
 import argparse
@@ -21,13 +21,13 @@ CPU_FLAGS: tuple[tuple[str, ...], ...] = (
     ("--no-rope-fusion",),
     ("--disable-jit-fuser",),  # torch.compile takes longer than a small run
     ("--async-strategy", "mcore"),  # the other starts its writers where nothing stands in for torch.cuda
-    ("--num-workers", "0"),  # a worker process a rank takes more memory than it saves time
+    ("--num-workers", "0"),  # a worker process on each rank takes more memory than it saves time
 )
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores: more threads only wait for each other
     "TORCHDYNAMO_DISABLE": "1",  # some of Megatron's functions are compiled whatever the flags
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # asked for by Megatron's argument checks
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument checks require it
 }
 
 
@@ -35,7 +35,7 @@ def with_cpu_flags(argv: Sequence[str], known: Collection[str] | None = None) ->
     """Return ``argv`` and, behind it, every flag that a CPU needs and ``argv`` does not set.
 
     ``known`` holds the flags that Megatron's parser accepts: a needed flag that this release of Megatron
-    does not have yet, or no longer has, is left out. By default the installed Megatron is asked.
+    does not have yet, or no longer has, is left out. By default they are those of the installed Megatron.
     """
     known = megatron_flags() if known is None else known
     given = {word.partition("=")[0] for word in argv}
@@ -44,7 +44,7 @@ def with_cpu_flags(argv: Sequence[str], known: Collection[str] | None = None) ->
 
 
 def megatron_flags() -> set[str]:
-    """Every flag that the installed Megatron accepts. Imports Megatron."""
+    """Return every flag that the installed Megatron, which this imports, accepts."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -53,7 +53,7 @@ def megatron_flags() -> set[str]:
 
 
 def set_cpu_environment() -> None:
-    """Set what is not set yet. TORCHDYNAMO_DISABLE is read when torch._dynamo is imported."""
+    """Set what is not set yet, before torch._dynamo is imported, which reads TORCHDYNAMO_DISABLE."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # OMP_NUM_THREADS has been read by now if torch was imported before.

@@ -1,9 +1,9 @@
 """Let torch's norms run under sequence parallelism.
 
-With --sequence-parallel a norm sees a part of the sequence on each tensor-parallel rank, so the gradients of
-its weight and bias are to be summed over these ranks. Megatron sums those of the parameters that carry the
-attribute ``sequence_parallel``; the norms of Apex and Transformer Engine set it. Those of torch, which
-Megatron falls back to without either, do not, and Megatron refuses to make them.
+With --sequence-parallel a norm gets a part of the sequence on each tensor-parallel rank, so the gradients of
+its weight and bias have to be summed over these ranks. Megatron does so for the parameters that have the
+attribute ``sequence_parallel``, which the norms of Apex and Transformer Engine set. The norms of torch, which
+Megatron takes where neither is installed, do not set it, and Megatron refuses to make them.
 """
 
 import copy

@@ -3,10 +3,10 @@
 Seams: four methods of ``DistributedOptimizer`` in ``megatron.core.optimizer.distrib_optimizer``.
 
 On a GPU machine Megatron's Adam comes from Apex or Transformer Engine, which count steps once a group.
-Without them it is torch's, which counts steps once a parameter. With that, Megatron saves a distributed
-optimizer and then cannot load it: it asks a fresh optimizer for its step, where there is none yet; it
-looks for the step where a checkpoint holds none, or sets it back to zero; and it lets all parameters share
-one counter, which each of them would move.
+Without them it is torch's, which counts steps once a parameter. With torch's, Megatron saves a distributed
+optimizer and then cannot load it: it reads the step of a fresh optimizer, which has none yet; it looks for
+the step where a checkpoint holds none, or sets it back to zero; and it lets all parameters share one counter,
+which each of them would increase.
 """
 
 import functools
@@ -54,7 +54,7 @@ def give_own_counters(load_state_dict: Callable[..., Any]) -> Callable[..., Any]
 
 
 def load_without_gradients(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Load what was saved in one file into weights that are fp32, the model's own, and require gradients."""
+    """Load what was saved in one file without gradients, which weights that are the model's own require."""
 
     @functools.wraps(load)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def load_without_gradients(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_own_step(set_states: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the step as it is: it came with the groups, and the parameters' part has none or an old one."""
+    """Keep the step: it was loaded with the groups, and the parameters' own state has none or an old one."""
 
     @functools.wraps(set_states)
     def wrapped(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:

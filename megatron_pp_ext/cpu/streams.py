@@ -1,7 +1,7 @@
-"""Streams, events, memory counters and ranges of a device that has none.
+"""Streams, events, memory counters and ranges for a device that has none.
 
-A CPU finishes each operation before the next one starts, so waiting for a stream is always over already and
-every stub below may return at once. Events are the exception: Megatron times with them, so they hold a clock.
+A CPU finishes each operation before the next one starts, so there is never anything to wait for, and every
+stub below may return at once. Events hold the time, since Megatron measures with them.
 """
 
 import collections
@@ -35,30 +35,30 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The lowest and the highest priority: there is one."""
+        """Return the lowest and the highest priority, which are the same."""
         return (0, 0)
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is under way."""
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Nothing is under way there either."""
+        """Return at once: nothing is under way there either."""
 
     def wait_event(self, event: "Event") -> None:
-        """What the event marks has happened."""
+        """Return at once: the event is over."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Mark now."""
+        """Record the present time in ``event`` or a new one, and return it."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return that all work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """No graph is being recorded."""
+        """Return that no graph is being recorded."""
         return False
 
 
@@ -69,26 +69,26 @@ class Event:
         self.seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Note the time."""
+        """Record the present time."""
         self.seconds = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from here to ``end``, as torch.cuda.Event counts them."""
+        """Return the milliseconds from this event to ``end``, as torch.cuda.Event does."""
         return 1000.0 * (end.seconds - self.seconds)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What it marks has happened."""
+        """Return at once: the event is over."""
 
     def query(self) -> bool:
-        """What it marks has happened."""
+        """Return that the event is over."""
         return True
 
     def synchronize(self) -> None:
-        """What it marks has happened."""
+        """Return at once: the event is over."""
 
 
 class Device:
-    """``with torch.cuda.device(0)``: the one device is always the current one."""
+    """Stands in for ``torch.cuda.device(0)`` as a context: the one device is always the current one."""
 
     def __init__(self, device: Any = 0) -> None:
         self.idx = 0
@@ -131,10 +131,10 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def install() -> None:
-    """Replace what torch.cuda offers beside tensors."""
+    """Replace the functions and classes of torch.cuda that have no tensors."""
     replacements: dict[str, Any] = {
-        # Megatron refuses to start without a device, and with a count of 0 it skips, without a word, the
-        # set-up of its process groups.
+        # Megatron refuses to start without a device, and with a count of 0 it silently skips the set-up of
+        # its process groups.
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -177,6 +177,6 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _zero)
     torch.cuda.nvtx.range = _range
-    # torch.accelerator reads torch.cuda.is_available. It has to go on saying that there is none, or torch's
-    # optimizers look for a CUDA graph under way and DataLoader pins memory.
+    # torch.accelerator reads torch.cuda.is_available. It must keep reporting that there is none, or torch's
+    # optimizers look for a CUDA graph that is being captured, and DataLoader pins memory.
     torch.accelerator.is_available = lambda: False

@@ -1,21 +1,22 @@
-"""Where the schedules enter Megatron-LM.  The only package that imports megatron.
+"""The places where schedules enter Megatron-LM.
 
-Importing this package imports nothing of Megatron; ``install`` does.
+Besides ``cpu`` and the entry points, only this package imports Megatron; importing the package itself imports
+nothing of it, ``install`` does.
 """
 
 
 def install(cpu: bool = False) -> None:
     """Put the schedules into Megatron, and with ``cpu`` what it needs to run without a GPU; see ``seams``.
 
-    Ends the process with a one-line message, and Megatron untouched, if it is not one of the
-    releases that the seams are known for.
+    End the process with a one-line message, and Megatron untouched, if a seam does not fit or the release is
+    not in the table of ``releases``.
     """
     from megatron_pp_ext.integration import patching
 
     try:
-        # Before anything of the trainer is imported: one that is too old or too new may not have it.
+        # This comes before the trainer is imported: a Megatron that is too old or too new may not have it.
         patching.require_known_release()
-        # Importing the trainer makes every module that holds a seam by name known.
+        # Importing the trainer imports every module that holds a patched name.
         import megatron.training.training  # noqa: F401
 
         from megatron_pp_ext.integration import seams

@@ -1,4 +1,4 @@
-"""What this machine has and lacks for running the schedules, and whether they fit its Megatron."""
+"""Examine what this machine has and lacks for running the schedules, and whether they fit its Megatron."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_pp_ext.integration.hooks.engine_linear import FIRST_RELEASE
+from megatron_pp_ext.integration import patching, releases
+from megatron_pp_ext.request.refusals import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
 VERDICT = (
@@ -23,7 +24,7 @@ VERDICT = (
     "whatever the number of hardware queues; not covered is a model whose ranks launch collectives in "
     "different orders; no schedule has run over NCCL on a GPU yet."
 )
-"""The proof (``schedule.messages``) asks nothing of the backend, so it is the same on every machine."""
+"""The proof (``schedule.messages``) assumes nothing about the backend, so it holds on every machine."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
@@ -32,7 +33,7 @@ def examine(console: Console, checkout: Path | None = None) -> int:
     """Print versions, what is missing, how messages go, and every seam; return 0 if all seams fit, else 1.
 
     ``checkout`` is a Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
-    ValueError if it is none, or if it comes too late.
+    ValueError if it is not one, or if another Megatron is imported already.
     """
     if checkout is not None:
         _put_first(checkout)
@@ -49,7 +50,7 @@ def examine(console: Console, checkout: Path | None = None) -> int:
     console.print(carried)
     console.print(VERDICT, soft_wrap=True)
 
-    # The stand-ins let Megatron be imported on a machine without a GPU; the devices are known by now.
+    # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are printed by now.
     if not torch.cuda.is_available():
         from megatron_pp_ext import cpu
 
@@ -58,15 +59,15 @@ def examine(console: Console, checkout: Path | None = None) -> int:
 
 
 def lacking() -> Iterator[tuple[str, str]]:
-    """What this machine has not, and the consequence."""
+    """Yield what this machine lacks, each with the consequence."""
     if not torch.cuda.is_available():
         yield "a GPU that torch can use", "start scripts with --cpu: slow, for trying things out"
     engine = _version("transformer-engine")
     if engine is None:
         yield "transformer-engine", "Megatron's default layers: give --transformer-impl local (--cpu does)"
-    elif _numbers(engine) < _numbers(FIRST_RELEASE):
+    elif _numbers(engine) < _numbers(FIRST_ENGINE):
         yield (
-            f"transformer-engine {FIRST_RELEASE} or newer",
+            f"transformer-engine {FIRST_ENGINE} or newer",
             f"{engine} cannot split its backward: give --transformer-impl local, or update it",
         )
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
@@ -79,7 +80,7 @@ def lacking() -> Iterator[tuple[str, str]]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """What carries messages between ranks, and the settings under which a GPU runs their kernels."""
+    """Yield what carries messages between ranks, and the settings under which a GPU runs their kernels."""
     is_there = dist.is_nccl_available()
     yield "NCCL", _nccl_version() if is_there else "not in this torch"
     if is_there:
@@ -87,7 +88,7 @@ def messages() -> Iterator[tuple[str, str]]:
         yield "nccl-lazy", "available" if dist.is_backend_available("nccl-lazy") else "not in this torch"
     backend = message_backend("nccl" if is_there else "gloo")
     yield "pipeline messages", f"{backend.name}: {backend.note}"
-    # CUDA's default, and ROCm's.
+    # The defaults are ROCm's and CUDA's.
     name, default = ("GPU_MAX_HW_QUEUES", 4) if torch.version.hip else ("CUDA_DEVICE_MAX_CONNECTIONS", 8)
     yield "hardware queues", _setting(name, str(default))
     if not torch.version.hip:
@@ -98,7 +99,7 @@ def _nccl_version() -> str:
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
     except AttributeError:
-        return "torch does not tell its version"
+        return "torch does not report its version"
 
 
 def _behind_nccl() -> str:
@@ -135,27 +136,25 @@ def _print_versions(console: Console) -> None:
 
 
 def _examine_seams(console: Console) -> int:
-    from megatron_pp_ext.integration import patching, seams
-
     problems = []
     try:
         patching.require_known_release()
-        always, everything = seams.all_seams(), seams.all_seams(cpu=True)
+        from megatron_pp_ext.integration import seams
     except (patching.SeamError, ImportError) as error:
         console.print(f"Seams into Megatron: none. {error}", soft_wrap=True)
         return 1
     location = importlib.import_module("megatron.core").__path__[0]
     table = Table(
-        title=f"Seams into Megatron {patching.megatron_version()} in {location}", title_justify="left"
+        title=f"Seams into Megatron {releases.megatron_version()} in {location}", title_justify="left"
     )
     table.add_column("seam", overflow="fold")
     table.add_column("for")
     table.add_column("as since")
     table.add_column("fits")
-    paths = {seam.path for seam in always}
-    for seam in everything:
-        since = seam.since(patching.megatron_release())
-        fits = "not there yet"
+    always = seams.all_seams()
+    for seam in seams.all_seams(cpu=True):
+        since = seam.since(releases.megatron_release())
+        fits = "not in this release"
         if since is not None:
             try:
                 seam.find()
@@ -163,7 +162,7 @@ def _examine_seams(console: Console) -> int:
             except patching.SeamError as error:
                 problems.append(str(error))
                 fits = "no"
-        why = seam.why if seam.path in paths else f"--cpu: {seam.why}"
+        why = seam.why if seam in always else f"--cpu: {seam.why}"
         table.add_row(seam.path.removeprefix("megatron."), why, _dotted(since), fits)
     console.print(table)
     console.print(

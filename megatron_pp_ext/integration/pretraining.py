@@ -1,4 +1,4 @@
-"""What a pre-training script calls and what differs between Megatron's releases.
+"""The calls of a pre-training script that differ between Megatron's releases.
 
 A checkout's script fits its own release; ours, which runs on the wheel alone, has to fit all of them.
 """
@@ -18,11 +18,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
-from megatron_pp_ext.integration.patching import megatron_release
+from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
-# Flags that change the model in ways that provide_gpt does not know.
+# These flags change the model in ways that provide_gpt does not support.
 NOT_PROVIDED = (
     "spec",
     "heterogeneous_layers_config_path",
@@ -35,19 +35,19 @@ NOT_PROVIDED = (
 def pretrain_gpt(
     datasets: Callable[..., Any], forward_step: Callable[..., Any], refuse: Sequence[str]
 ) -> None:
-    """Pre-train a GPT as sys.argv says, on ``datasets(samples, vp_stage)`` by ``forward_step(data, model)``.
+    """Pre-train the GPT of sys.argv on ``datasets(samples, vp_stage)`` by ``forward_step(data, model)``.
 
-    The names in ``refuse`` are those of arguments that must not be set: they end the process with one line.
+    ``refuse`` holds the names of arguments that must not be set; one that is ends the process with one line.
     """
     model_type = ModelType.encoder_or_decoder
-    if megatron_release() < (0, 18):
+    if megatron_release() < CORE_0_18:
         _refuse(arguments.parse_args(), (*refuse, *NOT_PROVIDED))
         pretrain(datasets, provide_gpt, model_type, forward_step, args_defaults=DEFAULTS)
         return
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
-    if megatron_release() < (0, 19):
+    if megatron_release() < CORE_0_19:
         _refuse(args, (*refuse, *NOT_PROVIDED))
         config = pretrain_cfg_container_from_args(args)
         pretrain(config, datasets, provide_gpt, model_type, forward_step)
@@ -76,9 +76,9 @@ def provide_gpt(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """Make one chunk of the GPT that Megatron's arguments describe; needed before 0.19, which does so itself.
+    """Make one chunk of the GPT that Megatron's arguments describe; from 0.19 on Megatron does so itself.
 
-    The two flags say whether it embeds the tokens and whether it has the output layer.
+    ``pre_process`` is whether it embeds the tokens, ``post_process`` whether it has the output layer.
     """
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
@@ -116,8 +116,8 @@ def provide_gpt(
 
 
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
-    """Cut from every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
-    plain = {} if megatron_release() < (0, 18) else {"is_hybrid_cp": False}
+    """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
+    plain = {} if megatron_release() < CORE_0_18 else {"is_hybrid_cp": False}
     part: dict[str, Any] = get_batch_on_this_cp_rank(
         batch, **plain, cp_group=mpu.get_context_parallel_group()
     )

@@ -133,15 +133,15 @@ def test_a_torch_without_nccl(torch_with) -> None:
     assert "nccl-lazy" not in found
 
 
-@pytest.mark.parametrize(("version", "told"), [((2, 30, 7), "2.30.7"), ((2, 27, 3, "rc1"), "2.27.3.rc1")])
-def test_the_version_of_nccl(version: tuple, told: str, torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "text"), [((2, 30, 7), "2.30.7"), ((2, 27, 3, "rc1"), "2.27.3.rc1")])
+def test_the_version_of_nccl(version: tuple, text: str, torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    assert torch_with()["NCCL"] == told
+    assert torch_with()["NCCL"] == text
 
 
 def test_the_version_of_nccl_may_be_missing(torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_nccl_version", raising=False)
-    assert torch_with()["NCCL"] == "torch does not tell its version"
+    assert torch_with()["NCCL"] == "torch does not report its version"
 
 
 def test_hardware_queues_and_loading(torch_with) -> None:

@@ -30,10 +30,10 @@ def test_mistakes_get_one_line(words: list[str], problem: str, capsys: pytest.Ca
     with pytest.raises(SystemExit) as end:
         launcher.main(words)
     assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert problem in said
-    assert launcher.USAGE in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert problem in printed
+    assert launcher.USAGE in printed
+    assert printed.count("\n") == 1
 
 
 def test_help(capsys: pytest.CaptureFixture) -> None:
@@ -43,8 +43,8 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
 
 def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder comes first on the path, in place of the current one, and it sees its own arguments."""
-    asked = []
-    monkeypatch.setattr(launcher, "prepare", asked.append)
+    prepared = []
+    monkeypatch.setattr(launcher, "prepare", prepared.append)
     monkeypatch.setattr(sys, "path", ["current folder", "installed packages"])
     monkeypatch.setattr(sys, "argv", ["launcher"])
     script = tmp_path / "script.py"
@@ -54,7 +54,7 @@ def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     launcher.main(["--cpu", str(script), "--lr", "--help"])
     name, argv, path = json.loads(script.with_suffix(".json").read_text())
-    assert asked == [True]
+    assert prepared == [True]
     assert name == "__main__"
     assert argv == [str(script), "--lr", "--help"]
     assert path == [str(tmp_path), "installed packages"]

@@ -73,7 +73,7 @@ def test_gradients_are_those_of_one_rank(ranks: int, flags: str) -> None:
 
 
 def part(whole: torch.Tensor, shape: torch.Size, index: int) -> torch.Tensor:
-    """The part of a tensor that tensor-parallel rank ``index`` has, told by the dimension that it lacks."""
+    """The part of a tensor that tensor-parallel rank ``index`` has, cut where ``shape`` is smaller."""
     for dimension, (size, cut) in enumerate(zip(whole.shape, shape, strict=True)):
         if size != cut:
             return whole.chunk(size // cut, dimension)[index]

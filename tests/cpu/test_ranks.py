@@ -1,7 +1,7 @@
-"""The helper that the tests on several ranks stand on."""
+"""The helper that tests on several ranks use."""
 
 import os
-import time
+import signal
 
 import pytest
 import torch
@@ -22,27 +22,26 @@ def test_results_come_back_in_rank_order() -> None:
     assert all(torch.equal(numbers, torch.tensor([4.5, 4.5])) for _, numbers in results)
 
 
-def test_a_failure_tells_where_and_what_was_printed() -> None:
+def test_a_failure_reports_its_rank_and_what_was_printed() -> None:
     def fail(rank: int) -> None:
         if rank == 1:
             print("about to fail")
             raise ValueError("no such luck")
-        time.sleep(60)
+        signal.pause()
 
-    start = time.monotonic()
+    # Rank 0 would never end: it is killed, not waited for.
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*about to fail.*ValueError: no such luck"):
         run_ranks(fail, 2)
-    assert time.monotonic() - start < 30  # rank 0 is killed, not waited for
 
 
-def test_a_rank_that_dies_without_a_word_is_a_failure() -> None:
+def test_a_rank_that_dies_silently_is_a_failure() -> None:
     with pytest.raises(RankError, match="rank 0 failed"):
         run_ranks(lambda rank: os._exit(3), 1)
 
 
 def test_ranks_that_do_not_finish_are_killed() -> None:
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 0.5 seconds"):
-        run_ranks(lambda rank: time.sleep(60), 2, timeout=0.5)
+        run_ranks(lambda rank: signal.pause(), 2, timeout=0.5)
 
 
 def test_state_stays_in_the_rank() -> None:

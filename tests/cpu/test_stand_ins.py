@@ -57,7 +57,7 @@ def test_the_gpu_generator_is_the_cpu_generator() -> None:
 
 
 def test_what_is_sent_stays_until_it_has_left() -> None:
-    """Megatron 0.17 frees an output as soon as its sending has begun."""
+    """Megatron 0.17 frees an output as soon as it begins to send it."""
 
     def send_and_free(rank: int) -> float:
         dist.init_process_group("nccl")
@@ -82,7 +82,7 @@ def test_installing_again_changes_nothing() -> None:
     assert torch.zeros is before
 
 
-def test_installing_behind_megatron_is_refused() -> None:
+def test_installing_after_megatron_is_refused() -> None:
     code = "import sys; sys.modules['megatron.core'] = sys; from megatron_pp_ext import cpu; cpu.install()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "call megatron_pp_ext.cpu.install() before importing Megatron" in run.stderr

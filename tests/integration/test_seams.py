@@ -1,4 +1,4 @@
-"""Patching Megatron: all seams or none, and nothing changes until a schedule is asked for."""
+"""Patching Megatron: all seams or none, and nothing changes until a schedule is requested."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
 import pytest
 
-from megatron_pp_ext.integration import install, patching, seams
+from megatron_pp_ext.integration import install, patching, releases, seams
 from tests.support.comparison import assert_same_bits, run
 
 SEAMS = seams.schedule_seams()
@@ -22,8 +22,8 @@ VERSION = os.environ.get("MEGATRON_VERSION", "")
 
 
 @pytest.mark.skipif(not VERSION, reason="MEGATRON_VERSION does not say which Megatron this should be")
-def test_this_is_the_megatron_asked_for():
-    assert patching.megatron_version().startswith(VERSION)
+def test_this_is_the_requested_megatron():
+    assert releases.megatron_version().startswith(VERSION)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.99.0", "1.17.0", "development"])
 def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
-    """Even if all seams would fit: what is behind them was never tried."""
+    """It is refused even if all seams would fit, since the code behind them was never tried."""
     monkeypatch.setattr("megatron.core.__version__", version)
     with pytest.raises(
         SystemExit, match=f"megatron_pp_ext: megatron-core is {version}, known are 0.17.x"
@@ -96,6 +96,49 @@ def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
         install()
     assert "\n" not in str(end.value)
     assert not is_any_applied()
+
+
+def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, monkeypatch):
+    """The steps of docs/extending.md, for a release that gave one of the patched functions a parameter."""
+
+    def backward_step(input_tensor, output_tensor, output_tensor_grad, config, colour): ...
+
+    monkeypatch.setattr(schedules, "backward_step", backward_step)
+    monkeypatch.setattr("megatron.core.__version__", "0.21.0")
+    with pytest.raises(patching.SeamError, match=r"megatron-core is 0\.21\.0, known are [^:]* 0\.20\.x:"):
+        patching.apply(SEAMS)
+
+    row = releases.Release((0, 21), wheel=None, checkout=None, tried="nothing yet")
+    monkeypatch.setattr(releases, "RELEASES", (*releases.RELEASES, row))
+    refused = (
+        r"schedules\.backward_step takes \(input_tensor output_tensor output_tensor_grad config colour\) "
+        r"where \(input_tensor output_tensor output_tensor_grad config\) was known; megatron-core is 0\.21\.0"
+    )
+    # 0.20 changed the linear function: the installed one cannot stand in for it.
+    fitting = [seam for seam in SEAMS if releases.CORE_0_20 not in seam.known]
+    with pytest.raises(patching.SeamError, match=refused):
+        patching.apply(fitting)
+    assert not is_any_applied()
+
+    (changed,) = (seam for seam in fitting if seam.name == "backward_step")
+    parameters = "input_tensor output_tensor output_tensor_grad config colour"
+    updated = dataclasses.replace(changed, known={**changed.known, row.number: parameters})
+    patching.apply(updated if seam is changed else seam for seam in fitting)
+    assert schedules.backward_step is not backward_step
+    patching.undo()
+    assert schedules.backward_step is backward_step
+
+
+def test_signatures_are_of_releases_in_the_table():
+    numbers = [release.number for release in releases.RELEASES]
+    for seam in seams.all_seams(cpu=True):
+        assert set(seam.known) <= set(numbers), seam.path
+        assert list(seam.known) == sorted(seam.known), seam.path
+
+
+def test_no_place_has_two_seams():
+    paths = [seam.path for seam in seams.all_seams(cpu=True)]
+    assert len(set(paths)) == len(paths)
 
 
 def test_parameters_of_another_release_are_refused(unpatched, monkeypatch):
@@ -115,12 +158,13 @@ def test_parameters_of_another_release_are_refused(unpatched, monkeypatch):
             patching.apply([seam])
 
 
-def test_a_seam_is_only_looked_for_since_its_release(unpatched, monkeypatch):
-    newer = functools.partial(patching.Seam, "megatron.core", "no_such_name", wrap=dict, why="")
+def test_a_seam_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
+    no_such = functools.partial(patching.Seam, "megatron.core:no_such_name", wrap=dict, why="")
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
-    patching.apply([newer({(0, 18): "a b"})])
+    patching.apply([no_such({(0, 18): "a b"})])
+    patching.apply([no_such({(0, 16): "a b", (0, 17): None})])
     with pytest.raises(patching.SeamError, match="no_such_name is not there"):
-        patching.apply([newer({(0, 17): "a b"})])
+        patching.apply([no_such({(0, 17): "a b"})])
 
 
 @pytest.mark.parametrize("flags", [(), ("--num-virtual-stages-per-pipeline-rank", "2")])

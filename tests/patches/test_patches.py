@@ -1,4 +1,4 @@
-"""The patches for a checkout's own script: they apply where they say, and add all that it takes."""
+"""The patches for a checkout's own script apply at their lines and add what the script needs."""
 
 import os
 import re
@@ -19,20 +19,15 @@ needs_checkout = pytest.mark.skipif(
 
 
 def apply(patch: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    # Outside of any repository: inside one, git would take the paths from its root and skip the rest.
+    # In a repository git would take the paths from its root and skip the rest.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     command = ["git", "apply", "--verbose", str(patch)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_there_is_one_a_release() -> None:
-    releases = {tuple(re.findall(r"\d+", patch.name)[:2]) for patch in PATCHES}
-    assert releases == {("0", "17"), ("0", "18"), ("0", "19")}
-
-
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_it_adds_two_lines_where_it_says(patch: Path, tmp_path: Path) -> None:
-    """To a file made of nothing but the lines around them, at their place."""
+    """It is applied to a file of nothing but the lines around them, at their place."""
     header, body = patch.read_text().split("@@", 1)
     assert header == "--- a/pretrain_gpt.py\n+++ b/pretrain_gpt.py\n"
     hunk = HUNK.match("@@" + body)
@@ -51,7 +46,7 @@ def test_it_adds_two_lines_where_it_says(patch: Path, tmp_path: Path) -> None:
 
 
 def patched_checkout(folder: Path) -> Path:
-    """The checkout by links, and its script, patched, as a file; returns the script."""
+    """Link the checkout into ``folder``, its script as a patched file; return the script."""
     for entry in CHECKOUT.iterdir():
         if entry.name not in ("pretrain_gpt.py", ".git"):
             (folder / entry.name).symlink_to(entry)
@@ -73,7 +68,7 @@ def patched_checkout(folder: Path) -> Path:
 @pytest.mark.checkout
 @needs_checkout
 def test_it_applies_to_the_checkout_and_trains(tmp_path: Path) -> None:
-    """The patched script by itself, the launcher out of the way; on a CPU something has to stand in."""
+    """The patched script runs without the launcher, though on a CPU the stand-ins are needed."""
     script = patched_checkout(tmp_path)
     assert script.read_text().index(ADDED) < script.read_text().index("from megatron.")
     starter = tmp_path / "start_on_cpu.py"
@@ -84,7 +79,7 @@ def test_it_applies_to_the_checkout_and_trains(tmp_path: Path) -> None:
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    # Here, for the flags: importing them imports Megatron, which the other tests do without.
+    # These import Megatron, which the other tests do not need.
     from megatron_pp_ext.cpu import with_cpu_flags
     from tests.support.training import TINY
 

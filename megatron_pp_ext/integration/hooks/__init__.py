@@ -1,1 +1,1 @@
-"""What takes the place of Megatron's own functions, beside the step itself."""
+"""The hooks that ``seams`` puts in the place of Megatron's functions, except the step itself."""

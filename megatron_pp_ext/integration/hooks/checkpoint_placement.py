@@ -1,7 +1,7 @@
-"""What a checkpoint has to know of where stages live.
+"""Checkpoints under a placement that is not stock's.
 
 Megatron's torch_dist checkpoints name weights by their place in the model, so that they load under any
-placement.  Two things go by rank all the same: the two copies of a tied weight, which stock never has on
+placement.  Two things still depend on the rank: the two copies of a tied weight, which stock never has on
 one rank, and the state of a distributed optimizer that was not saved fully reshardable.
 """
 
@@ -37,7 +37,7 @@ def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
         stock(sharded_state_dict, *args, **kwargs)
         written = set()
         for shard in nested_values(sharded_state_dict):
-            # Zero is what stock marks a tensor with that this rank is to write, 1 any other.
+            # Stock marks a tensor that this rank is to write with 0, any other with 1.
             if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
                 place = _sharded_tensor_shard_id(shard)
                 shard.replica_id = int(place in written)
@@ -47,20 +47,20 @@ def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse what goes by rank and lay elsewhere; give each copy of a tensor numbers of its own.
+    """Refuse state that goes by rank and was saved elsewhere; give each copy of a tensor its own memory.
 
     Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
-    train on with one layer's optimizer state in another.  Ends the process with one line.
+    train on with one layer's optimizer state in another.  A refusal ends the process with one line.
 
-    Seam: ``_load_base_checkpoint`` in ``megatron.training.checkpointing``, which is asked for what all
-    ranks have in common before it is asked for tensors.
+    Seam: ``_load_base_checkpoint`` in ``megatron.training.checkpointing``, which is called for what all
+    ranks have in common before it is called for tensors.
     """
 
     @functools.wraps(stock)
     def load(load_dir: str, args: Namespace, *others: Any, **kwargs: Any) -> Any:
         loaded = stock(load_dir, args, *others, **kwargs)
         state, _, _, kind = loaded
-        # Before validation a checkpoint is only asked for its flags.
+        # Before validation only the flags of a checkpoint are read.
         if state and "args" in state and hasattr(args, "pipeline_placement"):
             _refuse_other_placement(load_dir, state, kind, args)
         if state and requested.pipeline() is not None:
@@ -83,9 +83,9 @@ def _refuse_other_placement(load_dir: str, state: dict[str, Any], kind: Any, arg
 
 
 def _separate_copies(state: dict[str, Any]) -> None:
-    """Clone tensors that are there twice, as --ckpt-fully-parallel-load leaves them.
+    """Clone tensors that are in ``state`` twice, as --ckpt-fully-parallel-load leaves them.
 
-    The optimizer takes its state as it is loaded: two tied weights would move the same moments.
+    The optimizer uses its state as it is loaded, so two tied weights would update the same moments.
     """
     seen = set()
 
@@ -102,12 +102,12 @@ def _separate_copies(state: dict[str, Any]) -> None:
 
 
 def describe(placement: Placement) -> str:
-    """A placement in words that a checkpoint can keep and a person can read."""
+    """Return a placement in words that a checkpoint can keep and a person can read."""
     return f"{placement.shape} placement with {placement.chunks} chunk(s) on each of {placement.ranks} ranks"
 
 
 def _placement(args: Namespace) -> str:
-    """Where a run with these validated flags has its stages, by our words or else by stock's flags."""
+    """Return the placement of a run with these validated flags, which are ours or else stock's."""
     ours = getattr(args, "pipeline_placement", None)
     if ours is not None:
         return str(ours)
@@ -117,7 +117,7 @@ def _placement(args: Namespace) -> str:
 
 
 def _fix_if_rank_by_rank(state: dict[str, Any], kind: Any, args: Namespace) -> str | None:
-    """What to do instead, if this run would load something that depends on where stages live."""
+    """Return what to do instead, if this run would load something that depends on where stages live."""
     if kind == CheckpointType.LEGACY:
         return "go on with the old placement, or save with --ckpt-format torch_dist there"
     if not args.use_distributed_optimizer or args.no_load_optim or args.finetune:

@@ -1,11 +1,10 @@
-"""What data parallelism does around the microbatches of a step.
+"""Data parallelism around the microbatches of a step.
 
-Megatron's ``DistributedDataParallel`` counts the gradients that come in during the last microbatch
-and reduces a bucket once it is full.  A split backward brings them in twice: norms, biases and
-embeddings in I, the linear weights in W, perhaps many actions later.  So a chunk counts during two
-of its actions, its last I and its last W (or its last B, which is both), and stays silent during
-all others; the reduction of a bucket then starts inside the chunk's last W, and overlaps whatever
-the rank does after it.
+Megatron's ``DistributedDataParallel`` counts the gradients that arrive during the last microbatch and reduces
+a bucket once it is full.  Under a split backward they arrive in two actions: those of norms, biases and
+embeddings in I, those of the linear weights in W, perhaps many actions later.  So a chunk counts during two
+of its actions, its last I and its last W (or its last B, which is both), and not during any other; the
+reduction of a bucket then starts inside the chunk's last W, and overlaps whatever the rank does after it.
 """
 
 import functools
@@ -20,11 +19,10 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 
 
 def count_when_complete(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a parameter only when nothing of its gradient is left for W.
+    """Count a parameter only when no part of its gradient is left for W.
 
-    Seam: ``DistributedDataParallel._make_backward_post_hook``, whose hook runs when autograd is done
-    with a parameter, even if all that its layers returned was None.  What W adds, ``defer_weight``
-    counts.
+    Seam: ``DistributedDataParallel._make_backward_post_hook``, whose hook runs when autograd is done with a
+    parameter, even if its layers returned None.  ``defer_weight`` counts the weights whose gradient W adds.
     """
 
     @functools.wraps(stock)
@@ -35,7 +33,7 @@ def count_when_complete(stock: Callable[..., Any]) -> Callable[..., Any]:
             if not is_deferred(param):
                 accumulate(*unused)
             elif param.grad is not None:
-                # A weight with a second use, such as an embedding's, that autograd itself sees to.
+                # The weight has a second use, such as an embedding's, whose gradient autograd brings.
                 bucket_group = ddp.param_to_bucket_group[param]
                 counts, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, False
                 accumulate(*unused)
@@ -53,7 +51,7 @@ def _count(ddp: Any, param: torch.nn.Parameter) -> None:
 
 
 def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work that adds to ``weight``'s gradient, so that the last that waits counts the weight."""
+    """Wrap work that adds to ``weight``'s gradient, so that the last piece of work counts the weight."""
     weight.deferred = getattr(weight, "deferred", 0) + 1
 
     def work() -> None:
@@ -66,7 +64,7 @@ def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], 
 
 
 def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
-    """Add ``gradient`` where Megatron's data parallelism, or without it torch, keeps ``parameter``'s."""
+    """Add ``gradient`` to the one that Megatron's data parallelism, or else torch, keeps of ``parameter``."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
@@ -76,14 +74,14 @@ def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
 
 
 def is_deferred(weight: torch.nn.Parameter) -> bool:
-    """Whether work that adds to ``weight``'s gradient still waits for its W."""
+    """Return whether work that adds to ``weight``'s gradient still waits for its W."""
     return bool(getattr(weight, "deferred", 0))
 
 
 class LastActions(NamedTuple):
-    """The actions of a stage after which nothing is added to its gradients any more.
+    """The last two actions of a stage that add to its gradients.
 
-    ``input`` is its last I, ``weight`` its last W; where these are one action, it is a B.
+    ``input`` is its last I and ``weight`` its last W; where the two are one action, it is a B.
     """
 
     input: Action
@@ -91,7 +89,7 @@ class LastActions(NamedTuple):
 
 
 def last_actions(plan: RankPlan) -> dict[int, LastActions]:
-    """The last actions of every stage in ``plan``; empty for an evaluation."""
+    """Return the last actions of every stage in ``plan``; none for an evaluation."""
     inputs = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.I, Kind.B)}
     weights = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.W, Kind.B)}
     return {stage: LastActions(inputs[stage], weights[stage]) for stage in inputs}
@@ -100,13 +98,13 @@ def last_actions(plan: RankPlan) -> dict[int, LastActions]:
 class DataParallel:
     """The data-parallel side of one training step on this rank.
 
-    ``config`` is the model's, in which the trainer left what to call: ``no_sync_func`` keeps a
-    chunk from counting, ``grad_sync_func`` (only with --align-grad-reduce, the default) reduces a
-    whole chunk at once, ``param_sync_func`` (only with --align-param-gather) gathers its weights.
-    Each is a list, an entry a chunk, or a function where there is one chunk.
+    ``config`` is the model's.  The trainer put three functions into it: ``no_sync_func`` keeps a chunk from
+    counting, ``grad_sync_func`` (only with --align-grad-reduce, the default) reduces a whole chunk at once,
+    ``param_sync_func`` (only with --align-param-gather) gathers its weights.  Each is a list with one entry a
+    chunk, or a single function where there is one chunk.
 
-    With ``force_all_reduce`` no chunk is reduced before the gradients are finalized, where alone
-    stock obeys it; with ``forward_only`` nothing is gathered, since evaluation does so beforehand.
+    With ``force_all_reduce`` no chunk is reduced before the gradients are finalized, which is the only place
+    where stock obeys it.  With ``forward_only`` nothing is gathered, since evaluation does so beforehand.
     """
 
     def __init__(
@@ -116,41 +114,41 @@ class DataParallel:
         self._no_sync = _each(config.no_sync_func, model)
         self._reduce = None if force_all_reduce else _each(config.grad_sync_func, model)
         self._gather = None if forward_only else _each(config.param_sync_func, model)
-        self._silence = [ExitStack() for _ in model]
+        self._uncounted = [ExitStack() for _ in model]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all actions of a step: no chunk counts, the first two gather their weights."""
+        """Surround all actions of a step, in which no chunk counts; the first two gather their weights."""
         for chunk in range(min(2, len(self._model))):
             self._start_gather(chunk)
         try:
             for chunk in range(len(self._model)):
-                self._fall_silent(chunk)
+                self._stop_counting(chunk)
             yield
         finally:
-            for silence in self._silence:
-                silence.close()
+            for uncounted in self._uncounted:
+                uncounted.close()
 
     def first_forward(self, chunk: int) -> None:
-        """Before the first forward of ``chunk``: the chunk after it gathers its weights meanwhile."""
+        """Start gathering the weights of the chunk after ``chunk``, whose first forward comes next."""
         if chunk > 0:
             self._start_gather(chunk + 1)
 
     @contextmanager
     def backward(self, chunk: int, action: Action, last: LastActions) -> Iterator[None]:
-        """Around an I, W or B of ``chunk``, whose last ones are ``last``."""
+        """Surround an I, W or B of ``chunk``, whose last ones are ``last``, in which it counts."""
         counts = action in last and self._reduce is None
         if counts:
-            self._silence[chunk].close()
+            self._uncounted[chunk].close()
         yield
         if counts:
-            self._fall_silent(chunk)
+            self._stop_counting(chunk)
         if action == last.weight and self._reduce is not None:
             self._reduce[chunk](self._model[chunk].parameters())
 
-    def _fall_silent(self, chunk: int) -> None:
+    def _stop_counting(self, chunk: int) -> None:
         if self._no_sync is not None:
-            self._silence[chunk].enter_context(self._no_sync[chunk]())
+            self._uncounted[chunk].enter_context(self._no_sync[chunk]())
 
     def _start_gather(self, chunk: int) -> None:
         if self._gather is not None and chunk < len(self._model):

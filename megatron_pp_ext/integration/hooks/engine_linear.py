@@ -1,14 +1,14 @@
-"""Cutting the backward of Transformer Engine's linear layers in two.
+"""Cut the backward of Transformer Engine's linear layers in two.
 
 Each of its linear modules (Linear, LayerNormLinear, GroupedLinear, and so Megatron's TELinear,
-TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and TEGroupedLinear) asks an
-object of its own, ``wgrad_store``, whether to compute the weight's gradient at once, and hands it the
-product and its operands if not.  Transformer Engine's own store is a queue for each module, which has to
-be asked for when the module is built and runs first in, first out.  The one here leaves the work to the W
+TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and TEGroupedLinear) has an
+object ``wgrad_store``, which decides whether the weight's gradient is computed at once; if not, the module
+hands it the product and its operands.  Transformer Engine's own store is a queue for each module, which has
+to be enabled when the module is built and runs first in, first out.  The store here leaves the work to the W
 of the stage and microbatch whose I is running, beside that of Megatron's local layers.
 
-The product was bound to its operands in I: what FP8 scaled them by goes with them, and no later
-microbatch's scaling can reach it.
+The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
+microbatches cannot change them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +18,6 @@ import torch
 
 from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.schedule.actions import Kind, Schedule
-
-FIRST_RELEASE = "2.3"
-"""The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
 
 
 def split_backwards(model: Iterable[Any]) -> None:
@@ -36,33 +32,8 @@ def split_backwards(model: Iterable[Any]) -> None:
                 module.wgrad_store = DeferringStore(module)
 
 
-def require_first_first(schedule: Schedule) -> None:
-    """Raise ValueError unless each stage begins with microbatch 0, its forwards and its weight gradients.
-
-    ``is_first_microbatch`` is true of a module's first forward ever and, where layers quantize (FP8, FP4,
-    --te-precision-config-file), of microbatch 0's in every step.  That forward casts the weights, which later
-    ones rely on; and where accumulation is fused its weight gradient overwrites ``main_grad``, to which those
-    of others are added (``accumulate`` in Transformer Engine's module/linear.py, layernorm_linear.py and
-    grouped_linear.py, the same from 2.3 to 2.18; Megatron's extensions/transformer_engine.py).
-    """
-    for rank, order in enumerate(schedule.orders):
-        begun: set[tuple[int, bool]] = set()
-        for action in order:
-            is_forward = action.kind is Kind.F
-            if action.kind is Kind.I or (action.stage, is_forward) in begun:
-                continue
-            begun.add((action.stage, is_forward))
-            if action.microbatch != 0:
-                raise ValueError(
-                    f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "
-                    f"{'forward' if is_forward else 'weight gradient'}, but Transformer Engine "
-                    f"{'casts weights' if is_forward else 'overwrites earlier gradients'} in the latter; put "
-                    "microbatch 0 first, or add --transformer-impl local"
-                )
-
-
 class DeferringStore:
-    """Stands where ``WeightGradStore`` of one ``module`` stood; the method names are Transformer Engine's."""
+    """Replaces the ``WeightGradStore`` of one ``module``; the method names are Transformer Engine's."""
 
     def __init__(self, module: Any) -> None:
         self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
@@ -70,9 +41,9 @@ class DeferringStore:
         self._is_grouped = hasattr(module, "num_gemms")
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether the module may hand its product over.
+        """Return whether the module may hand its product over.
 
-        Forwards are told yes, since their backward asks again: then only an I is.
+        The answer is yes during forwards, since the backward calls again, and then only during an I.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         return STORE.is_collecting or not is_in_backward
@@ -97,9 +68,10 @@ class DeferringStore:
         STORE.defer(work, *_tensors(operands[: 2 if self._is_fused else None]))
 
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """What W still has to add to which parameter.
+        """Yield the parameters to whose gradients W still has to add, each with what to add.
 
-        A fused product has added the weights' itself; biases' come with the product unless I computed them.
+        A fused product has added the weights' gradients itself; those of biases come with the product, unless
+        I computed them.
         """
         if self._is_grouped:
             weights, biases = self._buffers(operands), result[1] or ()
@@ -112,33 +84,33 @@ class DeferringStore:
                 yield bias, gradient
 
     def _buffers(self, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Where a grouped product puts the weights' gradients: one each, or one for all groups."""
+        """Return the tensors that a grouped product fills with the weights' gradients: one each, or one."""
         whole = getattr(operands[2], "rowwise_data", None)
         return operands[2] if whole is None else [whole.view_as(*self._weights)]
 
 
 def _named(module: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
-    """Parameters of the product.  Those of a norm in the same module begin with layer_norm_."""
+    """Return the product's parameters; the names of a norm's in the same module begin with layer_norm_."""
     return [
         parameter for name, parameter in module.named_parameters(recurse=False) if name.startswith(prefix)
     ]
 
 
 def _cut(gradient: torch.Tensor | None, parameters: list[torch.nn.Parameter]) -> Sequence[torch.Tensor]:
-    """A module may keep one product's rows in several parameters, such as those of query, key and value."""
+    """Cut a product's rows among ``parameters``: query, key and value may be three of one module."""
     if gradient is None or not parameters:
         return ()
     return gradient.split([parameter.shape[0] for parameter in parameters])
 
 
 def _read_by_w(operand: Any) -> Any:
-    """``operand`` without the copy of its numbers that only forward and I read.
+    """Return ``operand`` without the copy of its numbers that only forward and I read.
 
     A quantized operand may have two, scaled along rows and along columns; the product of a weight gradient,
-    which sums over rows, reads the second of both operands.  Transformer Engine drops the first from what it
-    quantizes for a forward in the same way, and knows where there is but one copy for both uses (FP8 with one
-    scale a tensor on Blackwell).  A tensor that autograd brought may have other users: it stays whole, and W
-    gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both.
+    which sums over rows, reads the second copy of both operands.  Transformer Engine drops the first copy of
+    what it quantizes for a forward in the same way, and knows where one copy serves both uses (FP8 with one
+    scale a tensor on Blackwell).  A tensor that came from autograd may have other users: it stays whole, and
+    W gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both copies.
     """
     if isinstance(operand, list | tuple):
         return [_read_by_w(one) for one in operand]
@@ -155,7 +127,7 @@ def _read_by_w(operand: Any) -> Any:
 
 
 def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """All tensors in ``operands``: plain, quantized (by their data) or in lists."""
+    """Yield all tensors in ``operands``: plain ones, the data of quantized ones, and those in lists."""
     if isinstance(operands, list | tuple):
         for operand in operands:
             yield from _tensors(operand)

@@ -1,8 +1,8 @@
-"""Cutting the backward of Megatron's own linear layers in two.
+"""Cut the backward of Megatron's own linear layers in two.
 
-``ColumnParallelLinear`` and ``RowParallelLinear`` (and so the attention, MLP and output layers of
-the local transformer implementation) all end in one autograd function.  Its backward is replaced
-while a schedule asks for the input's gradient alone; at any other time stock code runs untouched.
+``ColumnParallelLinear`` and ``RowParallelLinear`` (and so the attention, MLP and output layers of the local
+transformer implementation) all end in one autograd function.  Its backward is replaced while an I is running,
+which needs the input's gradient alone; at any other time stock code runs untouched.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
         @staticmethod
         def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *others: Any) -> Any:
-            # Saved tensors may come back as aliases, without what Megatron hung on the parameter.
+            # Saved tensors may come back as aliases, without the attributes that Megatron gave the parameter.
             ctx.parameter = weight
             return stock.forward(ctx, input, weight, *others)
 
@@ -36,7 +36,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             if not STORE.is_collecting or not ctx.needs_input_grad[1]:
                 return stock.backward(ctx, *gradients)
             input, _ = ctx.saved_tensors
-            # Logits may have been asked for in another dtype than their input's (--output-logit-dtype).
+            # The dtype of logits may be another than their input's (--output-logit-dtype).
             gradient = gradients[0].to(input.dtype)
             work = defer_weight(ctx.parameter, _weight_work(ctx, input, gradient))
             STORE.defer(work, input, gradient)

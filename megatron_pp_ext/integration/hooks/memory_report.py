@@ -1,6 +1,6 @@
-"""Megatron's report of theoretical memory, made true for the schedule in force.
+"""Megatron's report of theoretical memory, corrected for the running schedule.
 
-Stock knows two schedules, 1F1B and interleaved, and one first stage: with an embedding and no output layer.
+Stock assumes 1F1B or its interleaved schedule, and a first rank with an embedding and no output layer.
 """
 
 import copy
@@ -14,10 +14,10 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 
 def activations_as_scheduled(stock: Callable[..., float]) -> Callable[..., float]:
-    """Count the microbatches in flight that the schedule has on its fullest rank.
+    """Count the microbatches that the schedule has in flight on its fullest rank; bytes.
 
     Seams: ``compute_activation_memory`` and ``compute_activation_memory_without_sp`` in
-    ``megatron.training.theoretical_memory_usage``, in bytes.
+    ``megatron.training.theoretical_memory_usage``.
     """
 
     @functools.wraps(stock)
@@ -27,7 +27,7 @@ def activations_as_scheduled(stock: Callable[..., float]) -> Callable[..., float
             return stock(args, num_microbatches, verbose)
         schedule = pipeline.source.build(num_microbatches, None)
         in_flight = max(simulate(schedule, Costs.unit(schedule.placement)).peak_microbatches)
-        # Without chunks and without their number, stock counts as many microbatches as there are ranks.
+        # Without chunks and a number of microbatches, stock counts as many microbatches as ranks.
         unscheduled = copy.copy(args)
         unscheduled.virtual_pipeline_model_parallel_size = None
         as_1f1b = stock(unscheduled, None, verbose)
@@ -39,10 +39,9 @@ def activations_as_scheduled(stock: Callable[..., float]) -> Callable[..., float
 
 
 def weights_of_both_ends(stock: Callable[..., float]) -> Callable[..., float]:
-    """Count the output layer where a V puts it: on the first rank, beside the embedding.
+    """Count the output layer where a V puts it: on the first rank, beside the embedding; bytes.
 
-    Seam: ``compute_weight_and_optimizer_memory`` in ``megatron.training.theoretical_memory_usage``, in
-    bytes.
+    Seam: ``compute_weight_and_optimizer_memory`` in ``megatron.training.theoretical_memory_usage``.
     """
 
     @functools.wraps(stock)

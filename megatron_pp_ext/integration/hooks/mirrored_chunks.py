@@ -1,14 +1,13 @@
 """V and wave placement on top of Megatron's interleaved one.
 
-Stock Megatron places chunk c of rank i at stage c * p + i.  A V wants chunk 1 of rank i to be
-stage 2p - 1 - i instead: exactly what the interleaved code builds on a rank that believes
-itself to be rank p - 1 - i; a wave wants it of every odd chunk.  Two mirrors make it believe so,
-and only for these chunks:
+Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
+2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
+every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 - i:
 
-* ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the
-  chunk is built with, and that it keeps;
-* ``mirrored_rank`` turns the global pipeline rank round while the chunk is at work, for code
-  that asks ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
+* ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
+  with, and that it keeps;
+* ``mirrored_rank`` mirrors the global pipeline rank while the chunk is at work, for code that reads it from
+  ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
 """
 
 import copy
@@ -29,13 +28,13 @@ from megatron_pp_ext.integration import requested
 class MirroredGroup:
     """A process group whose ranks count from the other end.
 
-    Everything but ``rank`` is the group's own; it is for asking where one stands, not for
+    Everything but ``rank`` is the group's own.  It reports the position of a rank; it is not for
     communication, in which the true ranks must be named.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # torch looks the members of a group up in this table.
+        # torch looks up the members of a group in this table.
         ranks = dist.distributed_c10d._world.pg_group_ranks[group]
         dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
             global_rank: len(ranks) - 1 - rank for global_rank, rank in ranks.items()
@@ -51,30 +50,30 @@ class MirroredGroup:
 
 @contextmanager
 def mirrored_rank() -> Iterator[None]:
-    """Inside, ``parallel_state`` takes this rank for its mirror image in the pipeline."""
+    """Let ``parallel_state`` report this rank's mirror image in the pipeline within the context."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     size = parallel_state.get_pipeline_model_parallel_world_size()
     parallel_state.set_pipeline_model_parallel_rank(size - 1 - rank)
     try:
         yield
     finally:
-        # None, Megatron's own value, lets it ask the process group again.
+        # None, Megatron's own value, makes it read the process group again.
         parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 def as_chunk(vp_stage: int | None) -> Any:
-    """A context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
+    """Return a context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
     pipeline = requested.pipeline()
     mirrored = pipeline is not None and vp_stage is not None and pipeline.is_mirrored(vp_stage)
     return mirrored_rank() if mirrored else nullcontext()
 
 
 def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the mirrored chunks as the mirror's.
+    """Build the mirrored chunks as the mirror image of this rank builds them.
 
-    Seams: ``get_model`` in ``megatron.training.training``, whose first argument makes a chunk, and
-    ``build_virtual_pipeline_stages`` in ``megatron.training.models.dist_utils``, where it does too.  A
-    script that gives Megatron a model provider passes the first, one with a model config the second.
+    Seams: ``get_model`` in ``megatron.training.training`` and ``build_virtual_pipeline_stages`` in
+    ``megatron.training.models.dist_utils``.  The first argument of both makes a chunk.  Megatron calls the
+    first for scripts that give it a model provider, the second for those that give it a model config.
     """
 
     @functools.wraps(stock)
@@ -123,7 +122,7 @@ def _tie_output_to_embedding(chunks: list[torch.nn.Module], group: dist.ProcessG
 
 
 def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
-    """The embedding's and the output layer's weight, on the rank where a V has both and ties them."""
+    """Return the embedding's and the output layer's weight on the rank that has both, if they are tied."""
     if group.rank() != 0:
         return None
     ends = chunks[0], chunks[-1]
@@ -136,10 +135,10 @@ def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tup
 
 
 def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
-    """Let a pipeline's embedding group be its first rank, which under a V has both ends.
+    """Let the first rank, which under a V has both ends, be the only one of a pipeline's embedding group.
 
-    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass
-    their own idea of that group; with the last rank in it, the first would wait for it for ever.
+    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass ranks
+    of their own for that group; with the last rank in it, the first would wait for it for ever.
     """
     parameters = inspect.signature(stock)
 
@@ -157,9 +156,9 @@ def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
 def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
     """Add up the two gradients of a tied weight that live on one rank.
 
-    Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``,
-    the moment at which stock sums them across ranks: after data-parallel reduction and before the
-    division by tokens, so that the arithmetic is stock's own.
+    Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
+    stock sums them across ranks: after data-parallel reduction and before the division by tokens.  So the
+    arithmetic is stock's own.
     """
 
     @functools.wraps(stock)
@@ -178,7 +177,7 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def provide_data_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Call the dataset provider of a mirrored chunk as the mirror.
+    """Call the dataset provider of a mirrored chunk under the mirrored rank.
 
     Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
     calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.

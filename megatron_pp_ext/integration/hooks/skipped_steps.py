@@ -11,9 +11,10 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 def pass_over(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     """Drop a step's samples from every iterator that this rank has.
 
-    Seam: ``dummy_train_step`` in ``megatron.training.training``.  Stock's takes them from one iterator on
-    tensor-parallel rank 0, and tells the others; a rank with several chunks has one for each, a stage
-    between the ends has none, and under ``megatron_pp_ext.pretrain_gpt`` every tensor-parallel rank reads.
+    Seam: ``dummy_train_step`` in ``megatron.training.training``.  Stock takes them from one iterator on
+    tensor-parallel rank 0 and broadcasts them.  But a rank with several chunks has an iterator for each, a
+    stage between the ends has none, and under ``megatron_pp_ext.pretrain_gpt`` every tensor-parallel rank
+    reads.
     """
 
     @functools.wraps(stock)

@@ -1,7 +1,7 @@
-"""Updating a stage's weights without asking the other stages.
+"""Updates of a stage's weights that do not wait for the other stages.
 
-Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them
-agree that the update was done.  Under a schedule that never flushes, each stage goes by its own.
+Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them agree that
+the update was done.  Under a schedule that never flushes, each stage takes its own.
 """
 
 import functools
@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration import requested
 
 
-def goes_by_stage() -> bool:
-    """Whether stages update their weights without asking each other."""
+def updates_by_stage() -> bool:
+    """Return whether stages update their weights without waiting for each other."""
     pipeline = requested.pipeline()
     return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
 
@@ -30,7 +30,7 @@ def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def statistic(*args: Any, **kwargs: Any) -> Any:
-        if not goes_by_stage():
+        if not updates_by_stage():
             return stock(*args, **kwargs)
         call = parameters.bind(*args, **kwargs)
         group = call.arguments.get("grad_stats_parallel_group")
@@ -41,8 +41,8 @@ def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
     return statistic
 
 
-def keep_to_oneself(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer with what this rank says, which the other ranks of its stage say too.
+def keep_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return this rank's own value, which is that of all ranks of its stage.
 
     Seams: ``logical_and_across_model_parallel_group`` and
     ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
@@ -50,13 +50,13 @@ def keep_to_oneself(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def across_model_parallel_group(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value if goes_by_stage() else stock(value, *args, **kwargs)
+        return value if updates_by_stage() else stock(value, *args, **kwargs)
 
     return across_model_parallel_group
 
 
 def _part_of_stage(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of those ranks of ``group`` that are in this rank's pipeline stage."""
+    """Return the group of those ranks of ``group`` that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     wanted = _ranks(group) & _ranks(stage)
     for candidate in (

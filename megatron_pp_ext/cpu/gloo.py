@@ -1,7 +1,7 @@
-"""Process groups asked for with nccl are made with gloo.
+"""Process groups that are requested with nccl are made with gloo.
 
-Megatron passes --distributed-backend to its first group only; some of the groups it makes later name nccl
-themselves, and its barriers name the GPU to wait on, which gloo does not know.
+Megatron passes --distributed-backend to its first group only. Some of the groups that it makes later name
+nccl themselves, and its barriers name the GPU to wait on, an argument that gloo does not take.
 """
 
 import functools
@@ -41,10 +41,11 @@ def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
     return redirected
 
 
-def _keep_what_is_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """Send an alias, which keeps the numbers where they are until they have left.
+def _alias_what_is_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``isend`` to send an alias, which keeps the numbers in memory until they are sent.
 
-    The interleaved schedule of 0.17 frees an output that gloo may still be reading; 0.18 waits.
+    The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; that of 0.18
+    waits.
     """
 
     @functools.wraps(isend)
@@ -55,9 +56,9 @@ def _keep_what_is_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Wrap the makers of groups, the barrier and the sending without waiting."""
+    """Wrap the functions that make groups, the barrier and ``isend``."""
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = _redirect_backend(dist.distributed_c10d.init_process_group, 0)  # type: ignore
         module.new_group = _redirect_backend(dist.distributed_c10d.new_group, 2)  # type: ignore
         module.barrier = _without_device_ids(dist.distributed_c10d.barrier)  # type: ignore
-    dist.isend = dist.distributed_c10d.isend = _keep_what_is_sent(dist.isend)
+    dist.isend = dist.distributed_c10d.isend = _alias_what_is_sent(dist.isend)

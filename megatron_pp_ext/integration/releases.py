@@ -1,0 +1,72 @@
+"""The releases of Megatron-LM for which this package is made.
+
+A new release of Megatron is one row of ``RELEASES``; ``docs/extending.md`` lists the steps around it.  What
+has to agree with the table (the range in pyproject.toml, requirements.lock, the Makefile's matrix, the README
+and patches/) is compared with it by ``tests/test_releases.py``.  The signatures that each release has stand
+beside what is patched, in ``seams`` and ``cpu_seams``.
+"""
+
+import importlib
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+
+Number = tuple[int, int]
+"""The first two numbers of a version of megatron-core, by which its signatures are known."""
+
+CORE_0_17: Number = (0, 17)
+CORE_0_18: Number = (0, 18)
+CORE_0_19: Number = (0, 19)
+CORE_0_20: Number = (0, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One release of Megatron and what was tried on it."""
+
+    number: Number
+    wheel: str | None
+    """The megatron-core from the package registry on which the tests run; None as long as there is none."""
+    checkout: str | None
+    """The Megatron-LM whose unmodified pretrain_gpt.py runs in the tests and for which ``patches/`` has a
+    patch; None before the release."""
+    tried: str
+    """What was tried, in the words of the README's table."""
+
+
+_ON_OLDER = (
+    "all of `tests/integration` (`make test-matrix`), but for what this release cannot do, which is skipped "
+    "with the reason; a smoke parity in CI"
+)
+
+RELEASES = (
+    Release(CORE_0_17, wheel="0.17.1", checkout="0.17.1", tried=_ON_OLDER),
+    Release(CORE_0_18, wheel="0.18.2", checkout="0.18.2", tried=_ON_OLDER),
+    Release(CORE_0_19, wheel="0.19.2", checkout="0.19.0", tried="the whole suite"),
+    Release(
+        CORE_0_20,
+        wheel=None,
+        checkout=None,
+        tried="the development version of 22 August 2026: its unmodified `pretrain_gpt.py` trains and "
+        "evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a checkpoint under V-Half "
+        "within 1e-6 of them",
+    ),
+)
+"""Every release on which the seams were tried, oldest first."""
+
+NEWEST = max(release.number for release in RELEASES if release.wheel)
+"""The newest release that is in the package registry, on which everything is tested."""
+
+
+def megatron_version() -> str:
+    """Return the version of the Megatron that would be imported, which may be a checkout's."""
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except (ImportError, AttributeError):
+        return version("megatron-core")
+
+
+def megatron_release() -> Number:
+    """Return the release of the Megatron that would be imported; (0, 0) if its version has no numbers."""
+    found = re.match(r"(\d+)\.(\d+)", megatron_version())
+    return (int(found[1]), int(found[2])) if found else (0, 0)

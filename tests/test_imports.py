@@ -1,0 +1,221 @@
+"""Rooms know only what is below them, no modules form a circle, and no two have the same name.
+
+The sources are parsed, not imported.  An import within a function counts like any other; one for types alone
+(``if TYPE_CHECKING``) does not.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "megatron_pp_ext"
+
+PURE = {"files", "json_input", "schedule", "compiler", "request", "partition", "planner", "view"}
+"""Rooms that import neither torch nor Megatron."""
+
+MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data"}
+"""Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
+
+_STEPS = {"files", "json_input", "schedule", "compiler", "request"}
+
+BELOW: dict[str, set[str]] = {
+    "__init__": set(),
+    "files": set(),
+    "json_input": set(),
+    "schedule": {"files", "json_input"},
+    "compiler": {"files", "schedule"},
+    "request": {"files", "json_input", "schedule", "compiler"},
+    "partition": _STEPS,
+    "planner": _STEPS,
+    "runtime": {"schedule"},
+    "view": {"files", "schedule"},
+    "jobs": {"files"},
+    "calibration": {*_STEPS, "planner"},
+    "cpu": set(),
+    "integration": {*_STEPS, "partition", "planner", "runtime", "view", "cpu"},
+    "text_data": {"files"},
+}
+BELOW |= {
+    "cli": {*BELOW},
+    "__main__": {"cpu", "integration"},
+    "pretrain_gpt": {"__main__", "cpu", "integration"},
+}
+"""The rooms that each room may import, itself aside."""
+
+BELOW_IN_INTEGRATION = {
+    "releases": set(),
+    "patching": {"releases"},
+    "requested": set(),
+    "request": {"requested", "hooks"},
+    "hooks": {"requested"},
+    "runners": {"requested", "request", "hooks"},
+    "cpu_seams": {"releases", "patching"},
+    "seams": {"releases", "patching", "cpu_seams", "request", "hooks", "runners"},
+    "doctor": {"releases", "patching", "seams"},
+    "pretraining": {"releases"},
+    "__init__": {"patching", "seams"},
+}
+"""The same for the rooms of ``integration``."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name; a package goes by its ``__init__``."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / PACKAGE).rglob("*.py")
+    }
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What ``module`` imports: modules of the package, others by their full name.
+
+    A module within a package goes by itself, although Python runs the package's ``__init__`` first.
+    """
+    return frozenset(_named(ast.parse(modules()[module].read_text())))
+
+
+def _named(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (_module(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (_module(f"{node.module}.{alias.name}") for alias in node.names)
+        yield from _named(node)
+
+
+def _module(name: str) -> str:
+    """The module that ``name`` is or is in, as ``modules`` has it."""
+    while name.partition(".")[0] == PACKAGE:
+        for candidate in (name, f"{name}.__init__"):
+            if candidate in modules():
+                return candidate
+        name = name.rpartition(".")[0]
+    return name
+
+
+def room(module: str, depth: int = 1) -> str:
+    return module.split(".")[depth]
+
+
+def is_ours(module: str) -> bool:
+    return module in modules()
+
+
+def test_the_plan_names_every_room() -> None:
+    assert {room(module) for module in modules()} == BELOW.keys()
+    within = {room(module, 2) for module in modules() if room(module) == "integration"}
+    assert within == BELOW_IN_INTEGRATION.keys()
+
+
+def arrows(module: str) -> Iterator[tuple[str, str, dict[str, set[str]]]]:
+    """From which room to which ``module`` has arrows, and the plan that they are in."""
+    for imported in filter(is_ours, imports(module)):
+        if room(imported) != room(module):
+            yield room(module), room(imported), BELOW
+        elif room(module) == "integration" and room(imported, 2) != room(module, 2):
+            yield room(module, 2), room(imported, 2), BELOW_IN_INTEGRATION
+
+
+def test_no_arrow_points_upwards() -> None:
+    upwards = [
+        f"{module}: {above} knows {below}"
+        for module in sorted(modules())
+        for above, below, plan in arrows(module)
+        if below not in plan[above]
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_torch_and_megatron_stay_in_their_rooms() -> None:
+    for module in modules():
+        heavy = {imported.partition(".")[0] for imported in imports(module)} & {"torch", "megatron"}
+        allowed = set() if room(module) in PURE else {"torch", "megatron"}
+        if room(module) not in MEGATRON:
+            allowed -= {"megatron"}
+        assert heavy <= allowed, module
+
+
+def test_no_circle() -> None:
+    circle = find_circle({module: sorted(filter(is_ours, imports(module))) for module in modules()})
+    assert not circle, " -> ".join(circle)
+
+
+def find_circle(imported: dict[str, list[str]]) -> list[str]:
+    """Return the modules of one circle, the first of them again at the end; nothing if there is none."""
+    done: set[str] = set()
+
+    def search(path: list[str]) -> list[str]:
+        *above, module = path
+        if module in above:
+            return path[above.index(module) :]
+        if module not in done:
+            for below in imported[module]:
+                if circle := search([*path, below]):
+                    return circle
+            done.add(module)
+        return []
+
+    return next((circle for module in imported if (circle := search([module]))), [])
+
+
+def test_a_circle_is_spelled_out() -> None:
+    assert find_circle({"a": ["b"], "b": ["c", "d"], "c": [], "d": ["e"], "e": ["b"]}) == ["b", "d", "e", "b"]
+    assert find_circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    source = (
+        "import torch.nn, json\n"
+        "from typing import TYPE_CHECKING\n"
+        "from megatron_pp_ext.schedule import catalog\n"
+        "if TYPE_CHECKING:\n    from megatron_pp_ext.cli import errors\n"
+        "def function():\n    from megatron_pp_ext.files import write_whole\n"
+        "    from megatron_pp_ext.integration import install\n"
+    )
+    assert {name for name in _named(ast.parse(source)) if is_ours(name)} == {
+        f"{PACKAGE}.schedule.catalog",
+        f"{PACKAGE}.files",
+        f"{PACKAGE}.integration.__init__",
+    }
+    assert "torch.nn" in _named(ast.parse(source))
+
+
+def test_each_file_has_a_name_of_its_own() -> None:
+    """But for the commands: ``cli/partition.py`` is the command that runs what ``partition`` has."""
+    named: dict[str, list[str]] = {}
+    for path in modules().values():
+        if path.name != "__init__.py" and path.parent.name != "cli":
+            named.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert not [paths for paths in named.values() if len(paths) > 1]
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("patches/*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_files_that_exist(document: Path) -> None:
+    """Paths start at the project, the package or the document; Megatron-LM is another project.
+
+    A file whose text the document gives, as an example to write, need not be there.
+    """
+    text = document.read_text()
+    paths = re.findall(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|sh|sbatch|patch)\b", text)
+    examples = re.findall(r"^`(\S+)`:\n\n```", text, re.MULTILINE)
+    missing = [
+        path
+        for path in dict.fromkeys(paths)
+        if not path.startswith(("Megatron-LM/", "megatron/"))
+        and path not in examples
+        and not any((folder / path).exists() for folder in (ROOT, ROOT / PACKAGE, document.parent))
+    ]
+    assert not missing
