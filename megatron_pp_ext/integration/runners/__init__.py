@@ -1,1 +1,1 @@
-"""Who runs the microbatches of a training step."""
+"""The runners of training and evaluation steps, and what they have in common."""

@@ -1,19 +1,23 @@
-"""Which runner runs the steps of this process: Megatron's own, or one of this package's."""
+"""The choice of the runner of this process's steps: Megatron's own, or one of this package's."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core import parallel_state
+
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import layer_profiler, tracing
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeRunner
-from megatron_pp_ext.integration.runners.flushed import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.profile_guided import GuidedRunner
+from megatron_pp_ext.integration.runners.flushed import FlushedRunner
+from megatron_pp_ext.integration.runners.layer_profiler import profiling
+from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
+from megatron_pp_ext.integration.runners.profile_guided import ProfileGuidedRunner
 from megatron_pp_ext.integration.runners.rehearsing import RehearsalRunner
+from megatron_pp_ext.integration.runners.tracing import recording
 
 
-def choose_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer with the schedule in force, or with stock's own where none was asked for.
+def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return this package's runner, or stock's function where no schedule is requested.
 
     Seam: ``get_forward_backward_func`` in ``megatron.core.pipeline_parallel.schedules``.
     """
@@ -24,20 +28,33 @@ def choose_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         if pipeline is None:
             return stock(*args, **kwargs)
         if pipeline.source is None:
-            return tracing.traced_step(layer_profiler.profiled_step(stock(*args, **kwargs)))
+            return measured(stock(*args, **kwargs))
         refuse_multimodule(*args, *kwargs.values())
         return runner(pipeline)
 
     return get_forward_backward_func
 
 
+def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a stock forward-backward function so that its steps are traced and profiled as requested."""
+
+    @functools.wraps(stock)
+    def step(*, model: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        chunks = model if isinstance(model, list) else [model]
+        with recording(group, chunks, forward_only), profiling(group, chunks, forward_only):
+            return stock(model=model, forward_only=forward_only, **kwargs)
+
+    return step
+
+
 @functools.lru_cache(maxsize=1)
 def runner(pipeline: requested.Pipeline) -> PipelineRunner:
-    """The one that runs all steps of ``pipeline``."""
+    """Return the runner of all steps of ``pipeline``."""
     if pipeline.rehearsal is not None:
         return RehearsalRunner(pipeline)
     if pipeline.updates is not None:
         return FlushFreeRunner(pipeline)
     if pipeline.profile_steps is not None:
-        return GuidedRunner(pipeline)
-    return PipelineRunner(pipeline)
+        return ProfileGuidedRunner(pipeline)
+    return FlushedRunner(pipeline)

@@ -1,4 +1,4 @@
-"""Hearing what collectives a stage asks for, where nobody answers."""
+"""Records which collectives a stage calls in a rehearsal, where no other rank takes part in them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pp_ext.planner.rehearsal import Collective
+from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -21,39 +22,40 @@ _OPERATIONS = {
     "alltoall_base_": "all_to_all",
     "alltoall_": "all_to_all",
 }
-"""torch's names for what passes its dispatcher, and those of ``Collective``."""
+"""The operations of ``Collective``, by torch's names for what passes its dispatcher."""
 
 
-class Collectives(TorchDispatchMode):
-    """Keeps the collectives of one microbatch's actions, but for those of data parallelism.
+class CollectiveRecorder(TorchDispatchMode):
+    """Records actions with ``recorder`` and, beside it, the collectives of the first microbatch.
 
-    These reduce gradients once a step, beside other work.
+    Collectives of data parallelism are left out: they reduce gradients once a step, beside other work.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, recorder: Recorder) -> None:
         super().__init__()
-        self.heard: list[Collective] = []
-        self._placement = placement
+        self.found: list[Collective] = []
+        self._placement, self._recorder = placement, recorder
         self._action: Action | None = None
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Listen to ``action``, if it is of the first microbatch."""
-        if action.microbatch:
-            yield
-            return
-        self._action = action
-        with self:
-            yield
+        """See ``executor.Recorder``."""
+        with self._recorder.during(action):
+            if action.microbatch:
+                yield
+                return
+            self._action = action
+            with self:
+                yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note ``func`` if it is a collective, and let it pass."""
+        """Record ``func`` if it is a collective, and call it."""
         name = func._schema.name
         if name.startswith("c10d::") and (operation := _OPERATIONS.get(name.removeprefix("c10d::"))):
-            self._hear(operation, args)
+            self._record(operation, args)
         return func(*args, **(kwargs or {}))
 
-    def _hear(self, operation: str, args: Any) -> None:
+    def _record(self, operation: str, args: Any) -> None:
         assert self._action is not None
         group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
         members = dist.get_process_group_ranks(group)
@@ -63,11 +65,11 @@ class Collectives(TorchDispatchMode):
         size = max(_bytes(one) for one in args[:2])
         stride = members[1] - members[0]
         kind = str(self._action.kind)
-        self.heard.append(Collective(chunk, kind, operation, size, len(members), stride))
+        self.found.append(Collective(chunk, kind, operation, size, len(members), stride))
 
 
 def _bytes(tensors: Any) -> int:
-    """Of one tensor, or of lists of them; 0 for anything else."""
+    """Return the bytes of one tensor or of nested lists of them; 0 for anything else."""
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
     return sum(map(_bytes, tensors)) if isinstance(tensors, list | tuple) else 0

@@ -10,37 +10,36 @@ from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks.data_parallel import last_actions
-from megatron_pp_ext.integration.request import sources
-from megatron_pp_ext.integration.request.updates import Updates
-from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.integration.runners.flushed import PipelineRunner, message_channels
-from megatron_pp_ext.integration.runners.message_groups import message_groups
+from megatron_pp_ext.integration.runners import free_memory, tracing
+from megatron_pp_ext.integration.runners.flushed import FlushedRunner
+from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
+from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 
 RECORDED_UPDATES = 10
-"""Updates in one --pipeline-trace: writing it makes all stages wait for each other."""
+"""The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
 
 
-class FlushFreeRunner(PipelineRunner):
+class FlushFreeRunner(FlushedRunner):
     """Runs a training step as one update of a pipeline that never empties.
 
-    Evaluation runs as under any other schedule, over channels of its own: it finds the newest weights,
-    and leaves alone what is in flight.  So does a checkpoint.  Megatron counts the samples of a step as
-    consumed when their backwards are done, so what is in flight at the end is read again on resuming.
+    An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
+    what is in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when their
+    backwards are done, so what is in flight at the end is read again on resuming.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
-        self._flight: _Flight | None = None
+        self._running: _RunningPipeline | None = None
 
     @property
     def most_version_bytes(self) -> int:
-        """The most that kept weight versions have taken on this rank, beside the newest."""
-        return self._flight.most_version_bytes if self._flight else 0
+        """The peak of this rank's kept weight versions, in bytes, the newest one not counted."""
+        return self._running.most_version_bytes if self._running else 0
 
     def _run(
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
@@ -48,19 +47,19 @@ class FlushFreeRunner(PipelineRunner):
         if inputs.forward_only:
             super()._run(inputs, group, shape, recorder)
             return
-        if self._flight is None:
-            self._directions(group)  # of evaluations: no group is made once messages are under way
-            self._flight = _Flight(self.pipeline, inputs, group, shape)
-        self._flight.update(inputs, recorder)
+        if self._running is None:
+            self._directions(group)  # for evaluations: no group can be made once messages are under way
+            self._running = _RunningPipeline(self.pipeline, inputs, group, shape)
+        self._running.update(inputs, recorder)
 
     def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
-        done, total = (self._flight.done, self._flight.total) if self._flight else (0, RECORDED_UPDATES)
+        done, total = (self._running.done, self._running.total) if self._running else (0, RECORDED_UPDATES)
         parts = min(RECORDED_UPDATES, total)
         return tracing.recording(group, inputs.model, inputs.forward_only, part=done % parts, parts=parts)
 
 
-class _Flight:
-    """What goes on from update to update: stage, weight versions, messages."""
+class _RunningPipeline:
+    """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
 
     def __init__(
         self, pipeline: requested.Pipeline, inputs: StepInputs, group: dist.ProcessGroup, shape: Any
@@ -120,14 +119,14 @@ class _Flight:
 def require_room(updates: Updates, bytes_of_one: int, group: dist.ProcessGroup) -> None:
     """Raise ValueError, on all ranks of the pipeline ``group``, if some device cannot hold its versions.
 
-    ``bytes_of_one`` are those of one version of this rank's weights.
+    ``bytes_of_one`` is the size of one version of this rank's weights.
     """
     ranks = group.size()
     devices: list[tuple[int, int]] = [(0, 0)] * ranks
-    dist.all_gather_object(devices, (bytes_of_one, sources.free_bytes()), group=group)
+    dist.all_gather_object(devices, (bytes_of_one, free_memory.free_bytes()), group=group)
 
     def lacking(interval: int) -> list[int]:
-        """Bytes that each rank has too few."""
+        """Return the bytes that each rank lacks, below 0 where some would be left."""
         counts = (pipedream.most_versions(updates.weights, rank, ranks, interval) for rank in range(ranks))
         return [count * size - free for count, (size, free) in zip(counts, devices, strict=True)]
 

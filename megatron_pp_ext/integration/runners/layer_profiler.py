@@ -1,10 +1,10 @@
-"""Measuring what each layer costs, while Megatron trains under its own schedules.
+"""Measures what each layer costs, while Megatron trains under its own schedules.
 
 A rank times the pieces of the chunks it holds: the embedding, every layer of the decoder, and what follows it
 (final norm, output layer, loss).  Forwards are timed by module hooks.  Backwards are timed where gradients
-arrive at the tensors between the pieces: the gradient of a piece's output is there before its backward
-begins, that of its input once it has ended.  Module hooks for backwards would not do, as Megatron passes
-activations by keyword, which they do not see.
+arrive at the tensors between the pieces: the gradient of a piece's output is there before the piece's
+backward begins, and that of its input once the backward has ended.  Module hooks for backwards would not do:
+Megatron passes activations by keyword, which such hooks do not see.
 
 The first step, which warms up, counts the bytes that each piece keeps for its backward; all later ones are
 timed, and every microbatch of them counts.
@@ -13,8 +13,7 @@ timed, and every microbatch of them counts.
 import functools
 import itertools
 import operator
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,74 +21,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.files import require_writable
+from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners.tracing import going_on_without
+from megatron_pp_ext.integration.runners.tracing import is_first_pipeline
 from megatron_pp_ext.partition.profile import Layer, Profile
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
 
 _profiler: "StageProfiler | None" = None
-"""That of this rank, from the first profiled step on."""
+"""The profiler of this rank, from the first profiled step on."""
 
 
-def refuse_flags(args: Namespace) -> None:
-    """Refuse what --profile-pipeline cannot go with; ValueError with one line."""
-    if args.profile_pipeline is None:
-        return
-    for flag, is_set, fix in (
-        (
-            "--pipeline-schedule",
-            args.pipeline_schedule is not None,
-            "leave it out",
-        ),
-        ("--recompute-granularity full", args.recompute_granularity == "full", "leave it out"),
-        ("--mtp-num-layers", bool(args.mtp_num_layers), "leave it out"),
-        ("--train-iters 1", args.train_iters == 1, "set it to 2 or more: the first step only warms up"),
-    ):
-        if is_set:
-            raise ValueError(f"--profile-pipeline cannot measure layers beside {flag}; {fix}")
-    if not args.profile_pipeline.absolute().parent.is_dir():
-        raise ValueError(f"--profile-pipeline {args.profile_pipeline}: no such folder; make it first")
-    require_writable("--profile-pipeline", args.profile_pipeline)
-
-
-def profiled_step(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Profile the training steps of a stock forward-backward function, and write the file after each.
+@contextmanager
+def profiling(group: dist.ProcessGroup, model: list[torch.nn.Module], forward_only: bool) -> Iterator[None]:
+    """Profile a training step if --profile-pipeline requests it, and write the file at its end.
 
     Every step replaces the file by one with more microbatches to take medians of.  Only the pipeline of
     global rank 0 is profiled.
     """
-
-    @functools.wraps(stock)
-    def step(*, model: Any, forward_only: bool = False, **kwargs: Any) -> Any:
-        global _profiler
-        group = parallel_state.get_pipeline_model_parallel_group()
-        path = requested.require().profile
-        if path is None or forward_only or dist.get_process_group_ranks(group)[0] != 0:
-            return stock(model=model, forward_only=forward_only, **kwargs)
-        if _profiler is None:
-            _profiler = StageProfiler(unwrap_model(model if isinstance(model, list) else [model]))
-        with _profiler.step():
-            result = stock(model=model, forward_only=forward_only, **kwargs)
-        if _profiler.steps > 1:
-            stages = gather(_profiler.layers(), group)
-            if stages is not None:
-                everywhere = sorted(itertools.chain(*stages), key=operator.itemgetter(0))
-                with going_on_without(path):
-                    Profile.chain(layer for _, layer in everywhere).write(path)
-        return result
-
-    return step
+    global _profiler
+    path = requested.require().profile
+    if path is None or forward_only or not is_first_pipeline(group):
+        yield
+        return
+    if _profiler is None:
+        _profiler = StageProfiler(unwrap_model(model))
+    with _profiler.step():
+        yield
+    if _profiler.steps < 2:
+        return
+    stages = gather(_profiler.layers(), group)
+    if stages is not None:
+        in_order = sorted(itertools.chain(*stages), key=operator.itemgetter(0))
+        with going_on_without(path):
+            Profile.chain(layer for _, layer in in_order).write(path)
 
 
 @dataclass
 class Piece:
-    """What was measured of one layer; ``number`` orders the pieces of all ranks."""
+    """The measurements of one layer; ``number`` orders the pieces of all ranks."""
 
     number: int
     name: str
@@ -101,7 +74,7 @@ class Piece:
     backward: list[float] = field(default_factory=list)
 
     def layer(self) -> Layer:
-        """Medians over all microbatches."""
+        """Return the medians over all microbatches."""
         return Layer(
             name=self.name,
             forward_seconds=median(self.forward),
@@ -123,36 +96,38 @@ class StageProfiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Listen to one training step: for bytes to the first, for seconds to the others."""
+        """Measure one training step: bytes in the first, seconds in the others."""
         self.steps += 1
         for chunk in self._chunks:
-            chunk.listen(for_bytes=self.steps == 1)
+            chunk.begin_step(counts_bytes=self.steps == 1)
         yield
         for chunk in self._chunks:
-            chunk.end_of_step()
+            chunk.end_step()
 
     def layers(self) -> list[tuple[int, Layer]]:
-        """Every piece of this rank with its number."""
+        """Return every piece of this rank with its number."""
         return [(piece.number, piece.layer()) for chunk in self._chunks for piece in chunk.pieces]
 
 
 class _ChunkProfiler:
-    """Listens to one chunk of the model.
+    """Measures one chunk of the model.
 
-    ``_open`` is the piece that runs, ``_marks`` are pairs of events to read once the device is done,
-    ``_tensors`` are the chunk's input and each piece's output in this forward.
+    ``_open`` is the piece that is running, ``_marks`` are pairs of events to read once the device is done,
+    and ``_tensors`` are the chunk's input and each piece's output in this forward.
     """
 
     def __init__(self, chunk: Any, meter: ActivationMeter) -> None:
-        self._chunk, self._meter = chunk, meter
-        self._for_bytes = self._is_listening = False
+        self._meter = meter
+        self._counts_bytes = self._is_measuring = False
         self._open: Piece | None = None
         self._watch = ExitStack()
         self._began = _now()
         self._marks: list[tuple[list[float], Any, Any]] = []
         self._tensors: list[torch.Tensor | None] = []
         self._layers = list(chunk.decoder.layers)
-        self._embedding = _embedding(chunk) if chunk.pre_process else None
+        self._embedding: Piece | None = None
+        if chunk.pre_process:
+            self._embedding = _piece(chunk, 0, "embedding", "E", chunk.embedding.parameters())
         self._output = _output(chunk) if chunk.post_process else None
         inner = [
             _piece(chunk, layer.layer_number, f"layer {layer.layer_number}", "t", layer.parameters())
@@ -165,20 +140,20 @@ class _ChunkProfiler:
             layer.register_forward_hook(functools.partial(self._layer_ends, piece))
         chunk.register_forward_hook(self._chunk_ends)
 
-    def listen(self, for_bytes: bool) -> None:
-        """Begin to, in a training step."""
-        self._is_listening, self._for_bytes = True, for_bytes
+    def begin_step(self, counts_bytes: bool) -> None:
+        """Measure from now on, bytes or seconds."""
+        self._is_measuring, self._counts_bytes = True, counts_bytes
 
-    def end_of_step(self) -> None:
-        """Stop listening, and read the events."""
-        self._is_listening = False
+    def end_step(self) -> None:
+        """Stop measuring, and read the events."""
+        self._is_measuring = False
         torch.cuda.synchronize()
         for seconds, start, end in self._marks:
             seconds.append(start.elapsed_time(end) / 1e3)
         self._marks.clear()
 
     def _chunk_begins(self, chunk: Any, args: Any) -> None:
-        if not self._is_listening:
+        if not self._is_measuring:
             return
         self._tensors = [None if chunk.pre_process else chunk.decoder.input_tensor]
         first = self._embedding or (None if self._layers else self._output)
@@ -186,30 +161,30 @@ class _ChunkProfiler:
             self._begin(first)
 
     def _layer_begins(self, piece: Piece, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._is_listening:
+        if not self._is_measuring:
             return
         if self._open is not None:
             self._end(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         self._begin(piece)
 
     def _layer_ends(self, piece: Piece, layer: torch.nn.Module, args: Any, output: Any) -> None:
-        if not self._is_listening:
+        if not self._is_measuring:
             return
         self._end(output[0] if isinstance(output, tuple) else output)
         if layer is self._layers[-1] and self._output is not None:
             self._begin(self._output)
 
     def _chunk_ends(self, chunk: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        if not self._is_listening:
+        if not self._is_measuring:
             return
         if self._open is not None:
             self._end(output)
-        if not self._for_bytes:
+        if not self._counts_bytes:
             self._await_gradients()
 
     def _begin(self, piece: Piece) -> None:
         self._open = piece
-        if self._for_bytes:
+        if self._counts_bytes:
             piece.saved_bytes.append(-self._meter.live_bytes)
             self._watch.enter_context(self._meter.forward(Owner(piece.number, len(piece.saved_bytes))))
         else:
@@ -218,7 +193,7 @@ class _ChunkProfiler:
     def _end(self, output: torch.Tensor) -> None:
         piece, self._open = self._open, None
         assert piece is not None
-        if self._for_bytes:
+        if self._counts_bytes:
             self._watch.close()
             piece.saved_bytes[-1] += self._meter.live_bytes
             piece.activation_bytes = output.numel() * output.element_size()
@@ -248,18 +223,17 @@ class _ChunkProfiler:
 
 
 def _now() -> Any:
-    """An event on the device; the stand-in for a machine without one holds a clock."""
+    """Record an event on the device; on a machine without one, its stand-in holds the time of a clock."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _embedding(chunk: Any) -> Piece:
-    return _piece(chunk, 0, "embedding", "E", chunk.embedding.parameters())
-
-
 def _output(chunk: Any) -> Piece:
-    """What follows the layers, with the weights it has on a stage of its own: there, tied ones are a copy."""
+    """Return the piece behind the layers, with the weights it would have on a stage of its own.
+
+    There, the output layer has a copy of weights that are tied to the embedding's.
+    """
     elsewhere = {id(parameter) for layer in chunk.decoder.layers for parameter in layer.parameters()}
     if chunk.pre_process:
         elsewhere |= {id(parameter) for parameter in chunk.embedding.parameters()}
@@ -270,6 +244,10 @@ def _output(chunk: Any) -> Piece:
 
 
 def _piece(chunk: Any, number: int, name: str, letter: str, parameters: Iterable[torch.Tensor]) -> Piece:
-    """``letter`` is the piece's in a layout, which GPTs have; a hybrid model is cut by its pattern."""
+    """Return a piece without measurements.
+
+    ``letter`` stands for the piece in a pipeline layout, which only GPTs have; a hybrid model is cut by its
+    pattern.
+    """
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return Piece(number, name, letter if isinstance(chunk, GPTModel) else "", size)

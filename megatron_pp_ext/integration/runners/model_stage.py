@@ -17,13 +17,9 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
 
-def _no_tokens() -> torch.Tensor:
-    return torch.zeros([], dtype=torch.int, device="cuda")
-
-
 @dataclass
 class StepInputs:
-    """What Megatron gave for one step, and the losses and tokens that the stages leave in it."""
+    """The arguments that Megatron passes for one step, and the losses and tokens that the stages add."""
 
     forward_step_func: Callable[..., Any]
     model: list[torch.nn.Module]
@@ -36,11 +32,11 @@ class StepInputs:
     collect_non_loss_data: bool
     first_val_step: bool | None
     losses: list[Any] = field(default_factory=list)
-    tokens: torch.Tensor = field(default_factory=_no_tokens)
+    tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 
 
 def model_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, "ModelStage"]:
-    """The stages of this rank, by number, for one step."""
+    """Return the stages of this rank, by number, for one step."""
     last = last_actions(plan)
     return {
         stage: ModelStage(
@@ -56,9 +52,7 @@ def model_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> di
 
 
 class ModelStage:
-    """One chunk of the model at work; see ``executor.Stage``.
-
-    ``inputs`` and ``last`` are those of the step that is running.
+    """One chunk of the model as an ``executor.Stage``; ``inputs`` and ``last`` belong to the running step.
 
     Forward and backward of a microbatch are Megatron's own ``forward_step`` and ``backward_step``,
     which bring loss scaling, autocast and timers with them.
@@ -108,7 +102,7 @@ class ModelStage:
         if inputs.forward_only:
             return output
         handed_on: torch.Tensor = output.detach()
-        # The graph hangs on `output`, but its numbers are the next stage's business.
+        # The backward needs the graph behind `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         self._in_flight[microbatch] = activation, output
         return handed_on

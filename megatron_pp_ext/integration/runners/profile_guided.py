@@ -1,9 +1,9 @@
-"""Schedules that are measured, compiled anew and replaced while training goes on.
+"""Training steps whose schedule is compiled anew, from measured costs, while training goes on.
 
---pipeline-profile-steps A-B records what the stages really cost in steps A to B.  From step B+1 on the
-shortest schedule found for these costs runs, where it is predicted to be shorter than the one before.
-Placement, and with it weights, checkpoints and evaluation, stay as they are, and every schedule adds up
-the same gradients in the same order: the losses do not tell when the change was.
+--pipeline-profile-steps A-B measures in steps A to B what the stages cost.  From step B+1 on the shortest
+schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
+stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
+order, so the change leaves no trace in the losses.
 """
 
 from collections import defaultdict
@@ -19,10 +19,12 @@ from megatron.training.utils import print_rank_0
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import message_bytes
-from megatron_pp_ext.integration.request.sources import compile_once, least_free_bytes
 from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.integration.runners.flushed import PipelineRunner, require_same_on_all
+from megatron_pp_ext.integration.runners.flushed import FlushedRunner, require_same_on_all
+from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
+from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.request.source import compile_once
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule.actions import Schedule
@@ -32,12 +34,12 @@ from megatron_pp_ext.schedule.recorded_costs import measured_costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 
-class GuidedRunner(PipelineRunner):
-    """Runs the schedule asked for, and from some step on a better one.
+class ProfileGuidedRunner(FlushedRunner):
+    """Runs the requested schedule, and after the measured steps a better one if there is one.
 
-    Whole backwards come in two halves, one right after the other, in the steps that are measured, to tell
-    what each half takes.  The stages of the first pipeline are measured and all pipelines of the job
-    follow: ranks that share the tensors of a stage must do the same.
+    In the measured steps whole backwards come in two halves, one right after the other, so that each half has
+    a duration.  Only the first pipeline of the job is measured, and all change together: ranks that share the
+    tensors of a stage must run the same schedule.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
@@ -47,18 +49,18 @@ class GuidedRunner(PipelineRunner):
         self._measured_steps = 0
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
-        self._asked_for: dict[tuple[int, bool], Schedule] = {}
-        self._is_over = False
-        self._gain = _Gain()
+        self._requested: dict[tuple[int, bool], Schedule] = {}
+        self._has_warned = False
+        self._durations = _StepDurations()
 
     def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
         step = _current_step()
-        asked = None
+        counting = None
         if step in self._steps:
-            asked = tracing.Counting.SECONDS if self._measured_steps else tracing.Counting.BYTES
-        elif self._gain.is_open or (self._measured_steps and step == self._steps.last + 1):
-            asked = tracing.Counting.SECONDS
-        return tracing.recording(group, inputs.model, inputs.forward_only, asked=asked)
+            counting = tracing.Counting.SECONDS if self._measured_steps else tracing.Counting.BYTES
+        elif self._durations.is_waiting or (self._measured_steps and step == self._steps.last + 1):
+            counting = tracing.Counting.SECONDS
+        return tracing.recording(group, inputs.model, inputs.forward_only, counting=counting)
 
     def _run(
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
@@ -70,8 +72,8 @@ class GuidedRunner(PipelineRunner):
         if step > self._steps.last and self._costs is None:
             if self._measured_steps:
                 self._costs = self._measure(group)
-            elif not self._is_over:
-                self._is_over = True
+            elif not self._has_warned:
+                self._has_warned = True
                 print_rank_0(
                     f"megatron_pp_ext: --pipeline-profile-steps {self._steps} are over in step {step}, and "
                     "none of them was run; nothing is measured"
@@ -84,10 +86,10 @@ class GuidedRunner(PipelineRunner):
         record = recorder.record
         seconds = record.events[-1].end - record.events[0].start
         if step in self._steps:
-            self._records.append(aligned(record, group, tracing.device()))
-            self._gain.before(inputs.microbatches, seconds)
-        elif self._gain.is_open:
-            self._gain.after(inputs.microbatches, seconds)
+            self._records.append(aligned(record, group, device()))
+            self._durations.add_before(inputs.microbatches, seconds)
+        elif self._durations.is_waiting:
+            self._durations.add_after(inputs.microbatches, seconds)
 
     def _phase(self) -> Hashable:
         is_measured = _current_step() in self._steps
@@ -96,64 +98,56 @@ class GuidedRunner(PipelineRunner):
     def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
         if forward_only:
             return super()._schedule(microbatches, forward_only, group)
-        # Kept, since under auto another moment has another amount of free memory.
+        # Kept, since auto would build another one at a moment with another amount of free memory.
         key = microbatches, self._training_steps > 0
-        if key not in self._asked_for:
-            self._asked_for[key] = super()._schedule(microbatches, forward_only, group)
-        asked_for = self._asked_for[key]
+        if key not in self._requested:
+            self._requested[key] = super()._schedule(microbatches, forward_only, group)
+        schedule = self._requested[key]
         if self._costs is not None:
-            return self._shorter(asked_for, self._costs)
-        return asked_for.with_halved_backwards if _current_step() in self._steps else asked_for
+            return self._shorter(schedule, self._costs)
+        return schedule.with_halved_backwards if _current_step() in self._steps else schedule
 
     def _measure(self, group: dist.ProcessGroup) -> Costs:
-        """What the stages cost by the records of the first pipeline, told to all ranks of the job."""
-        told: list[Costs | None] = [None]
+        """Return, on all ranks of the job, the costs measured in the first pipeline; collective."""
+        measured: list[Costs | None] = [None]
         gathered = gather(self._records, group) if self._records else None
         if gathered is not None:
             name, placement = self.pipeline.name, self.pipeline.placement
             steps = [RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)]
-            told = [replace(measured_costs(steps), message=message_bytes(get_args()))]
+            measured = [replace(measured_costs(steps), message=message_bytes(get_args()))]
         self._records = []
-        dist.broadcast_object_list(told, src=0)
-        (costs,) = told
+        dist.broadcast_object_list(measured, src=0)
+        (costs,) = measured
         assert costs is not None
         return costs
 
-    def _shorter(self, asked_for: Schedule, costs: Costs) -> Schedule:
-        """The schedule to go on with for as many microbatches, and a line about it in the log."""
+    def _shorter(self, current: Schedule, costs: Costs) -> Schedule:
+        """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""
         source = self.pipeline.source
         assert source is not None and source.limits is not None
-        before = simulate(asked_for, costs).makespan
-        limits, counted = source.limits(costs, asked_for, least_free_bytes)
-        about = f"megatron_pp_ext: m = {asked_for.microbatches}, measured in steps {self._steps}"
+        before = simulate(current, costs).makespan
+        limits, counted = source.limits(costs, current, least_free_bytes)
+        about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = compile_once(
-                asked_for.ranks,
-                asked_for.microbatches,
-                counted,
-                limits,
-                [asked_for.placement],
-            )
+            found = compile_once(current.ranks, current.microbatches, counted, limits, [current.placement])
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
-            return asked_for
+            return current
         after = simulate(found, costs).makespan
         if after >= before:
             print_rank_0(f"{about}: {source.name} stays, predicted to take {1e3 * before:.4g} ms")
-            return asked_for
-        world = dist.group.WORLD
-        assert world is not None
+            return current
         require_same_on_all(found)
         print_rank_0(
             f"{about}: predicted {1e3 * before:.4g} ms with {source.name}, {1e3 * after:.4g} ms with the "
             f"compiled schedule ({_change(before, after)}), which runs from now on"
         )
-        self._gain.open(self._steps.number)
+        self._durations.wait_for(self._steps.number)
         return found
 
 
-class _Gain:
-    """What the new schedule brought, in seconds from the first action of rank 0 to its last."""
+class _StepDurations:
+    """Compares steps before and after the change, in seconds from the first action of rank 0 to its last."""
 
     def __init__(self) -> None:
         self._before: defaultdict[int, list[float]] = defaultdict(list)
@@ -161,33 +155,33 @@ class _Gain:
         self._to_come: int | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether steps under the new schedule are being measured."""
+    def is_waiting(self) -> bool:
+        """Whether steps under the new schedule are still to be measured."""
         return bool(self._to_come)
 
-    def open(self, steps: int) -> None:
-        """The new schedule begins: measure as many ``steps``, once."""
+    def wait_for(self, steps: int) -> None:
+        """Measure ``steps`` steps from now on; only the first call counts."""
         if self._to_come is None:
             self._to_come = steps
 
-    def before(self, microbatches: int, seconds: float) -> None:
-        """A step of the old schedule took ``seconds``."""
+    def add_before(self, microbatches: int, seconds: float) -> None:
+        """Add a step under the old schedule."""
         self._before[microbatches].append(seconds)
 
-    def after(self, microbatches: int, seconds: float) -> None:
-        """A step of the new schedule took ``seconds``; the last one is followed by a line in the log."""
+    def add_after(self, microbatches: int, seconds: float) -> None:
+        """Add a step under the new schedule; the last one to come is followed by a line in the log."""
         assert self._to_come is not None
         self._after[microbatches].append(seconds)
         self._to_come -= 1
         if not self._to_come:
             for number, times in self._after.items():
-                print_rank_0(f"megatron_pp_ext: m = {number}: {self._tell(number, times)}")
+                print_rank_0(f"megatron_pp_ext: m = {number}: {self._comparison(number, times)}")
 
-    def _tell(self, microbatches: int, times: list[float]) -> str:
+    def _comparison(self, microbatches: int, times: list[float]) -> str:
         after = median(times)
         if microbatches not in self._before:
             return f"measured {1e3 * after:.4g} ms under the compiled schedule, and never before it"
-        # Bytes were counted in the first one, which took time.
+        # The first step was slower than the others, as its bytes were counted.
         before = median(self._before[microbatches][1:] or self._before[microbatches])
         return (
             f"measured {1e3 * before:.4g} ms before and {1e3 * after:.4g} ms under the compiled schedule "
@@ -200,5 +194,5 @@ def _change(before: float, after: float) -> str:
 
 
 def _current_step() -> int:
-    """The training step that runs or, in an evaluation, the last one, if any; counted from 1."""
+    """Return the number, from 1, of the training step that runs; in an evaluation, of the last one or 0."""
     return int(getattr(get_args(), "curr_iteration", -1)) + 1

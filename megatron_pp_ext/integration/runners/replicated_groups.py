@@ -1,8 +1,9 @@
 """Megatron's process groups for a pipeline whose stages have different numbers of replicas.
 
-Megatron's ``parallel_state`` knows one data-parallel size for all stages.  Its models and its
-``DistributedDataParallel`` do not: they ask the process-group collection that they are given, and
-so two groups make them work in a pipeline of replicated stages (``schedule.families.round_robin``).
+Megatron's ``parallel_state`` has one data-parallel size for all stages.  Its models and its
+``DistributedDataParallel`` make no such assumption: they use the process-group collection that they are
+given, and with two groups of its own in it a pipeline of replicated stages
+(``schedule.families.round_robin``) works.
 """
 
 import copy
@@ -14,11 +15,11 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
 def process_groups(replicas: Replicas, base: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The collection of this rank: ``base`` with a pipeline group and data-parallel groups by stage.
+    """Return the collection of this rank: ``base`` with a pipeline group and data-parallel groups by stage.
 
-    In the pipeline group, ``pp``, every stage has one seat, and this rank sits in its own stage's: its
-    rank there is its stage.  The data-parallel groups are all replicas of the stage.  Collective over
-    the whole world, which must be ``replicas.ranks`` large; ValueError if it is not.
+    The pipeline group, ``pp``, has one rank of every stage, with this rank for its own stage, so its rank
+    there is its stage.  The data-parallel groups consist of all replicas of the stage.  Collective over the
+    whole world, which must have ``replicas.ranks`` ranks; ValueError if it has not.
     """
     if dist.get_world_size() != replicas.ranks:
         raise ValueError(
@@ -28,11 +29,11 @@ def process_groups(replicas: Replicas, base: ProcessGroupCollection) -> ProcessG
     rank = dist.get_rank()
     groups = copy.copy(base)
     for other in range(replicas.ranks):
-        seats = [replicas.first_rank(stage) for stage in range(replicas.stages)]
-        seats[replicas.stage_of(other)] = other
-        seated = dist.new_group(seats, group_desc="SEATS")
+        members = [replicas.first_rank(stage) for stage in range(replicas.stages)]
+        members[replicas.stage_of(other)] = other
+        pipeline = dist.new_group(members, group_desc="REPLICATED_PIPELINE")
         if other == rank:
-            groups.pp = seated
+            groups.pp = pipeline
     for stage in range(replicas.stages):
         together = dist.new_group(list(replicas.ranks_of(stage)), group_desc="REPLICAS")
         if rank in replicas.ranks_of(stage):
