@@ -1,1 +1,1 @@
-"""What a machine can do, measured: products, copies, messages.  Knows torch and nothing else."""
+"""Measures how fast a machine computes products, copies, and sends messages, for ``mpp calibrate``."""

@@ -15,13 +15,13 @@ import torch.multiprocessing as processes
 from megatron_pp_ext.calibration import measure
 from megatron_pp_ext.calibration.measure import Rows
 
-RANKS_AT_MOST = 8
-"""On CPUs, where a core is a rank; more would tell nothing new about one machine."""
+MOST_CPU_RANKS = 8
+"""The most ranks on CPUs, where each has a core; more would show nothing new about one machine."""
 
 
 @dataclass
 class Findings:
-    """What was measured, in operations, bytes and seconds; without a second rank nothing of messages."""
+    """The results, in operations, bytes and seconds; those of messages need a second rank."""
 
     matrix_rates: dict[str, Rows] = field(default_factory=dict)
     copy_bytes_per_second: float = 0.0
@@ -31,22 +31,22 @@ class Findings:
 
 
 def available(on_gpu: bool) -> int:
-    """How many ranks this machine has a device or a core for."""
+    """Return the number of ranks for which this machine has a device or a core."""
     if on_gpu:
         return torch.cuda.device_count()
-    return min(RANKS_AT_MOST, len(os.sched_getaffinity(0)))
+    return min(MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
 
 
 def parts(ranks: int) -> int:
-    """How often ``calibrate`` tells of something done."""
+    """Return how many times ``calibrate`` with so many ``ranks`` reports progress."""
     alone = len(measure.DTYPES) + 1
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
-def calibrate(ranks: int, on_gpu: bool, heard: Callable[[str], None]) -> Findings:
-    """Measure with ``ranks`` processes at once; ``heard`` is told what was measured last.
+def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Findings:
+    """Measure with ``ranks`` processes at once; ``report`` gets the name of each part that is done.
 
-    Raises RuntimeError when a rank fails.
+    RuntimeError when a rank fails.
     """
     # A process that has touched a GPU cannot be forked; without one, forking saves seconds of imports.
     context: Any = processes.get_context("spawn" if on_gpu else "fork")
@@ -55,39 +55,39 @@ def calibrate(ranks: int, on_gpu: bool, heard: Callable[[str], None]) -> Finding
         try:
             for rank in range(ranks):
                 reader, writer = context.Pipe(duplex=False)
-                told = (rank, ranks, on_gpu, f"{folder}/store", writer)
-                process = context.Process(target=_be_rank, args=told, daemon=True)
+                arguments = (rank, ranks, on_gpu, f"{folder}/store", writer)
+                process = context.Process(target=_run_rank, args=arguments, daemon=True)
                 process.start()
                 writer.close()
                 running[reader] = process
-            return _listen(dict(running), heard)
+            return _collect(dict(running), report)
         finally:
             for process in running.values():
                 process.terminate()
                 process.join()
 
 
-def _listen(running: dict[Connection, Any], heard: Callable[[str], None]) -> Findings:
-    """Until rank 0 has sent its findings; RuntimeError for a rank that fails."""
+def _collect(running: dict[Connection, Any], report: Callable[[str], None]) -> Findings:
+    """Wait for the findings of rank 0; RuntimeError for a rank that fails."""
     while True:
         for reader in wait(list(running)):
             assert isinstance(reader, Connection)
             try:
-                said = reader.recv()
+                received = reader.recv()
             except EOFError:
                 process = running.pop(reader)
                 process.join()
                 if process.exitcode:
                     raise RuntimeError(f"a rank of the calibration ended with {process.exitcode}") from None
                 continue
-            if isinstance(said, Findings):
-                return said
-            if isinstance(said, Exception):
-                raise RuntimeError(f"a rank of the calibration failed: {said}")
-            heard(said)
+            if isinstance(received, Findings):
+                return received
+            if isinstance(received, Exception):
+                raise RuntimeError(f"a rank of the calibration failed: {received}")
+            report(received)
 
 
-def _be_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> None:
+def _run_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> None:
     try:
         device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
@@ -104,14 +104,14 @@ def _be_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> No
                 writer.send(name)
         if rank == 0:
             writer.send(findings)
-        # A rank that leaves takes its connections with it.
+        # The connections of a rank close when it ends, so all ranks end together.
         dist.barrier()
     except Exception as error:
         writer.send(error)
 
 
 def _measured(findings: Findings, device: torch.device) -> Iterator[str]:
-    """Fill ``findings`` in; yields the name of what was measured last."""
+    """Fill ``findings`` in, and yield the name of each part that is done."""
     for name, rows in measure.matrix_rates(device):
         if rows:
             findings.matrix_rates[name] = rows

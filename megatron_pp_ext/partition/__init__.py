@@ -1,1 +1,1 @@
-"""PipeDream's partitioner: where to cut a profiled model into stages, and how often each is there."""
+"""PipeDream's partitioner: where to cut a profiled model into stages, and how many replicas each one gets."""

@@ -1,13 +1,13 @@
-"""Where a graph of layers may be cut.
+"""Finds the places where a graph of layers may be cut.
 
-A pipeline's stage 0..s together hold a set of layers that reads nothing from outside: a down-set of the
-graph, whose latest layers form an antichain.  For a chain of N layers these are its N+1 prefixes; in a
-graph with parallel branches there is one for every way of having come so far on each branch.  The dynamic
+Stages 0..s of a pipeline together hold a set of layers that reads nothing from outside: a down-set of the
+graph, whose latest layers form an antichain.  A chain of N layers has N+1 of them, its prefixes; a
+graph with parallel branches has one for every combination of prefixes of its branches.  The dynamic
 programme goes from one such state to any larger one; the layers in between are a stage.
 
-PipeDream's public optimizer has the same states, but in a graph also charges outputs that no layer outside
-reads any more.  Of its ResNet, GNMT, SqueezeNet and AlexNet profiles that changed one answer tried: ResNet-50
-straight over 4 workers at 1.25e9 bytes a second, 0.2581 s there and 0.2498 s here.
+PipeDream's public optimizer has the same states, but in a graph it also charges outputs that no layer outside
+reads any more.  On its ResNet, GNMT, SqueezeNet and AlexNet profiles one of the answers compared differs for
+this reason: ResNet-50 straight over 4 workers at 1.25e9 bytes a second, 0.2581 s there and 0.2498 s here.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_pp_ext.partition.profile import Profile
 
 MOST_STATES = 4_000
-"""Beyond, tables of states x states no longer fit, and no optimum is found in useful time."""
+"""With more states, tables of states x states do not fit in memory, and a search takes too long."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,9 +27,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class States:
     """All down-sets of a profile by rising size; the first is empty, the last is the whole model.
 
-    ``sets[s]`` has bit i where state s holds layer i.  The other fields have an entry a state: seconds of
-    one microbatch, bytes of weights, bytes that a microbatch in flight keeps, bytes of the outputs that
-    layers outside read.  ``before[a, b]`` tells whether a is a proper part of b.
+    ``sets[s]`` has bit i where state s holds layer i.  The other fields have one entry for each state:
+    seconds of one microbatch, bytes of weights, bytes that a microbatch in flight keeps, and bytes of the
+    outputs that layers outside read.  ``before[a, b]`` is true where a is a proper subset of b.
     """
 
     sets: tuple[int, ...]
@@ -43,13 +43,13 @@ class States:
         return len(self.sets)
 
     def layers(self, start: int, end: int) -> tuple[int, ...]:
-        """The positions of the layers that ``end`` has and ``start`` has not."""
+        """Return the positions of the layers that are in ``end`` and not in ``start``."""
         inside = self.sets[end] & ~self.sets[start]
         return tuple(at for at in range(inside.bit_length()) if inside >> at & 1)
 
 
 def states_of(profile: Profile) -> States:
-    """The states of ``profile``; ValueError if there are more than ``MOST_STATES``."""
+    """Return the states of ``profile``; ValueError if there are more than ``MOST_STATES``."""
     layers = profile.layers
     reads = np.zeros((len(layers), len(layers)))
     for a, b in profile.edges:
@@ -69,7 +69,7 @@ def states_of(profile: Profile) -> States:
 
 
 def _down_sets(inputs: list[int]) -> tuple[int, ...]:
-    """All sets of layers that hold the ``inputs`` of each of their layers, by rising size."""
+    """Return all sets of layers that hold the ``inputs`` of each of their layers, by rising size."""
     found = level = [0]
     while level:
         level = sorted(

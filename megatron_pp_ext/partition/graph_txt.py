@@ -1,14 +1,14 @@
 """Profiles as PipeDream's profiler writes them (``graph.txt`` in github.com/msr-fiddle/pipedream).
 
-A line a layer, times in milliseconds, sizes in bytes, several outputs in brackets; and a line an edge,
-which begins with a tab:
+The file has one line for each layer, with times in milliseconds, sizes in bytes, and several outputs in
+brackets, and one line for each edge, which begins with a tab:
 
     node2 -- LSTM(...) -- forward_compute_time=2.2, backward_compute_time=4.5, activation_size=[6.0; 1.0], ...
     \tnode2 -- node3
 
 The fourth field is ``parameter_size``.
 
-As in PipeDream's optimizer, what only stands for the data is no layer and left out: a node called
+As in PipeDream's optimizer, nodes that only stand for the data are left out: a node called
 ``Input...`` that reads nothing, and a node called ``__getitem__...`` that nothing reads.
 """
 
@@ -20,11 +20,11 @@ _FIELDS = {
     "activation_size": 1.0,
     "parameter_size": 1.0,
 }
-"""The fields, and what makes seconds and bytes of them."""
+"""The fields, and the factors that convert them to seconds and bytes."""
 
 
 def read(text: str) -> Profile:
-    """The profile in ``text``; ValueError, naming line or layer, for anything that is not as above."""
+    """Return the profile in ``text``; ValueError, naming line or layer, for anything that is not as above."""
     layers: dict[str, Layer] = {}
     kinds: dict[str, str] = {}
     edges: list[tuple[str, str]] = []

@@ -1,8 +1,10 @@
-"""Cutting a profiled model into stages for pipelining without a flush (PipeDream, SOSP 2019, section 3.1).
+"""Cuts a profiled model into stages for pipelining without a flush (PipeDream, SOSP 2019, section 3.1).
 
-found = partition(profile, [Level(workers=8, bandwidth=3.125e9)])
-found.bottleneck_seconds            # between one microbatch and the next
-[(stage.layers, stage.replicas) for stage in found.stages]
+    found = partition(profile, [Level(workers=8, bandwidth=3.125e9)])
+    found.bottleneck_seconds            # between one microbatch and the next
+    [(stage.layers, stage.replicas) for stage in found.stages]
+
+The answer is the best partition there is, not a good one: ``recurrence`` has the dynamic programme.
 """
 
 import math
@@ -13,21 +15,21 @@ from typing import Any
 import numpy as np
 
 from megatron_pp_ext.partition.antichains import States, states_of
-from megatron_pp_ext.partition.cost_formulas import COSTS, Footprint
+from megatron_pp_ext.partition.cost_formulas import FORMULAS, MEMORY
 from megatron_pp_ext.partition.in_flight import in_flight
 from megatron_pp_ext.partition.profile import Profile
-from megatron_pp_ext.partition.recurrence import Block, Hoarder, Level, Worker, hierarchy
+from megatron_pp_ext.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
 
 MOST_WORKERS = 4096
-"""Of one level: time and memory grow with their square."""
+"""The most workers of one level; time and memory of the search grow with their square."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Positions of ``layers`` in the profile, and on how many workers each runs them.
+    """A stage: the positions of its ``layers`` in the profile, and the number of its ``replicas``.
 
-    ``seconds`` is forward and backward of one microbatch on one replica; ``in_flight`` microbatches, as
-    many weight versions and what goes with the weights make ``memory_bytes`` on each worker.
+    ``seconds`` is forward and backward of one microbatch on one replica.  ``memory_bytes`` on each worker
+    are ``in_flight`` microbatches, as many weight versions, and the state that goes with the weights.
     """
 
     layers: tuple[int, ...]
@@ -39,7 +41,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The best pipeline found: seconds between microbatches, and what compares with it."""
+    """The best pipeline found: its seconds between microbatches, beside those of simpler arrangements."""
 
     stages: tuple[Stage, ...]
     bottleneck_seconds: float
@@ -48,7 +50,7 @@ class Partition:
 
     @property
     def speedup(self) -> float:
-        """Over data parallelism on the same workers."""
+        """The speedup over data parallelism on the same workers."""
         return self.data_parallel_seconds / self.bottleneck_seconds
 
     @property
@@ -58,11 +60,11 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of every stage."""
+        """The replicas of every stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     def record(self, profile: Profile) -> dict[str, Any]:
-        """The numbers, as they go into a JSON file; layers count from 0."""
+        """Return the numbers for a JSON file; layers count from 0."""
         return {
             "stages": [
                 {
@@ -93,20 +95,20 @@ def partition(
     state_per_weight: float = 0.0,
     straight: bool = False,
 ) -> Partition:
-    """The partition with the fewest seconds between microbatches that uses every worker.
+    """Return the partition with the fewest seconds between microbatches that uses every worker.
 
-    ``levels`` go from the innermost outwards; ``cost`` is a name from ``COSTS``; ``memory`` is what a worker
-    has, in bytes, of which gradients and optimizer state take ``state_per_weight`` for each byte of weights;
-    a ``straight`` pipeline has one worker a stage.  ValueError where a value is out of its range, where
-    there are more stages than layers, or where nothing fits in ``memory`` (says what would).
+    ``levels`` go from the innermost outwards.  ``cost`` is a name from ``FORMULAS``.  ``memory`` is in bytes
+    of each worker; gradients and optimizer state take ``state_per_weight`` of them for each byte of weights.
+    A ``straight`` pipeline has one worker for each stage.  ValueError where a value is out of its range,
+    where there are more stages than layers, or where nothing fits in ``memory`` (the error says what would).
     """
     _check(profile, levels, cost, memory, state_per_weight, straight)
     states = states_of(profile)
     worker = Worker(states, memory, state_per_weight)
-    solver = hierarchy(states, worker, levels, COSTS[cost], straight)
+    solver = hierarchy(states, worker, levels, FORMULAS[cost], straight)
     if math.isinf(solver.best):
-        hoarder = Hoarder(states, state_per_weight=state_per_weight)
-        least = hierarchy(states, hoarder, levels, Footprint(), straight).best
+        memory_worker = MemoryWorker(states, state_per_weight=state_per_weight)
+        least = hierarchy(states, memory_worker, levels, MEMORY, straight).best
         raise ValueError(
             f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
             f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"
@@ -127,8 +129,8 @@ def _check(
     state_per_weight: float,
     straight: bool,
 ) -> None:
-    if cost not in COSTS:
-        raise ValueError(f"the cost {cost!r} is unknown: choose one of {', '.join(COSTS)}")
+    if cost not in FORMULAS:
+        raise ValueError(f"the cost {cost!r} is unknown: choose one of {', '.join(FORMULAS)}")
     if not levels:
         raise ValueError("there are no machines to run on: give at least one level of them")
     for level in levels:
@@ -137,7 +139,7 @@ def _check(
         if level.workers > MOST_WORKERS:
             raise ValueError(
                 f"the number of workers is {level.workers}, but at most {MOST_WORKERS} of one level can be "
-                "looked at: give machines within machines, a level each"
+                "searched: give machines within machines, each with a level of its own"
             )
         if not math.isfinite(level.bandwidth) or level.bandwidth <= 0:
             raise ValueError(
@@ -174,9 +176,9 @@ def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[St
 
 
 def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
-    """Seconds between microbatches with the whole model on every worker, one stage at every level."""
+    """Return the seconds between microbatches with the whole model on every worker."""
     seconds, shared_by = np.float64(states.seconds[-1]), 1
     for level in levels:
-        seconds = COSTS[cost].stage(seconds, states.weights[-1], level.workers, level.bandwidth, shared_by)
+        seconds = FORMULAS[cost].stage(seconds, states.weights[-1], level.workers, level.bandwidth, shared_by)
         shared_by = level.workers
     return float(seconds)

@@ -1,7 +1,7 @@
-"""What each layer of a model costs: the input of the partitioner.
+"""The costs of each layer of a model, which are the input of the partitioner.
 
-Layers depend on one another as a chain or as any directed acyclic graph.  Our own file is JSON, in
-model order:
+Layers depend on one another as a chain or as any directed acyclic graph.  The project's own form is JSON,
+in model order:
 
     {"layers": [{"name": "embedding", "forward_seconds": 0.0002, "backward_seconds": 0.0004,
                  "activation_bytes": 4194304, "parameter_bytes": 1048576, "saved_bytes": 4325376,
@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.json_input import is_number, naming, parse, require_names
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer and one microbatch, on one worker.
+    """The costs of one layer for one microbatch, on one worker.
 
-    ``activation_bytes`` is the size of the output, which crosses the wire where a stage ends here.
-    ``saved_bytes`` is what the layer keeps for its backward; None where nobody measured it, and then the
+    ``activation_bytes`` is the size of the output, which is sent to the next stage where a stage ends here.
+    ``saved_bytes`` is what the layer keeps for its backward; None where it was not measured, and then the
     output stands for it, as in PipeDream (SOSP 2019, section 3.1).  ``symbol`` is the layer's letter in
     Megatron's --pipeline-model-parallel-layout (E embedding, t transformer layer, L output and loss),
-    empty for other models.  Raises ValueError for a number that is negative or not finite.
+    empty for other models.  ValueError for a number that is negative or not finite.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Layer:
             value = getattr(self, name)
             if value is None and name == "saved_bytes":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise ValueError(
                     f"layer {self.name!r}: {name} is {value!r}, but must be a number: profile again"
                 )
@@ -59,12 +60,12 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward, PipeDream's T of the layer."""
+        """The seconds of forward and backward, PipeDream's T of the layer."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def kept_bytes(self) -> float:
-        """What one microbatch in flight keeps of this layer."""
+        """The bytes that one microbatch in flight keeps of this layer."""
         return self.activation_bytes if self.saved_bytes is None else self.saved_bytes
 
 
@@ -77,7 +78,7 @@ _KNOWN = tuple(field.name for field in fields(Layer))
 class Profile:
     """Layers in an order in which every edge leads forward.
 
-    An edge (a, b) of positions in ``layers`` says that b reads the output of a.
+    An edge (a, b) of positions in ``layers`` means that b reads the output of a.
     """
 
     layers: tuple[Layer, ...]
@@ -85,13 +86,13 @@ class Profile:
 
     @classmethod
     def chain(cls, layers: Iterable[Layer]) -> Self:
-        """Layers that each read the output of the one before."""
+        """Return the profile of layers that each read the output of the one before."""
         layers = tuple(layers)
         return cls.graph(layers, [(a.name, b.name) for a, b in pairwise(layers)])
 
     @classmethod
     def graph(cls, layers: Sequence[Layer], edges: Iterable[tuple[str, str]]) -> Self:
-        """Layers in any order, edges by name.
+        """Return the profile of layers in any order, with edges by name.
 
         ValueError without layers or time, for a name that comes twice or is unknown, and for a cycle.
         """
@@ -129,11 +130,11 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one microbatch on one worker."""
+        """The seconds of forward and backward of one microbatch on one worker."""
         return math.fsum(layer.seconds for layer in self.layers)
 
     def write(self, path: Path) -> None:
-        """Write our own form."""
+        """Write the profile as JSON."""
         rows = [
             {name: value for name, value in asdict(layer).items() if value not in (None, "")}
             for layer in self.layers
@@ -145,11 +146,8 @@ class Profile:
 
 
 def read_json(text: str) -> Profile:
-    """The profile in ``text``; ValueError for anything that is not as the module's docstring says."""
-    try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}): write {{'layers': [...]}}") from None
+    """Return the profile in ``text``; ValueError for anything that is not as the module's docstring says."""
+    content = parse(text, "write {'layers': [...]}")
     rows, edges = content.get("layers"), content.get("edges")
     if not isinstance(rows, list):
         raise ValueError("'layers' is not a list: write {'layers': [{'name': ..., ...}, ...]}")
@@ -166,25 +164,19 @@ def _is_pair(edge: Any) -> bool:
 
 
 def _layer(number: int, row: Any) -> Layer:
-    if not isinstance(row, dict):
-        raise ValueError(f"layer {number} is {row!r}, but must be an object with {', '.join(_NEEDED)}")
-    name = row.get("name", number)
-    for field in row:
-        if field not in _KNOWN:
-            raise ValueError(
-                f"layer {name!r}: {field!r} is unknown, known are {', '.join(_KNOWN)}: correct it"
-            )
-    for field in _NEEDED:
-        if field not in row:
-            raise ValueError(f"layer {name!r}: {field!r} is missing: add it or profile again")
-    for field in ("name", "symbol"):
-        if not isinstance(row.get(field, ""), str):
-            raise ValueError(f"layer {name!r}: {field!r} is {row[field]!r}, but must be a text: correct it")
+    with naming(f"layer {row.get('name', number)!r}" if isinstance(row, dict) else f"layer {number}"):
+        require_names(row, _KNOWN, _NEEDED)
+        for field in ("name", "symbol"):
+            if not isinstance(row.get(field, ""), str):
+                raise ValueError(f"{field!r} is {row[field]!r}, but must be a text: correct it")
     return Layer(**row)
 
 
 def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[int]:
-    """An order in which every edge leads forward, as near to 0, 1, ... as can be; ValueError for a cycle."""
+    """Return an order in which every edge leads forward, and small numbers come as early as they can.
+
+    ValueError for a cycle.
+    """
     inputs = [0] * count
     readers: list[list[int]] = [[] for _ in range(count)]
     for a, b in edges:
@@ -208,7 +200,7 @@ def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[
 
 
 def _cycle(stuck: set[int], edges: list[tuple[int, int]]) -> list[int]:
-    """One cycle among layers of which each waits for another of them."""
+    """Return one cycle among the layers ``stuck``, each of which waits for another of them."""
     waits_for = {b: a for a, b in edges if a in stuck and b in stuck}
     walk = [next(iter(waits_for))]
     while waits_for[walk[-1]] not in walk:

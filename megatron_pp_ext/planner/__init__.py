@@ -1,4 +1,4 @@
-"""Which configuration to run: a step's time and memory, a search for the best, cuts by measured profiles.
+"""Finds the configuration to run: models of a step's time and memory, a search over them, and rehearsals.
 
-Python and numpy; nothing here knows torch or Megatron.
+The room is Python and numpy; nothing here imports torch or Megatron.
 """

@@ -1,11 +1,12 @@
-"""A whole pipeline from what some of its ranks measured alone, each in a process of its own.
+"""Estimate a whole pipeline from the measurements of some ranks, each of which ran alone in a process.
 
-A rank that is rehearsed runs its own actions in their real order, with the neighbours' tensors made up.  So
-the seconds of its actions and its peak are measured; how the ranks wait for each other is simulated.
+A rehearsed rank runs its own actions in their real order, with made-up tensors in place of its neighbours'
+messages.  This measures the seconds of its actions and its peak of memory; how the ranks wait for each other
+is simulated.
 
-An action does not take the same time twice, and ranks that wait for each other wait for the slower one: of
-actions that all took their mean, a step would come out too short.  So every measured step is simulated with
-what its actions took, one by one.
+An action does not take the same time twice, and ranks that wait for each other wait for the slower one, so
+that a step in which all actions took their mean would come out too short.  Therefore every measured step is
+simulated with the time of each single action.
 """
 
 import json
@@ -19,18 +20,18 @@ from typing import NamedTuple, Self
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.replay import makespan
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 PLACES = ("first", "middle", "last")
-"""What --ranks calls the ranks of a pipeline, beside their numbers and ``all``."""
+"""The names of ranks for --ranks, beside their numbers and ``all``."""
 
 
 class Collective(NamedTuple):
-    """What an action of a chunk asked of a group of ``ranks``, ``stride`` apart.
+    """A collective within an action of a chunk, over a group of ``ranks`` ranks that are ``stride`` apart.
 
-    ``operation`` is one of ``all_reduce``, ``gather`` (a reduce-scatter too) and ``all_to_all``; ``size`` are
-    the bytes of the whole tensor.
+    ``kind`` is that of the action.  ``operation`` is ``all_reduce``, ``gather`` (also for a reduce-scatter)
+    or ``all_to_all``.  ``size`` is the bytes of the whole tensor.
     """
 
     chunk: int
@@ -41,7 +42,7 @@ class Collective(NamedTuple):
     stride: int
 
     def seconds(self, system: System) -> float:
-        """How long it keeps every rank of the group waiting."""
+        """Return how long every rank of the group waits for it."""
         take = {
             "all_reduce": system.all_reduce_seconds,
             "gather": system.gather_seconds,
@@ -52,16 +53,16 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRehearsal:
-    """What one rank measured.
+    """The measurements of one rank.
 
-    ``stages`` are those of its chunks, in seconds and bytes, without the ``collectives`` of one microbatch,
-    which take no time when nobody else is there, and without messages, each of ``message_bytes``.
-    ``outside_seconds`` go by between the last action of a step and the first of the next: optimizer, logging,
-    data.  ``peak_activation_bytes`` is the recorder's.  ``weight_bytes``, ``gradient_bytes`` and
-    ``optimizer_bytes`` are of the tensors that the rank holds; ``device_bytes`` is the allocator's peak, None
-    on a machine that has no device to ask.  ``layers`` tells the layers of every stage of the pipeline.
-    ``ratios`` are a row a timed step: by how much each action of the rank, in its order, took longer than
-    ``stages`` says.
+    ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
+    microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
+    ``outside_seconds`` is the time between the last action of a step and the first of the next, for
+    optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
+    ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
+    ``device_bytes`` is the allocator's peak, None on a machine without a device.  ``layers`` has the number
+    of layers of every stage of the pipeline.  ``ratios`` has a row for each timed step: the time of each
+    action of the rank, in its order, divided by the one in ``stages``.
     """
 
     rank: int
@@ -80,12 +81,12 @@ class RankRehearsal:
     ratios: tuple[tuple[float, ...], ...] = ()
 
     def write(self, path: Path) -> None:
-        """Keep it as JSON."""
+        """Write the measurements to ``path`` as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What ``write`` wrote."""
+        """Read a file that ``write`` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         content["stages"] = tuple(StageCosts(**stage) for stage in content["stages"])
         content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
@@ -96,10 +97,10 @@ class RankRehearsal:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What one rank of the pipeline holds at most, by what it is for.
+    """The most bytes that one rank of the pipeline holds, by purpose.
 
-    ``rehearsed_on`` is the rank whose figures these are; of another one's activations the simulation tells
-    the peak.  ``messages`` are as many as may wait: alone, a rank sends to nobody.
+    ``rehearsed_on`` is the rank that these were measured on; if it is another rank, the peak of
+    ``activations`` is simulated.  ``messages`` are as many as may wait, since a rank alone sends none.
     """
 
     rehearsed_on: int
@@ -111,16 +112,16 @@ class RankBytes:
 
     @property
     def total(self) -> float:
-        """All of it, as if the peak of activations fell together with everything else."""
+        """The sum, as if the peak of activations occurred together with all other peaks."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.messages
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The pipeline put together: a simulated step, and the bytes of every rank.
+    """The estimate of the pipeline: a simulated step, and the bytes of every rank.
 
-    In ``timeline`` an action takes what is typical of its kind; ``pipeline_seconds`` is the median of the
-    steps with what actions took one by one.
+    In ``timeline`` every action takes the typical time of its kind.  ``pipeline_seconds`` is the median over
+    the measured steps, each simulated with the times of its single actions.
     """
 
     timeline: Timeline
@@ -130,12 +131,12 @@ class Rehearsal:
 
     @property
     def step_seconds(self) -> float:
-        """From the first action of a step to the first of the next: all ranks meet in the optimizer."""
+        """The time from the first action of a step to that of the next; all ranks meet in the optimizer."""
         return self.pipeline_seconds + self.outside_seconds
 
 
 def chosen_ranks(words: str, ranks: int) -> list[int]:
-    """The ranks that ``--ranks`` names: ``first,last``, ``0,3``, ``all``; ValueError for what is none."""
+    """Return the ranks named as in ``first,last``, ``0,3`` or ``all``; ValueError for anything else."""
     numbers = dict(zip(PLACES, (0, ranks // 2, ranks - 1), strict=True))
     chosen: set[int] = set()
     for word in words.split(","):
@@ -154,7 +155,10 @@ def chosen_ranks(words: str, ranks: int) -> list[int]:
 
 
 def stand_in(rank: int, rehearsed: Sequence[int], ranks: int) -> int:
-    """Whose figures ``rank`` gets: its own, or those of the nearest rank, one from the middle if any was."""
+    """Return the rank whose measurements ``rank`` uses: itself if it is rehearsed, or else the nearest one.
+
+    Ranks between the first and the last are preferred where any of them is rehearsed.
+    """
     if rank in rehearsed:
         return rank
     inner = [other for other in rehearsed if 0 < other < ranks - 1]
@@ -164,10 +168,10 @@ def stand_in(rank: int, rehearsed: Sequence[int], ranks: int) -> int:
 def put_together(
     found: Mapping[int, RankRehearsal], schedule: Schedule, system: System | None, world: int
 ) -> Rehearsal:
-    """Simulate ``schedule`` with what the rehearsed ranks measured.
+    """Simulate ``schedule`` with the measurements of the rehearsed ranks, ``found``.
 
-    Collectives and messages take as long as on ``system``, whose slowest link between any of the ``world``
-    ranks all messages get; without a system, none.  The reduction of gradients is not in it.
+    Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
+    the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
@@ -214,9 +218,9 @@ def put_together(
 
 
 def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], source: Sequence[int]) -> float:
-    """The median over measured steps, each action as much longer or shorter as it was in that step.
+    """Return the median over measured steps, in which each action is longer or shorter by its ratio there.
 
-    Ranks with the same stand-in take it from different steps, lest they all be slow at once.
+    Ranks with the same stand-in take the ratios of different steps, so that they are not all slow at once.
     """
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
@@ -233,17 +237,18 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
         rank, cost = placement.rank_of(action.stage), costs.stages[action.stage]
         other = source[rank]
         place = known[other].get((placement.chunk_of(action.stage), action.kind, action.microbatch))
-        if place is None:  # one rank's B is another's I and W
+        if place is None:  # The stand-in may do a B where this rank does I and W.
             return cost.seconds(action.kind)
         return cost.seconds(action.kind) * found[other].ratios[(step + rank - other) % steps][place]
 
     if not steps:
         return timeline.makespan
-    return median(makespan(schedule, partial(seconds, step), costs.hop) for step in range(steps))
+    timer = ScheduleTimer(schedule)
+    return median(timer.makespan(partial(seconds, step), costs.hop) for step in range(steps))
 
 
 def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageCosts:
-    """The chunk's costs, its collectives added."""
+    """Return the chunk's costs, with the time of its collectives."""
     costs = measured.stages[chunk]
     if system is None:
         return costs

@@ -1,8 +1,8 @@
-"""The machines a model is to run on: how fast they multiply, copy and talk.
+"""Descriptions of the machines that a model may run on: the speed of products, copies and messages.
 
 A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``planner/systems``.  Rates are what a well-tuned program reaches, not what a data sheet promises; peaks
-only divide model operations into a utilisation.
+``planner/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
+serve only to compute the utilisation.
 
     {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
      "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
@@ -14,12 +14,13 @@ only divide model operations into a utilisation.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
+
+from megatron_pp_ext.json_input import did_you_mean, is_number, naming, parse, require_names
 
 DTYPES = ("bf16", "fp32", "fp8")
 """The number formats of ``matrix_rates``; fp16 counts as bf16."""
@@ -27,13 +28,13 @@ DTYPES = ("bf16", "fp32", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction, one GPU's share: bytes a second, and the seconds that a message of no size takes."""
+    """One GPU's share of a link in one direction: bytes a second, and the seconds of an empty message."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """How long a message of ``size`` bytes takes."""
+        """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency_seconds + size / self.bytes_per_second
 
 
@@ -41,12 +42,12 @@ class Link:
 class System:
     """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
 
-    ``matrix_rates``: for each number format, rows of (m, n, k, operations a second) for a product of
-    m x k with k x n.  ``peak_rates``: operations a second by data sheet, for the utilisation; where there
-    is none, the best measured rate.  ``copy_bytes_per_second``: device memory, reading plus writing.
-    ``all_reduce``: rows of (ranks, bytes, seconds) where it was measured; else a ring on the links is
-    assumed.  ``sources`` says of each field where it was read or how it was measured.  ValueError for
-    figures that are not above zero.
+    ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
+    m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
+    there are none, the best of ``matrix_rates`` stands for them.  ``copy_bytes_per_second`` is of device
+    memory, reading plus writing.  ``all_reduce`` has rows of (ranks, bytes, seconds) where it was measured;
+    elsewhere a ring on the links is assumed.  ``sources`` has for each field where it was read or how it
+    was measured.  ValueError for figures that are not above zero.
     """
 
     name: str
@@ -82,10 +83,10 @@ class System:
         _require_rows(self.name, "all_reduce", self.all_reduce, ("ranks", "bytes", "seconds"))
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
-        """Operations a second of a product of m x k with k x n.
+        """Return the operations a second of a product of m x k with k x n.
 
-        Rows count by how near they are in the logarithms of the smallest dimension and of the number
-        of operations, so that the answer is exact at a row and never beyond the best or worst.
+        It is a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension
+        and of the number of operations, so it is exact at a row and never beyond the best or worst row.
         """
         near = best = 0.0
         smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
@@ -98,7 +99,7 @@ class System:
         return best / near
 
     def peak(self, dtype: str) -> float:
-        """The rate by which a utilisation is counted."""
+        """Return the rate whose full use is a utilisation of 1."""
         return self.peak_rates.get(dtype) or max(row[3] for row in self._rates(dtype))
 
     def _rates(self, dtype: str) -> Sequence[Sequence[float]]:
@@ -109,10 +110,10 @@ class System:
         return rows
 
     def link(self, ranks: int, stride: int) -> Link:
-        """What one GPU has of the links in a group of ``ranks``, ``stride`` ranks apart.
+        """Return one GPU's share of the links in a group of ``ranks`` that are ``stride`` ranks apart.
 
-        A group within a node is as fast as the node.  Across nodes, members that share a node share
-        their network links too, since rings are laid through all of them.
+        A group within a node is as fast as the node.  In a group across nodes, members on one node use
+        all of their network links together, since rings run through every link.
         """
         if (ranks - 1) * stride < self.gpus_per_node:
             return self.node
@@ -121,18 +122,21 @@ class System:
         return Link(rate, self.network.latency_seconds)
 
     def all_reduce_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
-        """An all-reduce of ``size`` bytes a rank: as measured for as many ranks, else around a ring."""
+        """Return the seconds of an all-reduce of ``size`` bytes a rank, measured or else around a ring."""
         if ranks < 2 or size <= 0:
             return 0.0
         rows = sorted((row[1], row[2]) for row in self.all_reduce if row[0] == ranks)
         return _interpolated(rows, size) if rows else 2 * self._ring(size, ranks, stride)
 
     def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
-        """An all-gather into, or a reduce-scatter of, ``size`` bytes a rank: half an all-reduce."""
+        """Return the seconds of an all-gather into, or a reduce-scatter of, ``size`` bytes a rank.
+
+        Either is half an all-reduce.
+        """
         return self.all_reduce_seconds(size, ranks, stride) / 2
 
     def all_to_all_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Every rank sends its ``size`` bytes in equal parts to all of the group."""
+        """Return the seconds in which every rank sends its ``size`` bytes in equal parts to all ranks."""
         return self._ring(size, ranks, stride) if ranks > 1 and size > 0 else 0.0
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
@@ -141,47 +145,37 @@ class System:
         return steps * link.latency_seconds + size * steps / ranks / link.bytes_per_second
 
     def to_json(self) -> str:
-        """The description as ``read`` reads it."""
+        """Return the description in the form that ``read`` reads."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Self:
-        """The description in ``text``; ValueError, naming ``where``, for anything else."""
-        try:
-            content = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({error}): write what mpp calibrate writes") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{where}: is no object: write what mpp calibrate writes")
-        known = [entry.name for entry in fields(cls)]
-        for name in content:
-            if name not in known:
-                guess = get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {guess[0]!r}?" if guess else f"known are {', '.join(known)}"
-                raise ValueError(f"{where}: {name!r} is unknown: {hint}")
-        try:
-            links = {name: Link(**content[name]) for name in ("node", "network")}
-            return cls(**{**content, **links})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: {error} does not fit: write the fields of a system") from None
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+        """Return the system that ``text`` describes; ValueError, naming ``where``, for anything else."""
+        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        with naming(where):
+            content = parse(text, "write what mpp calibrate writes")
+            require_names(content, [f.name for f in fields(cls)], required)
+            try:
+                links = {name: Link(**content[name]) for name in ("node", "network")}
+                return cls(**{**content, **links})
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{error} does not fit: write the fields of a system") from None
 
 
 def shipped() -> tuple[str, ...]:
-    """The names of the systems that come with this package."""
+    """Return the names of the systems that come with this package."""
     folder = resources.files("megatron_pp_ext.planner") / "systems"
     return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name))
 
 
 def read(name: str) -> System:
-    """The system that ``name`` says: a shipped one's name, or a path; ValueError if it is neither."""
+    """Return the system ``name``, which is a shipped one's name or a path; ValueError if it is neither."""
     if name.lower() in shipped():
         file = resources.files("megatron_pp_ext.planner") / "systems" / f"{name.lower()}.json"
         return System.from_json(file.read_text(encoding="utf-8"), name)
     if not Path(name).is_file():
-        guess = get_close_matches(name.lower(), shipped(), n=1, cutoff=0.5)
-        hint = f" (did you mean {guess[0]!r}?)" if guess else ""
+        guess = did_you_mean(name.lower(), shipped())
+        hint = f" ({guess})" if guess else ""
         raise ValueError(
             f"--system {name} is neither a file nor known{hint}: give one of {', '.join(shipped())}, "
             "or a JSON written by mpp calibrate"
@@ -193,7 +187,10 @@ def read(name: str) -> System:
 
 
 def _interpolated(rows: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds for ``size`` bytes from rising (bytes, seconds): straight between rows, in proportion above."""
+    """Return the seconds for ``size`` bytes, given rows of (bytes, seconds) that rise.
+
+    They are interpolated between two rows, and proportional to the last row above it.
+    """
     if size <= rows[0][0]:
         return rows[0][1]
     for (low, before), (high, after) in pairwise(rows):
@@ -211,7 +208,6 @@ def _require_rows(where: str, name: str, rows: Sequence[Sequence[float]], column
 
 
 def _require_positive(where: str, name: str, value: Any, or_zero: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+    if not is_number(value) or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
         rule = "0 or more" if or_zero else "above 0"
         raise ValueError(f"system {where}: {name} is {value!r}, but must be a number {rule}: correct it")

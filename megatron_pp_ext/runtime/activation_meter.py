@@ -1,8 +1,8 @@
-"""How many bytes of activations are alive, measured.
+"""Measures how many bytes of activations are alive.
 
 Autograd lets a hook see every tensor that a forward keeps for its backward, and the object that
 the hook returns lives exactly as long as the tensor is needed.  Watching these objects come and
-go, storage by storage, gives the live bytes without a GPU's allocator to ask.
+go, storage by storage, gives the live bytes on a CPU too, where no allocator counts them.
 """
 
 import weakref
@@ -15,7 +15,7 @@ import torch
 
 
 class Owner(NamedTuple):
-    """Whose tensors, or whose deferred work: a stage's, for one microbatch."""
+    """The stage and the microbatch that tensors or deferred work belong to."""
 
     stage: int
     microbatch: int
@@ -39,7 +39,7 @@ class ActivationMeter:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        # By storage: autograd shows a hook not the parameter itself but an alias of it.
+        # By storage, since autograd shows a hook not the parameter itself but an alias of it.
         self._ignored = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._owner: Owner | None = None
         self._uses: Counter[int] = Counter()
@@ -51,16 +51,16 @@ class ActivationMeter:
 
     @property
     def live_microbatches(self) -> int:
-        """How many (stage, microbatch) pairs hold on to anything."""
+        """The number of (stage, microbatch) pairs that hold on to any tensor."""
         return len(self._owned)
 
     def reset_peak(self) -> None:
-        """Begin a new peak, from what is alive now."""
+        """Set the peaks to what is alive now."""
         self.peak_bytes, self.peak_microbatches = self.live_bytes, self.live_microbatches
 
     @contextmanager
     def forward(self, owner: Owner) -> Iterator[None]:
-        """Watch what the forward of ``owner`` keeps."""
+        """Count for ``owner`` the tensors that the forward inside keeps."""
         global _watching
         self._owner = owner
         _watching = self
@@ -71,7 +71,7 @@ class ActivationMeter:
                 self._owner = _watching = None
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
-        """What autograd keeps of ``tensor``; see ``watching``."""
+        """Return the object that autograd keeps in place of ``tensor``; see ``watching``."""
         kept = _Kept(tensor)
         if self._owner is not None:
             self.hold(self._owner, tensor, kept)
@@ -79,7 +79,7 @@ class ActivationMeter:
 
     @staticmethod
     def unpack(kept: _Kept) -> torch.Tensor:
-        """The tensor again."""
+        """Return the tensor that ``kept`` stands for."""
         return kept.tensor
 
     def hold(self, owner: Owner, tensor: torch.Tensor, holder: object) -> None:
@@ -111,9 +111,9 @@ _watching: ActivationMeter | None = None
 
 
 def watching() -> ActivationMeter | None:
-    """The meter that watches the forward running now, if any.
+    """Return the meter that watches the forward running now, if any.
 
-    Autograd asks the innermost hooks alone: other hooks within a forward pass on to this meter's
-    ``pack`` and ``unpack`` what is not their own business.
+    Autograd calls the innermost hooks only.  Other hooks within a forward therefore hand the tensors that
+    they have no use for to this meter's ``pack`` and ``unpack``.
     """
     return _watching

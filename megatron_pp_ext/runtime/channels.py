@@ -2,14 +2,14 @@
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule what the sender will send next, so no message
-carries a tag.  When a receive is posted is part of the plan (``schedule.messages``, with the proof that
+carries a tag.  The plan says when each receive is posted (``schedule.messages``, with the proof that
 no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
 posts a receive by itself, and nothing relies on messages passing each other.
 
-Each direction has a process group, so that under a backend that gives the peers of a group streams of
-their own a message waits for none but those between the same two ranks.  On a GPU a message is launched
-behind everything that the compute stream has by then, and to wait for one stops the compute stream and
-not the host; under gloo, and for messages that tell their shapes, it stops the host.
+Each direction has a process group.  Under a backend that gives the peers of a group streams of their own,
+a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
+behind everything that the compute stream has by then, and waiting for one stops the compute stream and
+not the host; under gloo, and for messages that announce their shapes, it stops the host.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from megatron_pp_ext.runtime.groups import wire_of
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 DIMENSIONS = 3
-"""How many lengths a message tells that tells its shape: sequence, batch, hidden."""
+"""The number of lengths that announce a message's shape: sequence, batch, hidden."""
 
 
 class _Posted(NamedTuple):
@@ -34,12 +34,12 @@ class _Posted(NamedTuple):
 
 
 class Channels:
-    """The messages of one rank, in one training step or in many.
+    """Sends and receives the messages of one rank, in one training step or in many.
 
     ``ranks[r]`` is the global rank of pipeline rank r; ``down`` and ``up`` are process groups
     over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
     tensor of ``shape`` and ``dtype`` on ``device``.  With an empty ``shape`` every message may have
-    another one, which it sends ahead; the host of the receiver then stops where the receive is posted,
+    another one, which is sent ahead of it; the receiver's host then stops where the receive is posted,
     until the message comes.
     """
 
@@ -69,13 +69,13 @@ class Channels:
             raise ValueError(f"the receive of {message} is posted already; post each message once")
         shape = self._shape
         if not shape:
-            told, work = self._receive(peer, (DIMENSIONS,), torch.long)
+            announced, work = self._receive(peer, (DIMENSIONS,), torch.long)
             work.wait()
-            shape = tuple(told.tolist())
+            shape = tuple(announced.tolist())
         self._posted[message] = _Posted(peer, *self._receive(peer, shape, self._dtype))
 
     def receive(self, peer: int, message: Message) -> torch.Tensor:
-        """The tensor of ``message`` from pipeline rank ``peer``; what is computed next waits for it.
+        """Return the tensor of ``message`` from pipeline rank ``peer``; what is computed next waits for it.
 
         ValueError if its receive was not posted.
         """
@@ -106,14 +106,14 @@ class Channels:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Wait until every message has left; RuntimeError if one that came was never asked for."""
+        """Wait until every message has left; RuntimeError if a posted one was never taken."""
         while self._sending:
             self._finish_oldest()
         if self._posted:
-            raise RuntimeError(f"messages that nobody asked for at the end of the step: {[*self._posted]}")
+            raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
 
     def _finish_oldest(self) -> None:
-        # Waited for even where it is done: only then does torch let go of the tensor, and tell of an error.
+        # A finished send is waited for too: only then does torch release the tensor and raise an error.
         work, _ = self._sending.popleft()
         work.wait()
 

@@ -1,13 +1,13 @@
-"""Clocks: this rank's own, and how far it is from that of the pipeline's first rank.
+"""The clock of a rank, and its offset from the clock of the pipeline's first rank.
 
-The clocks of two machines have nothing in common, so before the times of several ranks are laid side by
-side each rank asks the first one for the time.  The answer was given somewhere between question and
-arrival: taken to be in the middle, it is wrong by half the round trip at most, and the shortest of several
-round trips is the one to believe.
+The clocks of two machines have nothing in common.  Before the times of several ranks are compared, each
+rank requests the time from the first one.  The first rank reads its clock at some moment of the round
+trip; if that is taken to be the middle, the error is half the round trip at most.  The shortest of several
+round trips is used.
 
-On a GPU the host is ahead of its messages: a receive is over for it once it is launched, and so is a send.
-Either side therefore reads its clock only around what its host has seen: the first rank once it holds the
-question's number, the others before they launch the question and once they hold the answer's.
+On a GPU the host is ahead of its messages: it goes on as soon as a send or a receive is launched.
+Each side therefore reads its clock only around numbers that its host holds: the first rank once it holds
+the request's number, the others before they launch the request and once they hold the reply's number.
 """
 
 import time
@@ -17,47 +17,47 @@ import torch
 import torch.distributed as dist
 
 ROUNDS = 10
-"""Questions a rank asks; the first of them waits until the first rank is done with the ranks before."""
+"""Requests of each rank; its first one waits until the first rank has served the ranks before it."""
 
 
 class Offset(NamedTuple):
-    """What to add to this rank's clock to have the first rank's, in seconds, and how wrong it may be."""
+    """Seconds to add to this rank's clock to get the first rank's, and how wrong they may be at most."""
 
     seconds: float
     error: float
 
 
 def now() -> float:
-    """Seconds on this machine's monotonic clock."""
+    """Return the seconds of this machine's monotonic clock."""
     return time.perf_counter()
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
-    """How far this rank's clock is from that of ``group``'s first rank.
+    """Measure how far this rank's clock is from that of ``group``'s first rank.
 
     Collective over ``group``, whose backend sends tensors on ``device``; the host waits for every message.
     """
     first, *others = dist.get_process_group_ranks(group)
-    told = torch.zeros(1, dtype=torch.float64, device=device)
+    number = torch.zeros(1, dtype=torch.float64, device=device)
     if dist.get_rank() != first:
-        return min((_ask(first, told, group) for _ in range(ROUNDS)), key=lambda offset: offset.error)
+        return min((_round_trip(first, number, group) for _ in range(ROUNDS)), key=lambda one: one.error)
     for other in others:
         for _ in range(ROUNDS):
-            _receive(told, other, group)
-            told.fill_(now())
-            dist.send(told, other, group=group)
+            _receive(number, other, group)
+            number.fill_(now())
+            dist.send(number, other, group=group)
     return Offset(0.0, 0.0)
 
 
-def _ask(first: int, told: torch.Tensor, group: dist.ProcessGroup) -> Offset:
-    asked = now()
-    dist.send(told, first, group=group)
-    answer = _receive(told, first, group)
-    half = (now() - asked) / 2
-    return Offset(answer - (asked + half), half)
+def _round_trip(first: int, number: torch.Tensor, group: dist.ProcessGroup) -> Offset:
+    start = now()
+    dist.send(number, first, group=group)
+    reply = _receive(number, first, group)
+    half = (now() - start) / 2
+    return Offset(reply - (start + half), half)
 
 
-def _receive(told: torch.Tensor, sender: int, group: dist.ProcessGroup) -> float:
-    """The number that comes into ``told``, once it is on this host."""
-    dist.recv(told, sender, group=group)
-    return told.item()
+def _receive(number: torch.Tensor, sender: int, group: dist.ProcessGroup) -> float:
+    """Receive into ``number``, and return it once it is on this host."""
+    dist.recv(number, sender, group=group)
+    return number.item()

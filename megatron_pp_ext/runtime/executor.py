@@ -1,6 +1,6 @@
 """The loop over one rank's actions.
 
-The executor knows the order and the messages; what an action *does* is a Stage's business.
+The executor knows the order and the messages; a ``Stage`` knows what an action does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,33 +23,33 @@ class Stage(Protocol):
     """
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage on ``activation`` (None on the first stage: it reads its own data).
+        """Run the stage on ``activation``, or on the stage's own data where it is None, on the first stage.
 
-        Returns what the next stage gets; the executor ignores it on the last stage.
+        Return the input of the next stage; the executor ignores it on the last stage.
         """
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Both halves of the backward at once.
+        """Run both halves of the backward at once.
 
-        ``gradient`` is that of the stage's output (None on the last stage); returns that of its
+        ``gradient`` is that of the stage's output (None on the last stage).  Return that of its
         input (None on the first).
         """
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Only the gradient of the input; the weights' is left for ``backward_weight``."""
+        """Compute the gradient of the input only, and leave the weights' for ``backward_weight``."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """The gradient of the weights that ``backward_input`` left."""
+        """Compute the gradient of the weights that ``backward_input`` left."""
 
 
 class Recorder(Protocol):
-    """Hears of every action; see ``runtime.recorder`` for one that keeps what it hears."""
+    """Is notified of every action; ``runtime.recorder`` has one that keeps their times and bytes."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
-        """A context around the computing of ``action``, its messages excluded."""
+        """Return a context for the computation of ``action``, its messages excluded."""
 
 
-class _Silence:
+class _NoRecorder:
     def during(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -64,11 +64,11 @@ def execute(
 ) -> None:
     """Run one training step: every action of ``plan`` in order, with its messages.
 
-    ``stages`` maps the stages of this rank to what computes them.  On return all actions have
-    run and all messages have left; gradients are in the parameters.  Without ``flush`` messages may
+    ``stages`` maps the numbers of this rank's stages to the stages.  On return all actions have
+    run, all messages have left, and the gradients are in the parameters.  Without ``flush`` messages may
     stay in flight, for a later step to take.
     """
-    recorder = recorder or _Silence()
+    recorder = recorder or _NoRecorder()
     handed_over: dict[Message, torch.Tensor] = {}
     for step in plan.steps:
         _post(step.receives, channels)

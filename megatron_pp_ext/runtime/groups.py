@@ -1,15 +1,15 @@
 """The two process groups that carry a pipeline's messages: one to higher ranks, one to lower ones.
 
 A backend either gives every two ranks of a group a communicator and a stream of their own, so that messages
-to one rank never queue behind those to another, or the whole group shares one.  The first is asked for
-where torch has it, and nothing relies on it: receives are placed so that either is free of circles
+to one rank never queue behind those to another, or the whole group shares one.  The first is requested
+where torch has it, and nothing relies on it: receives are placed so that neither can lead to a circle
 (``schedule.messages``).
 
-What stands behind a name depends on torch, whose registry is asked for it (as read in 2.15's
-``torch/distributed/distributed_c10d.py``).  There "nccl" is "nccl2", one communicator a group on a device
-that it binds by itself, and "nccl-lazy" is nccl2 whose peers have communicators of their own.  The older
-"nccl" is called "nccl-legacy" there, or "nccl" again under ``TORCH_DIST_USE_NCCL2=0``: its peers have
-communicators of their own unless ``init_process_group`` was called with ``device_id``.
+What a backend's name means depends on torch's release, so torch's registry is looked up (as read in 2.15's
+``torch/distributed/distributed_c10d.py``).  In 2.15 "nccl" is "nccl2", with one communicator for each group
+on a device that it binds by itself, and "nccl-lazy" is nccl2 whose peers have communicators of their own.
+The older "nccl" is called "nccl-legacy" there, or "nccl" again under ``TORCH_DIST_USE_NCCL2=0``: its peers
+have communicators of their own unless ``init_process_group`` was called with ``device_id``.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 MAX_CTAS = 4
-"""Blocks that a message's kernel takes at most while it waits: otherwise up to 16 over NVLink."""
+"""The most blocks that a message's kernel occupies while it waits; NCCL's own choice over NVLink is 16."""
 
 _CLASSES = {"nccl2": "ProcessGroupNCCL2", "nccl-lazy": "ProcessGroupNCCLLazy"}
 _NCCL = {"nccl", "nccl-legacy", *_CLASSES}
@@ -29,11 +29,11 @@ _NCCL = {"nccl", "nccl-legacy", *_CLASSES}
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What NCCL is asked for; None leaves a value to NCCL, and other backends ignore all of them.
+    """Options of NCCL's process groups; None leaves a value to NCCL, and other backends ignore them all.
 
     The names are those of ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
-    are blocks of a message's kernel, ``cga_cluster_size`` how many of them make a cluster, ``net_name`` is
-    the network module ("IB", "Socket").
+    are blocks of a message's kernel, ``cga_cluster_size`` is the number of blocks in a cluster, and
+    ``net_name`` is the network module ("IB", "Socket").
     """
 
     is_high_priority_stream: bool = True
@@ -45,7 +45,7 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class MessageBackend:
-    """What carries messages: its name for ``new_group``, and whether peers have streams of their own."""
+    """The backend of messages: its name for ``new_group``, and whether peers have streams of their own."""
 
     name: str
     streams_per_peer: bool
@@ -53,22 +53,23 @@ class MessageBackend:
 
 
 def message_backend(default: str = "nccl", bound: bool = False) -> MessageBackend:
-    """What carries a pipeline's messages in a job whose default process group has the backend ``default``.
+    """Return the backend of a pipeline's messages in a job whose default process group uses ``default``.
 
     ``default`` may name backends by device ("cpu:gloo,cuda:nccl").  ``bound`` says whether the default group
-    is bound to a device.  No process group is needed, nor a GPU.  ValueError if no message can travel.
+    is bound to a device.  Neither a process group nor a GPU is needed.  ValueError if none of the backends
+    can carry messages.
     """
-    name = _carrier(default)
-    own = _about(name, bound)
+    name = _backend_for_messages(default)
+    own = _described(name, bound)
     if name in _NCCL and not own.streams_per_peer and _available("nccl-lazy"):
-        return _about("nccl-lazy", bound)
+        return _described("nccl-lazy", bound)
     return own
 
 
 def wire_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where tensors have to be for ``group`` to send them, if they are computed with on ``device``.
+    """Return the device from which ``group`` sends tensors that are computed with on ``device``.
 
-    Gloo takes messages from host memory alone: on a GPU, a way to be correct where NCCL cannot be had.
+    Gloo sends from host memory only, so on a GPU it is correct but slow, for where NCCL is not available.
     """
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
 
@@ -81,31 +82,32 @@ def is_nccl2(name: str) -> bool:
 
 def direction_groups(
     ranks: list[int],
-    patience: timedelta | None = None,
+    timeout: timedelta | None = None,
     *,
     options: GroupOptions = GroupOptions(),
     edges: Iterable[tuple[int, int]] = (),
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Make the groups, down and up, of the pipeline whose global ranks are ``ranks``.
 
-    A message that takes longer than ``patience`` is an error; None leaves it to the backend.  On return
+    A message that takes longer than ``timeout`` is an error; None leaves the limit to the backend.  On return
     neighbours have exchanged a message each way, and so have the pipeline's two ends and the pairs of
     pipeline ranks ``edges``, which must be the same on all of them.
 
     Every rank of the world calls this, with its own pipeline's ranks, as often as all others.  No receive may
-    be waiting on a rank meanwhile: a communicator in the making may stop the device until it has come.
+    be waiting on a rank meanwhile: making a communicator may stop the device until that receive is done.
 
-    RuntimeError without a default process group, or without a GPU for NCCL; ValueError if no message can
-    travel over the default group's backends, or if this rank is not among ``ranks``.
+    RuntimeError without a default process group, or without a GPU for NCCL; ValueError if none of the default
+    group's backends can carry messages, or if this rank is not among ``ranks``.
     """
-    backend, device = _world()
+    backend, device = _default_backend()
     if dist.get_rank() not in ranks:
         raise ValueError(
             f"rank {dist.get_rank()} is not among the ranks {ranks} that were given as its pipeline; give "
             "each rank the pipeline that it belongs to"
         )
-    # Other backends' groups may be split from the default one, which takes all ranks, and torches that lack
-    # lazy_init name groups of members by a count that differs between ranks: all ranks make all groups there.
+    # Groups of other backends may be split from the default one, which takes all ranks, and releases of
+    # torch without lazy_init name a group that only its members make by a count that differs between
+    # ranks.  In both cases all ranks make all groups.
     members_only = backend.name == "nccl-lazy" and hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
     mine = sorted(ranks)
     down = up = None
@@ -113,9 +115,9 @@ def direction_groups(
         made = [
             dist.new_group(
                 pipeline,
-                timeout=patience,
+                timeout=timeout,
                 backend=backend.name,
-                pg_options=_native(options, patience) if backend.name in _NCCL else None,
+                pg_options=_nccl_options(options, timeout) if backend.name in _NCCL else None,
                 use_local_synchronization=members_only,
                 group_desc=description,
             )
@@ -124,15 +126,15 @@ def direction_groups(
         if pipeline == mine:
             down, up = made
     assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
-    _meet(ranks, down, up, device, edges)
+    _greet_neighbours(ranks, down, up, device, edges)
     return down, up
 
 
-def _world() -> tuple[MessageBackend, torch.device]:
-    """What carries this job's messages, and from where to where."""
+def _default_backend() -> tuple[MessageBackend, torch.device]:
+    """Return the backend of this job's messages, and the device that it sends from and receives on."""
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no default process group, beside which those for messages are made; call "
+            "there is no default process group, and those for messages are made beside it; call "
             "torch.distributed.init_process_group first"
         )
     world = dist.group.WORLD
@@ -154,7 +156,7 @@ def _all_pipelines(mine: list[int]) -> list[list[int]]:
     return [list(pipeline) for pipeline in sorted({*map(tuple, gathered)})]
 
 
-def _meet(
+def _greet_neighbours(
     ranks: list[int],
     down: dist.ProcessGroup,
     up: dist.ProcessGroup,
@@ -164,9 +166,10 @@ def _meet(
     """Send one message each way between neighbours and along ``edges``, in one order on all ranks.
 
     NCCL makes the communicator of two ranks, or their connection in one that all ranks share, at their first
-    message, and both hosts wait for that: in the order of a schedule, one rank could wait so for a second,
-    which waits for a third, which waits for the first.  All meet in one group before any do in the other,
-    since a communicator that a group shares may be made when each of its ranks sends or receives first.
+    message, and both hosts wait for that.  If the schedule decided the order, one rank could wait in this way
+    for a second, which waits for a third, which waits for the first.  All pairs exchange messages in one
+    group before any does in the other, since a communicator that a group shares may be made when each of
+    its ranks first sends or receives.
     """
     here, size = ranks.index(dist.get_rank()), len(ranks)
     greeting = torch.zeros(1, device=device)
@@ -179,25 +182,25 @@ def _meet(
                 dist.send(greeting, ranks[receiver], group=group)
             elif here == receiver:
                 dist.recv(greeting, ranks[sender], group=group)
-    greeting.item()  # on a GPU the host has only launched them: whoever cannot meet fails here
+    greeting.item()  # on a GPU the host has only launched the messages: here it waits, and errors show
 
 
-def _native(options: GroupOptions, patience: timedelta | None) -> dist.ProcessGroupNCCL.Options:
-    """``options`` as torch takes them, in an object of its own: each group writes its name into it."""
-    native = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
-    if patience is not None:
-        native._timeout = patience  # torch warns where this differs from the group's
-    if hasattr(native, "lazy_init"):
-        native.lazy_init = True  # no communicator of the whole group, which no message would use
+def _nccl_options(options: GroupOptions, timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
+    """Return ``options`` in a new object of torch's: each group writes its name into the one it gets."""
+    converted = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
+    if timeout is not None:
+        converted._timeout = timeout  # torch warns where this differs from the group's
+    if hasattr(converted, "lazy_init"):
+        converted.lazy_init = True  # no communicator of the whole group, which no message would use
     for name in ("max_ctas", "min_ctas", "cga_cluster_size", "net_name"):
         value = getattr(options, name)
-        if value is not None and hasattr(getattr(native, "config", None), name):
-            setattr(native.config, name, value)
-    return native
+        if value is not None and hasattr(getattr(converted, "config", None), name):
+            setattr(converted.config, name, value)
+    return converted
 
 
-def _carrier(default: str) -> str:
-    """The one of a default group's backends that carries a pipeline's messages."""
+def _backend_for_messages(default: str) -> str:
+    """Return the one of the default group's backends that carries a pipeline's messages."""
     if ":" not in default:
         return default
     by_device = dict(pair.split(":") for pair in default.split(","))
@@ -211,11 +214,11 @@ def _carrier(default: str) -> str:
 
 
 def _available(name: str) -> bool:
-    # Torch registers names even where it was built without what stands behind them.
+    # Torch registers the names even where it was built without the backends.
     return hasattr(dist.distributed_c10d, _CLASSES[name]) and dist.is_backend_available(name)
 
 
-def _about(name: str, bound: bool) -> MessageBackend:
+def _described(name: str, bound: bool) -> MessageBackend:
     if name == "gloo":
         return MessageBackend(name, True, "messages go through the hosts' memory")
     if name == "nccl-lazy" or (name in _NCCL and not is_nccl2(name) and not bound):

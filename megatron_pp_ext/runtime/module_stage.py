@@ -11,9 +11,9 @@ from megatron_pp_ext.runtime.split import STORE
 class ModuleStage:
     """Runs ``module`` as stage number ``stage``.
 
-    ``first_inputs(microbatch)`` gives the first stage its data; ``loss(output, microbatch)`` turns the
+    ``first_inputs(microbatch)`` returns the data of the first stage.  ``loss(output, microbatch)`` turns the
     last stage's output into the scalar to differentiate, and ``losses`` collects its values.
-    Linear layers must be ``SplitLinear`` for their weight gradients to wait for W.
+    Only the weight gradients of ``SplitLinear`` layers are deferred to W.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ModuleStage:
         """See ``executor.Stage``."""
         if activation is None:
             if self.first_inputs is None:
-                raise ValueError(f"stage {self.stage} got no activation and has no first_inputs of its own")
+                raise ValueError(f"stage {self.stage} got no activation: give the first stage first_inputs")
             activation = self.first_inputs(microbatch)
         else:
             activation.requires_grad_()

@@ -1,9 +1,9 @@
-"""A tree of small tensors, such as the losses of a step, on its way from one rank to another.
+"""Sends a tree of small tensors, such as the losses of a step, from one rank to another.
 
-A message of its own for every tensor would cost more than the numbers are worth, and the receiver does not
-know what comes.  Both ends therefore remember the form of the last tree.  While it stays the same, a tree
-is one message of a length that both know; a message that brings another form says so in its first bytes,
-and the form follows with the numbers.
+A message for every tensor would take longer than the tensors are worth, and the receiver does not know how
+many there are.  Both ends therefore remember the form of the last tree.  While it stays the same, a tree
+is one message of a length that both know.  A tree of another form is announced in the first bytes of that
+message; its form and its numbers follow in a second one.
 """
 
 import pickle
@@ -19,20 +19,19 @@ from megatron_pp_ext.runtime.groups import wire_of
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands in a form where the tree has a tensor."""
+    """Stands in a form for a tensor of the tree, whose numbers are bytes ``start`` to ``end`` of all."""
 
     dtype: torch.dtype
     shape: torch.Size
     start: int
     end: int
-    """Bytes of the numbers of all tensors, laid end to end."""
 
 
 class Parcels:
-    """One end of the way that trees take from global rank ``sender`` to ``receiver``, both in ``group``.
+    """One end of a connection that takes trees from global rank ``sender`` to ``receiver`` of ``group``.
 
-    ``device`` is where the tensors of a tree are, and where they come out.  Leaves that are no tensors are
-    pickled.  The receiver's host waits for each tree.
+    ``device`` is that of a tree's tensors at both ends.  Leaves that are no tensors are pickled.  The
+    receiver's host waits for each tree.
     """
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -46,13 +45,13 @@ class Parcels:
         numbers: list[torch.Tensor] = []
         length = 0
 
-        def lay_down(tensor: torch.Tensor) -> _Place:
+        def place_of(tensor: torch.Tensor) -> _Place:
             nonlocal length
             numbers.append(tensor.detach().reshape(-1).view(torch.uint8).to(self._wire))
             start, length = length, length + len(numbers[-1])
             return _Place(tensor.dtype, tensor.shape, start, length)
 
-        form = pickle.dumps(tree_map_only(torch.Tensor, lay_down, tree))
+        form = pickle.dumps(tree_map_only(torch.Tensor, place_of, tree))
         if form == self._form:
             self._send(self._announcement(0, 0), *numbers)
             return
@@ -62,7 +61,7 @@ class Parcels:
         self._form, self._length = form, length
 
     def receive(self) -> Any:
-        """The tree that was sent."""
+        """Return the tree that was sent."""
         header = len(self._announcement(0, 0))
         message = self._receive(header + self._length)
         form_length, length = message[:header].view(torch.long).tolist()
@@ -73,11 +72,11 @@ class Parcels:
             numbers = message[form_length:]
         numbers = numbers.to(self._device)
 
-        def pick_up(place: _Place) -> torch.Tensor:
+        def tensor_at(place: _Place) -> torch.Tensor:
             # Cloned, since a view in another dtype has to begin at a multiple of its size.
             return numbers[place.start : place.end].clone().view(place.dtype).reshape(place.shape)
 
-        return tree_map_only(_Place, pick_up, pickle.loads(self._form))
+        return tree_map_only(_Place, tensor_at, pickle.loads(self._form))
 
     def _announcement(self, form_length: int, length: int) -> torch.Tensor:
         return torch.tensor([form_length, length], device=self._wire).view(torch.uint8)

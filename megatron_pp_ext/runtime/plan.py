@@ -1,7 +1,7 @@
-"""One rank's part of a schedule, with the messages spelled out.
+"""One rank's part of a schedule, with its messages.
 
-Every rank derives the same messages from the same schedule, so sender and receiver agree on the order in
-which messages travel without ever saying so, and on the place of each receive (``schedule.messages``).
+Every rank derives the same messages from the same schedule, so sender and receiver agree on the order of
+the messages, and on the place of each receive (``schedule.messages``), without communicating.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ from megatron_pp_ext.schedule.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One action of this rank, what it needs first and what it gives away.
+    """One action of this rank, the message that it takes (``source``) and the one it makes (``target``).
 
-    ``source`` and ``target`` are None at the ends of the model and for W, which exchanges
-    nothing.  ``source_rank`` and ``target_rank`` may be this rank itself: the turn of a V.
-    ``receives`` are posted right before the action, in this order; they are of messages for this action
-    and for later ones.
+    Both are None at the ends of the model and for W, which exchanges nothing.  ``source_rank`` and
+    ``target_rank`` may be this rank itself, as at the turn of a V.  ``receives`` are posted right before
+    the action, in this order; their messages are for this action and for later ones.
     """
 
     action: Action
@@ -38,10 +37,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Everything one rank does in a training step, worked out once.
+    """Everything that one rank does in a training step, computed once.
 
-    ``left_open`` are receives that are posted behind the last action, for a later step: there are some
-    only in a pipeline that does not flush.
+    ``left_open`` are receives that are posted after the last action, for a later step; only a pipeline
+    that does not flush has any.
     """
 
     rank: int
@@ -50,13 +49,13 @@ class RankPlan:
 
 
 def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
-    """Spell out ``rank``'s part of ``schedule``."""
+    """Return the plan of ``rank`` in ``schedule``."""
     placement = schedule.placement
     return plan_orders(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), rank)
 
 
 def plan_orders(orders: Orders, stages: int, rank_of: RankOf, rank: int) -> RankPlan:
-    """Spell out ``rank``'s part of what all ranks do in ``orders`` with a model of ``stages`` stages."""
+    """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages."""
     *receives, left_open = posted_receives(orders, stages, rank_of)[rank]
     return RankPlan(
         rank=rank,

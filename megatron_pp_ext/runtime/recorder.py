@@ -1,4 +1,4 @@
-"""What really happened in a step: the seconds and the live bytes of every action."""
+"""Records the seconds and the live bytes of every action of a step."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,10 +14,10 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 
 _Mark = float | torch.Event
-"""A moment: seconds on this machine's clock, or a place in the device's queue of work."""
+"""A moment, as seconds on this machine's clock or as a place in the device's queue of work."""
 
 
-class _Heard(NamedTuple):
+class _Event(NamedTuple):
     action: Action
     start: _Mark
     end: _Mark
@@ -25,32 +25,32 @@ class _Heard(NamedTuple):
 
 
 class StepRecorder:
-    """Keeps the last step of this rank, whose ``parameters`` do not count as activations.
+    """Keeps the record of this rank's last steps; its ``parameters`` do not count as activations.
 
-    Times are on the machine's monotonic clock.  On a device, which works behind the program's back, they
-    are those at which it reached an action's begin and end: it is waited for before and after a
-    recorded step, not within.
+    Times are on the machine's monotonic clock.  On a device, which runs later than the host launches, they
+    are the times at which the device reached the begin and the end of an action.  The host waits for the
+    device before and after a recorded step, and never within it.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.meter = ActivationMeter(parameters)
         self._is_metered = True
         self._origin: tuple[float, torch.Event] | None = None
-        self._events: list[_Heard] = []
+        self._events: list[_Event] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
         self._reducing: dict[Hashable, _Mark] = {}
 
     def forget(self) -> None:
-        """Begin anew; what is alive stays counted."""
+        """Drop what is recorded and start new peaks; tensors that are alive stay counted."""
         self._events, self._reductions, self._reducing = [], [], {}
         self._origin = None
         self.meter.reset_peak()
 
     @contextmanager
     def step(self, *, metered: bool = True) -> Iterator[None]:
-        """Record a step, behind what is recorded already.
+        """Record the step inside, after the steps that are recorded already.
 
-        Counting bytes takes time in every forward; unless ``metered`` only seconds are recorded, and
+        Counting bytes takes time in every forward.  Unless ``metered``, only seconds are recorded, and
         the bytes stay what they were.
         """
         self._is_metered = metered
@@ -72,20 +72,20 @@ class StepRecorder:
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
-        self._events.append(_Heard(action, start, self._mark(), self.meter.live_bytes))
+        self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes))
 
     def reduction_started(self, bucket: Hashable) -> None:
-        """``bucket``, any name for it, is on its way; saying so again changes nothing."""
+        """Record that the reduction of ``bucket``, any name for it, has begun; only the first call counts."""
         self._reducing.setdefault(bucket, self._mark())
 
     def reduction_ended(self, bucket: Hashable, chunk: int) -> None:
-        """The step has waited for ``bucket`` of ``chunk``."""
+        """Record that the step has waited for ``bucket`` of ``chunk``."""
         if bucket in self._reducing:
             self._reductions.append((chunk, self._reducing.pop(bucket), self._mark()))
 
     @property
     def record(self) -> RankRecord:
-        """The step so far."""
+        """The record of the steps so far."""
         if self._origin is not None:
             torch.accelerator.synchronize()
         return RankRecord(
@@ -118,12 +118,15 @@ class StepRecorder:
 
 
 def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
-    """``record`` on the clock of ``group``'s first rank; collective, see ``clock.offset_to_first``."""
+    """Return ``record`` on the clock of ``group``'s first rank.
+
+    Collective over ``group``; see ``clock_offset.offset_to_first``.
+    """
     return record.moved(*clock_offset.offset_to_first(group, device))
 
 
 def gather[T](record: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Bring the records of all ranks of ``group`` to its first rank; None on the others."""
+    """Return the records of all ranks of ``group`` on its first rank; None on the others."""
     first = dist.get_process_group_ranks(group)[0]
     records: list[T] | None = None
     if dist.get_rank() == first:

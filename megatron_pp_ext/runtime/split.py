@@ -1,8 +1,8 @@
-"""The backward in two halves.
+"""Splits the backward into two halves.
 
 A linear layer's backward computes two products that do not need each other: the gradient of
-its input, which the stage before is waiting for, and the gradient of its weight, which nobody
-needs before the optimizer step.  Schedules that run the second one later (arXiv 2401.10241,
+its input, for which the previous stage is waiting, and the gradient of its weight, which is not
+needed before the optimizer step.  Schedules that run the second one later (arXiv 2401.10241,
 section 2) cut the backward at the linear layers: when the autograd engine reaches one, the
 layer returns its input's gradient at once and leaves the weight's as work in the store, to be
 run by the W action of the same stage and microbatch.
@@ -24,17 +24,17 @@ WeightWork = Callable[[], None]
 
 
 class WeightGradientStore:
-    """What the W actions of a rank still have to do.
+    """Keeps the work that the W actions of a rank still have to do.
 
     Layers call ``defer`` in their backward.  Inside ``collecting`` the work is kept for that
-    slot; outside, ``defer`` runs it on the spot, so a layer needs no second code path for
+    slot; outside, ``defer`` runs it at once, so a layer needs no second code path for
     schedules that do not split.
 
     The autograd engine may call from a thread of its own (it has one for each GPU), while the
     thread that entered ``collecting`` waits for it: the open slot is therefore an ordinary
     attribute, neither thread-local nor locked.
 
-    ``meter``, when set, counts the tensors that waiting work holds on to.
+    ``meter``, where it is set, counts the tensors that deferred work holds on to.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WeightGradientStore:
 
     @contextmanager
     def collecting(self, slot: Owner) -> Iterator[None]:
-        """Keep for ``slot`` the weight gradients that come up inside."""
+        """Keep for ``slot`` the weight gradients that are deferred inside."""
         if self._slot is not None:
             raise RuntimeError(f"{slot} cannot collect weight gradients while {self._slot} does")
         if slot in self._work:
@@ -64,7 +64,7 @@ class WeightGradientStore:
     def defer(self, work: WeightWork, *tensors: torch.Tensor) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
 
-        Runs it now if none is.
+        Where no slot is collecting, run it now.
         """
         if self._slot is None:
             work()
@@ -76,9 +76,9 @@ class WeightGradientStore:
 
     @torch.no_grad()
     def run(self, slot: Owner) -> None:
-        """Do what ``slot`` left, in the order it came up, and let go of its tensors one by one.
+        """Run the work that ``slot`` left, in its order, and release its tensors one by one.
 
-        Raises KeyError if the slot's backward has not run.
+        KeyError if the slot's backward has not run.
         """
         todo = self._work.pop(slot)
         todo.reverse()
@@ -86,12 +86,12 @@ class WeightGradientStore:
             todo.pop()()
 
     def __len__(self) -> int:
-        """How many slots still have work; 0 at the end of a step."""
+        """Return the number of slots that still have work; it is 0 at the end of a step."""
         return len(self._work)
 
 
 STORE = WeightGradientStore()
-"""The store of this process: a process is one rank, and layers have no way to be handed one."""
+"""The store of this process.  A process is one rank, and nothing could pass a store to Megatron's layers."""
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
-        # Not saved as a tensor: what comes back from that may be an alias, whose .grad nobody reads.
+        # Not saved as a tensor: autograd may give back an alias, and the optimizer does not read its .grad.
         ctx.weight, ctx.has_bias = weight, bias is not None
         return torch.nn.functional.linear(input, weight, bias)
 
@@ -125,13 +125,13 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a matrix; one as it is, without the microseconds that a view takes."""
+    """Return ``tensor`` as a matrix; one that is a matrix already is not viewed, which saves microseconds."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.size(-1))
 
 
 class SplitLinear(torch.nn.Linear):
-    """``torch.nn.Linear`` whose weight gradient can wait; the gradients are the same numbers."""
+    """A ``torch.nn.Linear`` whose weight gradient can be deferred; the gradients are the same numbers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` (..., in_features) to (..., out_features)."""
+        """Return the product of ``input`` (..., in_features) and the weight, (..., out_features)."""
         return _SplitLinear.apply(input, self.weight, self.bias)

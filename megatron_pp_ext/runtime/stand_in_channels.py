@@ -1,4 +1,4 @@
-"""Messages of neighbours that are not there."""
+"""Channels for a rank that runs without its neighbours."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,22 +13,18 @@ SCALE = 0.01
 
 
 class _Done:
-    """A message that needs no waiting for."""
+    """Stands for a message that has arrived, as a ``torch.distributed.Work`` does."""
 
     def wait(self) -> bool:
-        """It is here."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
+        """Return at once."""
         return True
 
 
 class MadeUpChannels(Channels):
-    """The messages of a rank that runs alone: what it sends is dropped, what it receives is random.
+    """The channels of a rank that runs alone: messages that it sends are dropped, those received are random.
 
-    Receives are posted, kept and let go when real ones would be, so that they take their memory.  Zeros
-    would be quicker to compute with than real numbers, and what memory happens to hold may not be finite.
+    Receives are posted, kept and released when real ones would be, so that they take the same memory.
+    Zeros would be faster to compute with than real numbers, and uninitialized memory may not be finite.
     """
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Weight stashing: the versions of a stage's weights that something in flight still uses.
+"""Weight stashing: keeps the versions of a stage's weights that microbatches in flight still use.
 
-Newest weights stay where the optimizer knows them; of an older version a copy is kept for as long
-as some microbatch needs it.  To compute with an old version its numbers are put in place of
+The newest weights stay where the optimizer knows them.  A copy of an older version is kept for as long
+as some microbatch needs it.  To compute with an old version its tensors take the place of
 the parameters' own (``Parameter.data``), which moves no data.
 
 Autograd keeps weights for the backward as well, and refuses to use them once the optimizer has
-written to them.  Inside ``using`` it is therefore made to keep the name of the parameter and not its
-numbers, and finds those of the version that is in place when the backward runs.
+written to them.  Inside ``using`` it therefore keeps a reference to the parameter instead of its numbers,
+and the backward finds the numbers of the version that is in place when it runs.
 """
 
 from bisect import bisect_right
@@ -20,18 +20,17 @@ from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
 from megatron_pp_ext.runtime.executor import Stage
 
 
-class _Name(NamedTuple):
-    """Stands in the autograd graph for a tensor that lies within a parameter's storage."""
+class _Reference(NamedTuple):
+    """Stands in the autograd graph for a tensor that lies ``offset`` elements into a parameter."""
 
     parameter: torch.nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """In elements, from the parameter's first."""
 
 
 class WeightVersions:
-    """The versions of ``parameters``, of which those that need no gradient never change."""
+    """The versions of those of the ``parameters`` that need a gradient; the others never change."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -40,17 +39,17 @@ class WeightVersions:
 
     @property
     def bytes_of_one(self) -> int:
-        """What one version takes."""
+        """The bytes of one version."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def kept_bytes(self) -> int:
-        """What the versions beside the newest take."""
+        """The bytes of all versions but the newest."""
         return sum(tensor.nbytes for version in self._kept.values() for tensor in version)
 
     @property
     def kept(self) -> list[int]:
-        """The versions kept beside the newest, oldest first."""
+        """The versions that are kept beside the newest, oldest first."""
         return sorted(self._kept)
 
     @contextmanager
@@ -59,17 +58,17 @@ class WeightVersions:
         newest = [parameter.data for parameter in self.parameters]
         data = newest if version == self.newest else self._kept[version]
         self._put(data)
-        names = _Names(self.parameters, watching())
+        references = _References(self.parameters, watching())
         try:
-            with torch.autograd.graph.saved_tensors_hooks(names.pack, names.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(references.pack, references.unpack):
                 yield
         finally:
             self._put(newest)
 
     def update_follows(self, still_needed: Iterable[int]) -> None:
-        """The optimizer is about to change the newest weights: keep what is ``still_needed`` after that.
+        """Keep the versions that are ``still_needed`` after the update that the optimizer is about to make.
 
-        ``still_needed`` may name the newest version and older ones; all others are let go.
+        ``still_needed`` may name the newest version and older ones; all others are released.
         """
         needed = set(still_needed)
         for version in self._kept.keys() - needed:
@@ -84,7 +83,7 @@ class WeightVersions:
 
 
 class VersionedStage:
-    """Runs ``stage`` with the version of its weights that ``version_of(microbatch)`` says."""
+    """Runs ``stage`` with version ``version_of(microbatch)`` of its weights."""
 
     def __init__(self, stage: Stage, versions: WeightVersions, version_of: Callable[[int], int]) -> None:
         self.stage, self.versions, self.version_of = stage, versions, version_of
@@ -109,34 +108,34 @@ class VersionedStage:
         self.stage.backward_weight(microbatch)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Names:
-    """Tells which saved tensors are weights, by where their numbers lie at this moment."""
+class _References:
+    """Autograd hooks that recognise weights among saved tensors by where their numbers lie at the moment."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], meter: ActivationMeter | None) -> None:
-        self._keep_other = meter.pack if meter else _as_it_is
+        self._keep_other = meter.pack if meter else _unchanged
         self._sorted = sorted(parameters, key=torch.Tensor.data_ptr)
         self._starts = [parameter.data_ptr() for parameter in self._sorted]
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps."""
+        """Return what autograd keeps of ``tensor``: a reference if it is a weight."""
         position = bisect_right(self._starts, tensor.data_ptr()) - 1
         if position < 0:
             return self._keep_other(tensor)
         parameter, beyond = self._sorted[position], tensor.data_ptr() - self._starts[position]
         if beyond >= parameter.nbytes:
             return self._keep_other(tensor)
-        return _Name(parameter, tensor.shape, tensor.stride(), beyond // parameter.element_size())
+        return _Reference(parameter, tensor.shape, tensor.stride(), beyond // parameter.element_size())
 
     @staticmethod
     def unpack(kept: Any) -> torch.Tensor:
-        """What the backward gets: a whole parameter as itself, with what hangs on it."""
+        """Return the tensor for the backward; a whole parameter is returned itself, with its attributes."""
         if isinstance(kept, torch.Tensor):
             return kept
-        if not isinstance(kept, _Name):
+        if not isinstance(kept, _Reference):
             return ActivationMeter.unpack(kept)
         parameter = kept.parameter
         if kept.shape == parameter.shape and kept.stride == parameter.stride():

@@ -34,7 +34,7 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
     [
         ({}, "'layers' is not a list"),
         ({"layers": []}, "the profile has no layers"),
-        ({"layers": [3]}, "layer 0 is 3, but must be an object"),
+        ({"layers": [3]}, "layer 0: is 3, but must be an object"),
         ({"layers": [{**LAYER, "forward": 1}]}, "layer 'a': 'forward' is unknown"),
         ({"layers": [{"name": "a"}]}, "layer 'a': 'forward_seconds' is missing"),
         ({"layers": [{**LAYER, "name": 1}]}, "'name' is 1, but must be a text"),

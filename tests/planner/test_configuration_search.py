@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.compiler.limits import asked_for
+from megatron_pp_ext.compiler.limits import requested_limit
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import configurations as space_module
-from megatron_pp_ext.planner.search.best_first import WHOLE, Compiles, Evaluated, Search, bounds
+from megatron_pp_ext.planner.search.best_first import Compiles, Evaluated, Search, bounds
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.planner.step.programs import program, splits_backward
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.plan import plan_of
+from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.schedule import catalog
+from tests.support import rounding
 
 MODEL = {
     "num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048, "vocab_size": 32000,
@@ -65,18 +66,14 @@ def test_the_best_are_those_of_an_exhaustive_search(limit):
 
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_no_step_is_below_its_bound(name):
+    rounded = rounding.relative(eps=rounding.FLOAT64)
     for batch in (2, 16):
         where = space(gpus=4, batch=batch, schedules=(name,), fixed=("pipeline_model_parallel_size",),
                       pipeline_model_parallel_size=4)  # fmt: skip
         for candidate in everything(where):
             work, found = estimated(candidate, where)
             whole, split = bounds(work, candidate.microbatches)
-            assert found.step_seconds >= (whole if name in WHOLE else split) * (1 - 1e-12)
-
-
-def test_a_family_is_whole_exactly_if_it_never_splits():
-    for name in catalog.NAMES:
-        assert (name in WHOLE) != catalog.build(name, 4, 8).splits_backward
+            assert found.step_seconds >= (split if splits_backward(name) else whole) * (1 - rounded)
 
 
 def test_flex_fits_and_is_no_slower_than_a_family_of_its_layout(tmp_path, monkeypatch):
@@ -102,7 +99,7 @@ def test_a_limit_of_the_user_is_kept(tmp_path, monkeypatch):
     free, fraction = search(None), search(0.75)
     chosen = fraction.candidate
     work = Workload(chosen.described(space().args), A100, chosen.placement, chosen.data)
-    allowed, _ = asked_for(0.75, 2, chosen.microbatches, work.costs)
+    allowed, _ = requested_limit(0.75, 2, chosen.microbatches, work.costs)
     assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < free.candidate.limit
     assert "--pipeline-memory-limit 0.75" in " ".join(chosen.flags())
     amount = search(allowed)
@@ -124,7 +121,7 @@ def test_every_candidate_is_a_legal_plan(fixed):
     candidates = list(everything(where))
     assert candidates
     for candidate in candidates:
-        plan = plan_of(candidate.described(where.args), 8)
+        plan = for_world(candidate.described(where.args), 8)
         assert (plan.data, plan.microbatches) == (candidate.data, candidate.microbatches)
 
 

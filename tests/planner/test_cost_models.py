@@ -3,14 +3,13 @@
 import pytest
 
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.step.estimate import estimate
-from megatron_pp_ext.planner.step.kernel_seconds import SystemClock
+from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
+from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
-from megatron_pp_ext.planner.step.whole import estimate_plan
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.plan import plan_of
+from megatron_pp_ext.request.pipeline import for_world
 
 GPT3 = {
     "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048,
@@ -154,14 +153,14 @@ def test_overlapping_hides_reductions():
 
 def test_collectives_cost_what_their_links_take():
     args = describe({**SMALL, "tensor_model_parallel_size": 4, "sequence_parallel": True})
-    free = LayerCosts(args, _Deaf(A100, args))
-    heard = LayerCosts(args, SystemClock(A100, args))
+    free = LayerCosts(args, _FreeGathering(A100, args))
+    charged = LayerCosts(args, SystemKernelSeconds(A100, args))
     one = A100.gather_seconds(2 * 2048 * 1024, 4)
-    more = heard.attention().forward_seconds - free.attention().forward_seconds
+    more = charged.attention().forward_seconds - free.attention().forward_seconds
     assert more == pytest.approx(2 * one)
 
 
-class _Deaf(SystemClock):
+class _FreeGathering(SystemKernelSeconds):
     def gather(self, size):
         return 0.0
 
@@ -178,7 +177,7 @@ class _Deaf(SystemClock):
         (
             {"pipeline_schedule": "v-half", "pipeline_model_parallel_size": 2,
              "num_virtual_stages_per_pipeline_rank": 4},
-            2, "v-half has 2 chunk.* other flags ask for 4",
+            2, "v-half has 2 chunk.* requests 4; set it to 2",
         ),
         ({"pipeline_schedule": "auto", "pipeline_model_parallel_size": 2}, 2, "cannot be estimated"),
         ({"pipeline_schedule": "pipedream", "pipeline_model_parallel_size": 2}, 2,
@@ -191,7 +190,7 @@ class _Deaf(SystemClock):
 def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
     with pytest.raises(ValueError, match=message):
         args = describe({**SMALL, **changed})
-        estimate_plan(args, A100, plan_of(args, gpus))
+        estimate_request(args, A100, for_world(args, gpus))
 
 
 @pytest.mark.parametrize(

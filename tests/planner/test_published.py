@@ -1,26 +1,18 @@
-"""Published measurements that the models get right; benchmarks/results/planner.md tells what they do not."""
-
-import sys
-from pathlib import Path
+"""Published measurements that the models predict; benchmarks/results/planner.md has those that they miss."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import published_runs
-from published_runs import FAMILIES, GRID, LLAMA, RUNS, ranked
+from benchmarks.planner.published import best_of_grid, llama_step, megatron_step, ranked
+from reference.published_runs import GRID, GRID_SCHEDULES, LLAMA, MEGATRON
 
 
 def test_the_98b_grid_search():
     """V-ZB wins at 1,024 tokens, and loses its lead over V-Half at 3,072 (arXiv 2405.15362).
 
-    Which of the two is ahead there hangs on the batch, which the published table leaves open.
+    Which of the two is ahead there depends on the batch, which the published table leaves open.
     """
     short, long = (
-        {
-            name: published_runs.best_of_grid(length, family).estimate.utilisation
-            for name, family in FAMILIES.items()
-        }
+        {name: best_of_grid(length, family).estimate.utilisation for name, family in GRID_SCHEDULES.items()}
         for length in GRID
     )
     assert ranked(short)[-1] == ranked(GRID[1024])[-1] == "V-ZB"
@@ -30,17 +22,17 @@ def test_the_98b_grid_search():
 
 
 def test_the_order_of_memory_and_the_fastest_of_llama():
-    found = {name: published_runs.llama_step(schedule) for name, (schedule, _, _) in LLAMA.items()}
+    found = {name: llama_step(schedule) for name, (schedule, _, _) in LLAMA.items()}
     memory = {name: step.fullest.total for name, step in found.items()}
     assert ranked(memory) == ranked({name: size for name, (_, _, size) in LLAMA.items()})
     speed = {name: step.tokens_per_second for name, step in found.items()}
     assert ranked(speed)[-1] == ranked({name: rate for name, (_, rate, _) in LLAMA.items()})[-1]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", MEGATRON, ids=lambda run: run.name)
 def test_megatrons_own_steps(run):
     """The shipped rates are those of the best shapes, so that every step comes out too short, alike."""
     for selective, seconds in ((False, run.full), (True, run.selective)):
-        found = published_runs.megatron_step(run, selective)
+        found = megatron_step(run, selective)
         assert 0.8 < found.step_seconds / seconds < 1
         assert found.fullest.total < 80e9

@@ -6,16 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
-from tests.runtime.test_executor import ROWS, WIDTH
-from tests.runtime.test_executor import make_module as make_double
-from tests.runtime.test_executor import microbatch_data as double_data
+from tests.support import plain_stages
+from tests.support.plain_stages import make_module, microbatch_data
 from tests.support.ranks import run_ranks
 
 UPDATES = 20
@@ -36,14 +33,6 @@ CASES = [
 ]
 
 
-def make_module(stage: int) -> torch.nn.Module:
-    return make_double(stage).float()
-
-
-def microbatch_data(microbatch: int) -> torch.Tensor:
-    return double_data(microbatch).float()
-
-
 def loss(output: torch.Tensor, microbatch: int) -> torch.Tensor:
     return (output - microbatch_data(-microbatch - 1)).square().mean()
 
@@ -51,19 +40,12 @@ def loss(output: torch.Tensor, microbatch: int) -> torch.Tensor:
 def train_pipeline(rank: int, ranks: int, interval: int, weights: Weights, optimizer: str) -> dict:
     """Train one stage for all updates; tell its parameters and what its versions took."""
     dist.init_process_group("gloo")
-    pipeline = list(range(ranks))
-    module = make_module(rank)
+    inner = plain_stages.make_stage(rank, ranks, loss)
+    module = inner.module
     versions = WeightVersions(module.parameters())
-    inner = ModuleStage(
-        rank,
-        module,
-        first_inputs=microbatch_data if rank == 0 else None,
-        loss=loss if rank == ranks - 1 else None,
-    )
     version_of = partial(pipedream.version, weights, stage=rank, ranks=ranks, interval=interval)
     stage = VersionedStage(inner, versions, version_of)
-    groups = direction_groups(pipeline)
-    channels = Channels(pipeline, *groups, (ROWS, WIDTH), torch.float, torch.device("cpu"))
+    channels = plain_stages.make_channels(ranks)
     steps = OPTIMIZERS[optimizer](module.parameters())
     kept_bytes = 0
     for update in range(UPDATES):
@@ -124,9 +106,8 @@ def test_parameters_after_twenty_updates(ranks, interval, weights, optimizer) ->
     for rank, parameters in enumerate(expected):
         for ours, theirs in zip(trained[rank]["parameters"], parameters, strict=True):
             assert torch.equal(ours, theirs)
-    assert [one["versions"] for one in trained] == pytest.approx(
-        [most_versions(weights, stage, ranks, interval) for stage in range(ranks)]
-    )
+    expected_versions = [most_versions(weights, stage, ranks, interval) for stage in range(ranks)]
+    assert [one["versions"] for one in trained] == expected_versions
 
 
 def most_versions(weights: Weights, stage: int, ranks: int, interval: int) -> int:

@@ -1,1 +1,1 @@
-"""Which of all configurations takes the shortest step and fits."""
+"""The search for the configuration that fits and takes the shortest step."""

@@ -1,8 +1,8 @@
-"""Which of all legal configurations takes the shortest step and fits?
+"""The search for the configuration with the shortest step among all that are legal and fit.
 
-Candidates are taken up by a lower bound on their step, the most promising first, and each is then
-replayed action by action.  The search ends when no bound left is below the step of the last of the best:
-what was never replayed cannot be among them.  What cannot fit in any order is not bounded at all.
+Every candidate gets a lower bound on its step.  The candidates are replayed action by action in the
+order of their bounds, and the search ends when no remaining bound is below the step of the last of the
+best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.
 
 time    a rank does all its F, I and W one after the other, the first microbatch has to reach it, and where
         backwards are whole, its last gradient has to travel back to the first stage.
@@ -15,34 +15,29 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import asked_for, least_messages
+from megatron_pp_ext.compiler.limits import least_messages, requested_limit
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory, estimate, memory, rank_memory
-from megatron_pp_ext.planner.step.programs import compiled, placement_of, program
+from megatron_pp_ext.planner.step.programs import Program, placement_of, program, splits_backward
 from megatron_pp_ext.planner.step.stage_parts import Pieces
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.layers import spread
+from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
-WHOLE = ("none", "gpipe", "1f1b", "interleaved", "breadth-first", "1f1b-v")
-"""The schedules that never split a backward."""
-
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
-"""The fractions of the memory for which the frontier has the shortest step."""
-
-
-_NEIGHBOURS = 64
-"""How many nodes fewer or more GPUs are looked at, where a number of them does not work."""
+"""The fractions of the memory for each of which the frontier holds the shortest step."""
 
 COMPILED, COMPILE_TRIALS = 2, 100
-"""For how many of the best layouts ``flex`` is compiled, and how many orders that may try."""
+"""The number of the best layouts for which ``flex`` is compiled, and the orders that each may try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A candidate with the step that it cannot be shorter than, and the bytes that it cannot do with less."""
+    """A candidate with lower bounds on its step, in seconds, and on the bytes of its fullest rank."""
 
     bound: float
     least: float
@@ -51,7 +46,7 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A candidate and its estimate."""
+    """A candidate that was replayed, with its estimate."""
 
     candidate: Candidate
     estimate: Estimate
@@ -61,9 +56,9 @@ class Evaluated:
 class Result:
     """The best candidates by step, and the shortest step for each fraction of the memory.
 
-    ``too_large`` is the shortest-bounded candidate that is kept out by memory alone, with its fullest
-    rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order, ``replayed`` those that
-    were looked at action by action.
+    ``too_large`` are the three candidates with the lowest bounds that only memory keeps out, each with its
+    fullest rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order, ``replayed``
+    those that were timed action by action.
     """
 
     best: list[Evaluated] = field(default_factory=list)
@@ -75,7 +70,7 @@ class Result:
 
 
 class Compiles(Enum):
-    """Whether orders are compiled: not at all, beside the best of the families, or in their place."""
+    """Whether orders are compiled: never, in addition to the best of the families, or instead of them."""
 
     NEVER = "never"
     TOO = "too"
@@ -83,11 +78,11 @@ class Compiles(Enum):
 
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and how much there is."""
+"""A callback that is given the current phase, how much of it is done, and how much there is."""
 
 
 class Search:
-    """A search of ``space`` for ``system``, of whose memory ``limit`` bytes a GPU may be used."""
+    """A search of ``space`` for ``system``, of which ``limit`` bytes a GPU may be used."""
 
     def __init__(
         self,
@@ -98,8 +93,8 @@ class Search:
         top: int = 10,
         compiles: Compiles = Compiles.NEVER,
     ) -> None:
-        self._space, self._system, self._limit, self._margin, self._top = space, system, limit, margin, top
-        self._compiles = compiles
+        self._space, self._system, self._compiles = space, system, compiles
+        self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._models: dict[tuple[object, ...], Pieces] = {}
         self._smallest: tuple[Candidate, RankMemory] | None = None
@@ -116,26 +111,28 @@ class Search:
             )
         bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
         if not self.result.legal:
-            raise ValueError(self._nothing_legal())
+            raise ValueError(self._space.nothing_legal())
         for number, one in enumerate(bounded):
             progress("replaying", number, len(bounded))
             room = self._room(one.bound)
             if not room:
                 break
-            if one.least <= room and (found := self._look_at(one.candidate, room)):
+            if one.least <= room and (found := self._replayed(one.candidate, room)):
                 self._offer(found)
         progress("replaying", len(bounded), len(bounded))
         if self._compiles is not Compiles.NEVER:
             self._compile(progress)
         if not self.result.best:
             raise ValueError(self._nothing_fits())
-        self.result.frontier = sorted(
-            set(self._shortest.values()), key=lambda one: one.estimate.fullest.total
-        )
+        frontier = set(self._shortest.values())
+        self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
         return self.result
 
     def _room(self, bound: float) -> float:
-        """The most memory in which a step of ``bound`` seconds would still be news; 0 if in none."""
+        """Return the most memory in which a step of ``bound`` seconds would still be among the results.
+
+        It is 0 where such a step is neither among the best nor on the frontier.
+        """
         best = self.result.best
         if len(best) < self._top or bound < best[-1].estimate.step_seconds:
             return self._limit
@@ -144,7 +141,7 @@ class Search:
         return max(levels, default=0.0) * self._limit
 
     def _offer(self, found: Evaluated) -> None:
-        """Put it among the best, and on the frontier, where it belongs there."""
+        """Add ``found`` to the best and to the frontier where it belongs there."""
         ranked = sorted([*self.result.best, found], key=lambda one: one.estimate.step_seconds)
         self.result.best = ranked[: self._top]
         for level in LEVELS:
@@ -154,9 +151,9 @@ class Search:
                 self._shortest[level] = found
 
     def _compile(self, progress: Progress) -> None:
-        """Have an order compiled for the ranks and microbatches of the best, within what memory is left."""
+        """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
         cuts = [
-            replace(one.candidate, schedule="flex", chunks=2)
+            replace(one.candidate, schedule=FLEX, chunks=2)
             for one in self.result.best
             if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
             if spread(self._space.args) % (2 * one.candidate.pipeline) == 0
@@ -174,16 +171,17 @@ class Search:
             if limit <= 0:
                 infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
                 continue
-            asked = self._space.args.pipeline_memory_limit
-            if asked and asked_for(asked, cut.pipeline, cut.microbatches, work.costs)[0] < limit:
-                limit = asked
+            given = self._space.args.pipeline_memory_limit
+            if given and requested_limit(given, cut.pipeline, cut.microbatches, work.costs)[0] < limit:
+                limit = given
+            request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
             try:
-                order, placement = compiled(cut.pipeline, cut.microbatches, work.costs, limit, COMPILE_TRIALS)
+                schedule = request.compile(work.costs, COMPILE_TRIALS).timeline.schedule
             except InfeasibleLimit as error:
                 infeasible = str(error)
                 continue
-            work = self._work(cut, placement)
-            found = estimate(work, order, "flex", cut.microbatches, self._margin)
+            work = self._work(cut, schedule.placement)
+            found = estimate(work, Program.of(schedule), FLEX, cut.microbatches, self._margin)
             self.result.replayed += 1
             if found.fullest.total <= self._limit:
                 self._offer(Evaluated(replace(cut, limit=limit), found))
@@ -191,19 +189,16 @@ class Search:
                 needed = found.fullest.total / 1e9
                 infeasible = f"within --pipeline-memory-limit {limit:g} it needs {needed:.1f} GB: lower it"
         if has_some and not self.result.best:
-            raise ValueError(f"flex finds nothing: {infeasible}")
+            raise ValueError(f"{FLEX} finds nothing: {infeasible}")
 
     def _left(self, work: Workload) -> int:
-        """Bytes of activations and messages that the rank with the least room has."""
-        room = []
-        for rank, state in enumerate(work.states):
-            loss = work.loss_workspace if rank == work.head_rank else 0.0
-            left = self._limit - state.weights - state.gradients - state.optimizer
-            room.append(left / (1 + self._margin) - loss)
-        return int(min(room))
+        """Return the bytes that the fullest rank has left for activations and messages."""
+        kept = (rank_memory(work, rank, 0.0, 0, self._margin) for rank in range(len(work.states)))
+        room = ((self._limit - one.weights - one.gradients - one.optimizer, one.loss) for one in kept)
+        return int(min(left / (1 + self._margin) - loss for left, loss in room))
 
     def _bounded(self, progress: Progress) -> Iterator[Bounded]:
-        """All candidates that may fit, with their bounds."""
+        """Yield all candidates that may fit, with their bounds."""
         cuts = list(self._space.cuts())
         for number, cut in enumerate(cuts):
             progress("bounding", number, len(cuts))
@@ -213,7 +208,10 @@ class Search:
                     yield from self._sizes(one, names)
 
     def _sizes(self, cut: Candidate, names: Sequence[str]) -> Iterator[Bounded]:
-        """``cut`` with all microbatches and schedules; larger microbatches only need more memory."""
+        """Yield ``cut`` with all microbatches and schedules that may fit, with their bounds.
+
+        The smallest microbatch comes first, and larger ones only need more memory.
+        """
         is_full = False
         for sized in self._space.refined(cut):
             self.result.legal += len(names)
@@ -229,19 +227,20 @@ class Search:
                 fullest = self._least(work, sized.microbatches)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
-                    self._note_smallest(replace(sized, schedule=here[0]), fullest)
+                    if self._smallest is None or fullest.total < self._smallest[1].total:
+                        self._smallest = replace(sized, schedule=here[0]), fullest
                     continue
                 is_full = False
                 whole, split = bounds(work, sized.microbatches)
                 for name in here:
-                    bound = whole if name in WHOLE else split
+                    bound = split if splits_backward(name) else whole
                     yield Bounded(bound, fullest.total, replace(sized, schedule=name))
 
-    def _look_at(self, candidate: Candidate, limit: float) -> Evaluated | None:
-        """Its estimate, None if it does not fit into ``limit``."""
+    def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
+        """Return the candidate with its estimate, or None if it does not fit into ``limit``."""
         work = self._work(candidate, candidate.placement)
         name, ranks, chunks = candidate.schedule, candidate.pipeline, candidate.chunks
-        # More microbatches need no less memory; a short order is built sooner.
+        # More microbatches need no less memory, and a short order is built sooner.
         short = program(name, ranks, min(candidate.microbatches, 2 * ranks), chunks)
         kept = memory(work, short, name, candidate.microbatches, self._margin)
         fullest = max(kept, key=lambda rank: rank.total)
@@ -257,32 +256,22 @@ class Search:
         return None
 
     def _work(self, candidate: Candidate, placement: Placement) -> Workload:
-        """Its stages; what layers cost is kept for all candidates that share it."""
-        args = candidate.described(self._space.args)
-        modules = candidate.recompute.modules
-        key = candidate.tensor, candidate.context, candidate.expert, candidate.micro_batch, modules
+        """Return its stages with their costs; candidates that share the costs of a layer share a model."""
+        args, one = candidate.described(self._space.args), candidate
+        key = one.tensor, one.context, one.expert, one.micro_batch, one.recompute.modules
         if key not in self._models:
             self._models[key] = model_on(args, self._system)
-        return Workload(args, self._system, placement, candidate.data, model=self._models[key])
+        return Workload(args, self._system, placement, one.data, model=self._models[key])
 
     def _least(self, work: Workload, microbatches: int) -> RankMemory:
-        """What the fullest rank needs in any order."""
+        """Return what the fullest rank needs in any order."""
         ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
-        found = (
-            rank_memory(
-                work,
-                rank,
-                work.by_rank[rank].after_forward,
-                least_messages(work.placement, rank, microbatches),
-                self._margin,
-            )
-            for rank in {*ranks.values(), work.head_rank}
-        )
+        found = []
+        for rank in {*ranks.values(), work.head_rank}:
+            activations = work.by_rank[rank].after_forward
+            messages = least_messages(work.placement, rank, microbatches)
+            found.append(rank_memory(work, rank, activations, messages, self._margin))
         return max(found, key=lambda one: one.total)
-
-    def _note_smallest(self, candidate: Candidate, fullest: RankMemory) -> None:
-        if self._smallest is None or fullest.total < self._smallest[1].total:
-            self._smallest = candidate, fullest
 
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]
@@ -294,29 +283,11 @@ class Search:
             f"{self._limit / 1e9:.1f} GB, {size / 1e9:.1f} GB of it {name}: take more GPUs, or larger ones"
         )
 
-    def _nothing_legal(self) -> str:
-        """The nearest numbers of GPUs that do work."""
-        space = self._space
-
-        def works(gpus: int) -> bool:
-            tried = replace(space, gpus=gpus)
-            fills_nodes = gpus <= space.gpus_per_node or gpus % space.gpus_per_node == 0
-            return fills_nodes and any(any(True for _ in tried.orders(cut)) for cut in tried.cuts())
-
-        distances = range(1, _NEIGHBOURS * space.gpus_per_node)
-        below = next((space.gpus - d for d in distances if d < space.gpus and works(space.gpus - d)), None)
-        above = next((space.gpus + d for d in distances if works(space.gpus + d)), None)
-        nearest = " and ".join(str(number) for number in (below, above) if number)
-        return (
-            f"no combination of parallel sizes divides --gpus {space.gpus} and --global-batch-size "
-            f"{space.batch} for this model" + (f": nearest that work are {nearest}" if nearest else "")
-        )
-
 
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
-    """Seconds below which no step can be: with whole backwards, and with split ones.
+    """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
 
-    In every placement rank r has stage r first.
+    In every placement stage r is the first one of rank r.
     """
     hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
     for stage, own in zip(work.costs.stages, work.by_rank, strict=False):

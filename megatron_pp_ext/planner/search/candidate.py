@@ -1,17 +1,20 @@
-"""One way to run a model on so many GPUs, and how it is said in Megatron's flags."""
+"""One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pp_ext.planner.step.programs import NO_PIPELINE, placement_of
-from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.planner.step.model_description import flag
+from megatron_pp_ext.planner.step.programs import placement_of
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE
+from megatron_pp_ext.schedule.placement import Placement, v
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What a backward computes again, in the values of Megatron's recompute flags."""
+    """The activations that a backward computes again, as values of Megatron's recompute flags."""
 
     name: str
     granularity: str | None = None
@@ -20,7 +23,7 @@ class Recompute:
     modules: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Any]:
-        """The arguments it sets."""
+        """Return the arguments that it sets."""
         return {
             "recompute_granularity": self.granularity,
             "recompute_method": self.method,
@@ -31,9 +34,9 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Sizes of every kind of parallelism, the microbatch, what is recomputed, and the schedule.
+    """The sizes of every kind of parallelism, the microbatch, the recomputation and the schedule.
 
-    ``limit`` is that of ``flex``, as ``--pipeline-memory-limit`` takes it.
+    ``limit`` is the memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.
     """
 
     tensor: int
@@ -50,7 +53,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Short, and fit for a file's name: what differs from one rank and no recomputation."""
+        """A short name, fit for a file: only what differs from one rank and no recomputation."""
         sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline))
         words = [f"{letters}{size}" for letters, size in sizes if size > 1]
         words += [f"dp{self.data}", f"mb{self.micro_batch}"]
@@ -62,27 +65,29 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        """Where its stages live; those of ``flex`` may be placed otherwise once it is compiled."""
-        name = "v-half" if self.schedule == "flex" else self.schedule
-        return placement_of(name, self.pipeline, self.chunks)
+        """Where its stages live; for ``flex`` a V, until the compiler has chosen a placement."""
+        if self.schedule == FLEX:
+            return v(self.pipeline)
+        return placement_of(self.schedule, self.pipeline, self.chunks)
 
     def described(self, args: Namespace) -> Namespace:
-        """``args`` with everything set as here."""
+        """Return ``args`` with everything set as this candidate sets it."""
         return Namespace(**{**vars(args), **self._values()})
 
     def flags(self) -> list[str]:
-        """The same on a command line."""
-        return list(spelled(self._values()))
+        """Return the words of a command line that set the same."""
+        return spelled(self._values())
 
     def _values(self) -> dict[str, Any]:
-        is_loop = self.chunks > 1 and self.schedule in ("interleaved", "interleaved-zb", "breadth-first")
+        entry = catalog.ENTRIES.get(self.schedule)
         return {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
             "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
             "pipeline_model_parallel_size": self.pipeline,
-            "num_virtual_stages_per_pipeline_rank": self.chunks if is_loop else None,
+            # Any other schedule has one number of chunks, which follows from its name.
+            "num_virtual_stages_per_pipeline_rank": self.chunks if entry and entry.more_chunks else None,
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
             "pipeline_memory_limit": self.limit,
             "micro_batch_size": self.micro_batch,
@@ -97,13 +102,12 @@ class Candidate:
 SETTLED = tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 """The arguments that a candidate sets."""
 
-
 _OURS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-"""What a candidate sets whatever the user says; ``global_batch_size`` is the user's anyway."""
+"""The arguments that a candidate sets whatever the user gives; it keeps the user's ``global_batch_size``."""
 
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:
-    """The arguments that ``words``, a command line, settles and a search is to leave as they are."""
+    """Return the arguments that ``words``, a command line, give and a search leaves as they are."""
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     if "recompute_activations" in given:
         given.add("recompute_granularity")
@@ -111,8 +115,8 @@ def settled_in(words: Sequence[str]) -> frozenset[str]:
 
 
 def strip(words: Sequence[str]) -> list[str]:
-    """``words``, a command line, without the flags that a candidate sets and their values."""
-    settled = {"--" + name.replace("_", "-") for name in (*SETTLED, "recompute_activations")}
+    """Return ``words``, a command line, without the flags that a candidate sets and their values."""
+    settled = {flag(name) for name in (*SETTLED, "recompute_activations")}
     kept: list[str] = []
     is_dropping = False
     for word in words:
@@ -124,21 +128,21 @@ def strip(words: Sequence[str]) -> list[str]:
 
 
 _OFF = {"add_bias_linear": "--disable-bias-linear"}
-"""Flags that turn off what is on without them."""
+"""Arguments that are true by default, with the flag that turns each off."""
 
-_ELSEWISE = {"fp8": "--fp8-format"}
-"""Flags that are not called as their argument is."""
+_OTHER_FLAGS = {"fp8": "--fp8-format"}
+"""Arguments whose flag has another name."""
 
 
-def spelled(values: dict[str, Any]) -> Iterator[str]:
-    """Arguments as words of a command line: what is None, or off without a flag, is left out."""
+def spelled(values: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line; None, and what is off without a flag, is left out."""
+    words = []
     for name, value in values.items():
         if value is False and name in _OFF:
-            yield _OFF[name]
+            words.append(_OFF[name])
         if value is None or value is False or (value is True and name in _OFF):
             continue
-        yield _ELSEWISE.get(name, "--" + name.replace("_", "-"))
-        if isinstance(value, list):
-            yield from map(str, value)
-        elif value is not True:
-            yield str(value)
+        words.append(_OTHER_FLAGS.get(name, flag(name)))
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return words

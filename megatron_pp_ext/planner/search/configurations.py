@@ -1,4 +1,4 @@
-"""All legal ways to run a model on so many GPUs."""
+"""All legal ways to run a model on a number of GPUs."""
 
 import math
 from argparse import Namespace
@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.planner.step.programs import NO_PIPELINE
 from megatron_pp_ext.request.layers import spread
-from megatron_pp_ext.request.plan import require_divisible
+from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 
-SCHEDULES = tuple(name for name in catalog.NAMES)
-"""What a search tries where nothing else is said: every family."""
+_NEIGHBOURS = 64
+"""How many nodes fewer or more are tried for a number of GPUs that works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is searched.
+    """The configurations that are searched.
 
     ``fixed`` names the arguments whose values in ``args`` are the user's and stay; everything else that a
     candidate sets is tried.  Tensor parallelism stays within a node.
@@ -31,7 +31,7 @@ class Space:
     fixed: Collection[str] = ()
 
     def cuts(self) -> Iterator[Candidate]:
-        """Every combination of parallel sizes, with a microbatch of 1 and one that is not recomputed."""
+        """Yield every combination of parallel sizes, with a microbatch of 1 and without recomputation."""
         args = self.args
         for tensor in self._sizes("tensor_model_parallel_size", min(self.gpus, self.gpus_per_node)):
             for context in self._sizes("context_parallel_size", self.gpus // tensor):
@@ -48,7 +48,7 @@ class Space:
                             yield cut
 
     def refined(self, cut: Candidate) -> Iterator[Candidate]:
-        """``cut`` with every microbatch, the smallest first."""
+        """Yield ``cut`` with every size of a microbatch, the smallest first."""
         each = cut.microbatches
         given = self.args.micro_batch_size if "micro_batch_size" in self.fixed else None
         for size in [given] if given else _divisors(each):
@@ -56,7 +56,7 @@ class Space:
                 yield replace(cut, micro_batch=size, microbatches=each // size)
 
     def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
-        """What can be recomputed, from nothing to everything."""
+        """Return what can be recomputed, from nothing to everything."""
         args = self.args
         if "recompute_granularity" in self.fixed:
             modules = tuple(args.recompute_modules or ())
@@ -66,7 +66,7 @@ class Space:
         found = [Recompute("none")]
         if is_unfused:
             found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
-        # Recomputing local linear layers with a bias, Megatron calls itself without end.
+        # Megatron calls itself without end when it recomputes local linear layers with a bias.
         if not args.num_experts and not (args.transformer_impl == "local" and args.add_bias_linear):
             found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2
@@ -75,30 +75,37 @@ class Space:
         return [*found, Recompute("recompute-full", "full", "uniform", 1)]
 
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
-        """Numbers of chunks a rank, with the schedules that have them and whose stages the layers fill."""
+        """Yield each number of chunks a rank that divides the layers, with the schedules that accept it."""
         if cut.pipeline == 1:
             if "pipeline_schedule" not in self.fixed:
                 yield 1, [NO_PIPELINE]
             return
-        layers = spread(self.args)
-        asked = (
-            self.args.num_virtual_stages_per_pipeline_rank
-            if "num_virtual_stages_per_pipeline_rank" in self.fixed
-            else None
-        )
+        layers, flag = spread(self.args), "num_virtual_stages_per_pipeline_rank"
+        given = getattr(self.args, flag) if flag in self.fixed else None
         for chunks in _divisors(layers // cut.pipeline) if layers % cut.pipeline == 0 else []:
-            names = [
-                name
-                for name in self.schedules
-                for entry in (catalog.entry(name),)
-                if chunks == entry.chunks or (entry.any_chunks and chunks > entry.chunks)
-                if asked is None or chunks == asked
-            ]
-            if names:
+            names = [name for name in self.schedules if catalog.entry(name).accepts(chunks)]
+            if names and given in (None, chunks):
                 yield chunks, names
 
+    def nothing_legal(self) -> str:
+        """Return the error for a space without any candidate, with the nearest numbers of GPUs that work."""
+
+        def works(gpus: int) -> bool:
+            tried = replace(self, gpus=gpus)
+            fills_nodes = gpus <= self.gpus_per_node or gpus % self.gpus_per_node == 0
+            return fills_nodes and any(any(True for _ in tried.orders(cut)) for cut in tried.cuts())
+
+        distances = range(1, _NEIGHBOURS * self.gpus_per_node)
+        below = next((self.gpus - d for d in distances if d < self.gpus and works(self.gpus - d)), None)
+        above = next((self.gpus + d for d in distances if works(self.gpus + d)), None)
+        nearest = " and ".join(str(number) for number in (below, above) if number)
+        return (
+            f"no combination of parallel sizes divides --gpus {self.gpus} and --global-batch-size "
+            f"{self.batch} for this model" + (f": nearest that work are {nearest}" if nearest else "")
+        )
+
     def _sizes(self, name: str, most: int) -> list[int]:
-        """Values of argument ``name``: the user's, or all that divide the GPUs that are left."""
+        """Return the user's value of argument ``name``, or all that divide the ``most`` GPUs left."""
         if name in self.fixed:
             given = getattr(self.args, name)
             return [given] if given <= most and most % given == 0 else []

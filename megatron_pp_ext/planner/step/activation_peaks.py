@@ -1,7 +1,7 @@
-"""How many bytes of activations a rank keeps at most under a schedule.
+"""Computes the most bytes of activations that a rank keeps under a schedule.
 
-That depends on the order of its own actions alone.  ``simulate`` tells the same for costs that only
-shrink after a forward; recomputation makes activations anew inside a backward, and is told here.
+They depend only on the order of the rank's own actions.  ``simulate`` computes the same for costs that only
+shrink after a forward; recomputation makes activations anew inside a backward, which is counted here.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 
 
 class InFlight:
-    """What a rank has in flight at any moment, chunk by chunk, whatever a chunk's bytes are.
+    """The microbatches that each rank has in flight at every moment, before the bytes of a chunk are known.
 
-    A moment is a row of four numbers a chunk: microbatches between F and I, microbatches between I and W,
-    and whether an I or a whole backward is going on.
+    A moment is a row of four numbers for each chunk: microbatches between F and I, microbatches between I
+    and W, whether an I is running, and whether a whole backward is.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -25,7 +25,7 @@ class InFlight:
         self._moments = [_moments(schedule, rank) for rank in range(schedule.ranks)]
 
     def peaks(self, parts: Sequence[Part]) -> tuple[float, ...]:
-        """The most bytes that each rank keeps at one time, for stages that cost ``parts``."""
+        """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``."""
         found = []
         for rank, moments in enumerate(self._moments):
             bytes_each = [
@@ -44,7 +44,7 @@ class InFlight:
 
 
 def _moments(schedule: Schedule, rank: int) -> Any:
-    """An array of moments x (4 x chunks); see ``InFlight``."""
+    """Return an array of moments x (4 x chunks); see ``InFlight``."""
     chunks = schedule.placement.chunks
     now = [0] * (4 * chunks)
     seen: set[tuple[int, ...]] = {tuple(now)}

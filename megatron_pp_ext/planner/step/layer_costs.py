@@ -1,27 +1,28 @@
-"""What the parts of a transformer cost for one microbatch on one tensor-parallel rank.
+"""The costs of the parts of a transformer for one microbatch on one tensor-parallel rank.
 
 Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
-are those that autograd saves and that deferred weight gradients hold on to, without what stays small (the
-statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with the
-meter's.  Under FP8 the operands that wait for W are counted as the one quantized copy that it reads, a byte
-a number, and all else as without.  Seconds are those of a ``Clock``.
+are those that autograd saves and that deferred weight gradients hold on to, without the small ones (the
+statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with those that
+the activation meter counts.  Under FP8 the operands that wait for W are counted as the one quantized copy
+that it reads, a byte for each number, and everything else as without FP8.
 """
 
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_pp_ext.planner.step.kernel_seconds import Clock
+from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
 from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.planner.step.model_state import weight_size
 
 
 class LayerCosts:
-    """The parts of the model that ``args`` describe, under their names in ``--recompute-modules``."""
+    """The costs of the parts of the model that ``args`` describe, with the seconds of ``kernels``."""
 
-    def __init__(self, args: Namespace, clock: Clock | None = None) -> None:
+    def __init__(self, args: Namespace, kernels: KernelSeconds | None = None) -> None:
         self._args = args
-        self._clock = clock or Clock()
+        self._kernels = kernels or KernelSeconds()
         self._tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
-        self._bytes = 2 if args.bf16 or args.fp16 else 4
+        self._bytes = weight_size(args)
         is_quantized = args.fp8 and args.transformer_impl != "local"
         self._waiting = 1 / self._bytes if is_quantized else 1.0
         self._share = args.tensor_model_parallel_size
@@ -33,18 +34,18 @@ class LayerCosts:
 
     @property
     def hidden_bytes(self) -> float:
-        """One activation of the hidden size; only sequence parallelism cuts it."""
+        """The bytes of one activation of the hidden size, which only sequence parallelism divides."""
         return self._whole_bytes / (self._share if self._args.sequence_parallel else 1)
 
     @property
     def _whole_bytes(self) -> float:
-        """The same, not cut."""
+        """The bytes of that activation, not divided."""
         return self._tokens * self._hidden * self._bytes
 
     def other(self) -> Part:
-        """Embedding look-ups, residual additions and the like: little, but an empty stage has some."""
+        """Return the small costs that every stage has, even without layers, such as residual additions."""
         operations = self._tokens * self._hidden
-        seconds = self._clock.product(operations / 2, 1, 1)
+        seconds = self._kernels.product(operations / 2, 1, 1)
         return Part(
             weight_operations=operations,
             forward_seconds=seconds,
@@ -53,7 +54,7 @@ class LayerCosts:
         )
 
     def attention(self) -> Part:
-        """Self-attention, with its norm and its projections."""
+        """Return self-attention with its norm and its projections."""
         args = self._args
         head_width = args.kv_channels or self._hidden // args.num_attention_heads
         query = head_width * args.num_attention_heads
@@ -67,15 +68,15 @@ class LayerCosts:
         return self._norm() + self._column(projected) + core + kept + self._row(query) + self._dropped()
 
     def mlp(self) -> Part:
-        """A dense MLP and its norm."""
+        """Return a dense MLP and its norm."""
         inside = self._feed_forward(self._inner())
         inside = inside.recomputed(kept=0) if "mlp" in self._recomputed else inside
         return self._norm() + inside + self._dropped()
 
     def experts(self) -> Part:
-        """A layer of experts, with the shared one if there is one, and its norm.
+        """Return a layer of experts, with the shared one if there is one, and its norm.
 
-        As if the router, whose own cost is left out, sent every expert as many tokens.
+        The router is taken to send every expert the same number of tokens; its own cost is left out.
         """
         args = self._args
         chosen = args.moe_router_topk
@@ -93,48 +94,51 @@ class LayerCosts:
         return self._norm() + inside + self._dropped()
 
     def prediction(self) -> Part:
-        """What joins embedding and hidden state in one depth of multi-token prediction, no more."""
+        """Return the projection of embedding and hidden state in one depth of multi-token prediction."""
         kept = self.hidden_bytes
         joined = self._column(self._hidden).times(2)
         return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._waiting)
 
     def embedding(self, vocabulary: int) -> Part:
-        """The weights of the embedding, and the mask of its dropout; a look-up costs next to nothing."""
+        """Return the weights of the embedding and the mask of its dropout; a look-up is not counted."""
         learned = getattr(self._args, "position_embedding_type", None) == "learned_absolute"
         positions = (self._args.max_position_embeddings or 0) * self._hidden if learned else 0
         return self._dropped() + Part(parameters=vocabulary * self._hidden / self._share + positions)
 
     def head(self, vocabulary: int) -> Part:
-        """The last norm, the output layer and the loss, which keeps probabilities in fp32."""
+        """Return the last norm, the output layer and the loss, which keeps probabilities in fp32."""
         probabilities = 4 * self._tokens * vocabulary / self._share
-        # Logits are read, turned to fp32, and passed over for their maximum, exponential and sum.
+        # Logits are read, converted to fp32, and passed over for their maximum, exponential and sum.
         loss = Part(
-            forward_seconds=self._clock.copy(4 * probabilities),
-            input_gradient_seconds=self._clock.copy(2 * probabilities),
+            forward_seconds=self._kernels.copy(4 * probabilities),
+            input_gradient_seconds=self._kernels.copy(2 * probabilities),
             after_forward=probabilities,
         )
-        # The output layer is Megatron's own, which knows no FP8.
+        # The output layer is Megatron's own, which does not use FP8.
         waiting = self.hidden_bytes + self._cut(vocabulary)
         logits = replace(self._column(vocabulary, has_bias=False), after_input_gradient=waiting)
         return self._norm() + logits + loss
 
     def loss_workspace(self, vocabulary: int) -> float:
-        """Bytes that come and go around the loss: logits as the product made them, and a copy in fp32."""
+        """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32."""
         return (self._bytes + 4) * self._tokens * vocabulary / self._share
 
     def _inner(self) -> int:
-        """Megatron's own default if none is given: two thirds for a gated MLP, in multiples of 64."""
+        """Return the width of an MLP; if none is given, Megatron's default.
+
+        It is 4 times the hidden size, or two thirds of that, in multiples of 64, for a gated MLP.
+        """
         if self._args.ffn_hidden_size:
             return int(self._args.ffn_hidden_size)
         return 8 * self._hidden // 3 // 64 * 64 if self._args.swiglu else 4 * self._hidden
 
     def _core(self, query: int, keys_and_values: int) -> Part:
-        """Attention proper; keys and values of other context-parallel ranks arrive meanwhile."""
+        """Return attention itself; meanwhile the keys and values of other context-parallel ranks arrive."""
         args = self._args
         operations = 4 * self._tokens * args.seq_length * query / self._share
         scores = self._tokens * args.seq_length * args.num_attention_heads / self._share
-        forward, backward = self._clock.attention(operations, self._bytes * scores, not self._is_unfused)
-        travel = self._clock.exchange(self._cut(keys_and_values))
+        forward, backward = self._kernels.attention(operations, self._bytes * scores, not self._is_unfused)
+        travel = self._kernels.exchange(self._cut(keys_and_values))
         return Part(
             activation_operations=operations,
             forward_seconds=max(forward, travel),
@@ -143,25 +147,25 @@ class LayerCosts:
         )
 
     def _kept_scores(self, scores: float) -> float:
-        """Attention's probabilities, which only fused kernels do without."""
+        """Return the bytes of attention's probabilities, which fused kernels do not keep."""
         if not self._is_unfused:
             return 0.0
         has_dropout = self._args.attention_dropout > 0
-        # With dropout also what is left of them, and a mask of a byte each.
+        # Dropout also keeps its result, and a mask of a byte for each probability.
         return scores * (self._bytes * (1 + has_dropout) + has_dropout)
 
     def _cut(self, width: float) -> float:
-        """The bytes of an activation that tensor parallelism cuts."""
+        """Return the bytes of an activation that tensor parallelism divides."""
         return self._tokens * width * self._bytes / self._share
 
     def _norm(self) -> Part:
-        """A norm and the addition to the residual stream.
+        """Return a norm and the addition to the residual stream.
 
-        A norm keeps its input; its output is the input of what follows.
+        The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
         """
         kept = 1 if "layernorm" in self._recomputed else 2
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
-        seconds = self._clock.copy(5 * self.hidden_bytes)
+        seconds = self._kernels.copy(5 * self.hidden_bytes)
         parameters = self._hidden * (1 if self._args.normalization == "RMSNorm" else 2)
         return Part(
             forward_seconds=seconds,
@@ -171,16 +175,16 @@ class LayerCosts:
         )
 
     def _dropped(self) -> Part:
-        """The mask of the dropout behind embedding, attention or MLP, a byte each."""
+        """Return the mask of the dropout after embedding, attention or MLP, a byte for each number."""
         return Part(after_forward=self.hidden_bytes / self._bytes if self._args.hidden_dropout > 0 else 0.0)
 
     def _column(self, width: int, copies: int = 1, has_bias: bool = True) -> Part:
-        """From the hidden size to ``width``, of which every tensor-parallel rank has a share.
+        """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
 
         Under sequence parallelism the input is gathered, for W once more, and I's result is scattered;
-        without, I's results are summed.
+        without it, I's results are summed.
         """
-        gathering = self._clock.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
+        gathering = self._kernels.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
         is_cut = self._args.sequence_parallel
         return self._product(width, copies, self.hidden_bytes, width / self._share if has_bias else 0) + Part(
             forward_seconds=gathering if is_cut else 0.0,
@@ -189,8 +193,8 @@ class LayerCosts:
         )
 
     def _row(self, width: int, copies: int = 1) -> Part:
-        """From a share of ``width`` back to the hidden size, where results are summed, or also scattered."""
-        gathering = self._clock.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
+        """Return the product from a share of ``width`` to the hidden size, with the sum of its results."""
+        gathering = self._kernels.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
         is_cut = self._args.sequence_parallel
         return self._product(width, copies, self._whole_bytes, self._hidden) + Part(
             forward_seconds=gathering if is_cut else 2 * gathering,
@@ -198,33 +202,36 @@ class LayerCosts:
         )
 
     def _product(self, width: int, copies: int, hidden_bytes: float, bias: float) -> Part:
-        """With a weight of hidden size times ``width``, either way round; others keep its activations."""
+        """Return the product with a weight of hidden size times ``width``, in either direction.
+
+        The activations that it keeps between F and I are counted with the layers around it.
+        """
         tokens, inner = copies * self._tokens, width / self._share
         return Part(
             weight_operations=2 * tokens * self._hidden * inner,
-            forward_seconds=self._clock.product(tokens, inner, self._hidden),
-            input_gradient_seconds=self._clock.product(tokens, self._hidden, inner),
-            weight_gradient_seconds=self._clock.product(self._hidden, inner, tokens, adds=True),
+            forward_seconds=self._kernels.product(tokens, inner, self._hidden),
+            input_gradient_seconds=self._kernels.product(tokens, self._hidden, inner),
+            weight_gradient_seconds=self._kernels.product(self._hidden, inner, tokens, adds=True),
             after_input_gradient=copies * (hidden_bytes + self._cut(width)) * self._waiting,
             parameters=self._hidden * inner + (bias if self._args.add_bias_linear else 0),
         )
 
     def _feed_forward(self, inner: int, copies: int = 1) -> Part:
-        """Up, the non-linearity, and down again, for ``copies`` times the tokens."""
+        """Return both products of an MLP and its activation function, for ``copies`` times the tokens."""
         through = copies * self._cut((self._gates + 1) * inner)
         activation = Part(
-            forward_seconds=self._clock.copy(through),
-            input_gradient_seconds=self._clock.copy(through + copies * self._cut(self._gates * inner)),
+            forward_seconds=self._kernels.copy(through),
+            input_gradient_seconds=self._kernels.copy(through + copies * self._cut(self._gates * inner)),
             after_forward=through,
         )
         return self._column(self._gates * inner, copies) + activation + self._row(inner, copies)
 
     def _routed(self, one: Part) -> Part:
-        """A feed-forward part as experts on several ranks: what an expert has, each rank has for its own."""
+        """Return the MLP ``one`` as a rank's experts: with the routing, and the weights of each expert."""
         args = self._args
         sent = args.moe_router_topk * self.hidden_bytes
-        # To the experts and back; tokens are also put in order on both sides.
-        moving = 2 * self._clock.shuffle(sent) + self._clock.copy(4 * sent)
+        # Tokens travel to the experts and back, and are put in order at both ends.
+        moving = 2 * self._kernels.shuffle(sent) + self._kernels.copy(4 * sent)
         here = args.num_experts / args.expert_model_parallel_size
         share = self._share / (args.expert_tensor_parallel_size or self._share)
         return replace(

@@ -1,4 +1,4 @@
-"""What a part of a model costs one rank for one microbatch: operations, seconds, bytes, parameters."""
+"""The costs of a part of a model on one rank for one microbatch: operations, seconds, bytes, parameters."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,17 +8,17 @@ from megatron_pp_ext.schedule.costs import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Operations, seconds, bytes and parameters of a part of the model; parts add up.
+    """Operations, seconds, bytes and parameters of a part of the model; the costs of parts can be added.
 
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
-    attention's, costs double in I and nothing in W.  What is recomputed runs its forward again in I.
-    Seconds are those of a ``Clock``, with what is neither a product nor an operation: memory, messages.
+    attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
+    Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
-    input and output gradient of every product with a weight.  ``brief`` are those that come and go
-    inside I beside the latter, ``brief_in_whole`` inside a backward that is not split.
+    input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
+    beside the latter, ``brief_in_whole`` those inside a backward that is not split.
 
-    ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are shared out among
+    ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
     expert-parallel ranks.
     """
 
@@ -45,7 +45,7 @@ class Part:
             self.weight_gradient_seconds + other.weight_gradient_seconds,
             self.after_forward + other.after_forward,
             self.after_input_gradient + other.after_input_gradient,
-            # One part after the other is recomputed.
+            # Parts are recomputed one after the other.
             max(self.brief, other.brief),
             max(self.brief_in_whole, other.brief_in_whole),
             self.parameters + other.parameters,
@@ -53,7 +53,7 @@ class Part:
         )
 
     def times(self, count: int) -> "Part":
-        """``count`` of these, one after the other; none of them is nothing."""
+        """Return the costs of ``count`` such parts, one after the other."""
         if not count:
             return Part()
         return Part(
@@ -73,11 +73,11 @@ class Part:
 
     @property
     def forward_operations(self) -> float:
-        """Those of one forward."""
+        """The operations of one forward."""
         return self.weight_operations + self.activation_operations
 
     def recomputed(self, kept: float) -> Self:
-        """The same if only ``kept`` bytes outlive the forward, which runs again when I needs the rest."""
+        """Return the costs if only ``kept`` bytes outlive the forward, which is repeated for I."""
         return replace(
             self,
             repeated_operations=self.forward_operations,
@@ -88,10 +88,10 @@ class Part:
         )
 
     def costs(self) -> StageCosts:
-        """The same in the schedules' terms.
+        """Return the costs as a schedule takes them.
 
-        There an I only gives back.  Where recomputation lets it keep more than the forward did, the
-        forward is charged with that from its start: no limit is passed, but some of it is left unused.
+        There an I only releases bytes.  Where recomputation lets it keep more than the forward did, the
+        forward is charged with that from its start: no limit is exceeded, but some of it is left unused.
         """
         activation = max(self.after_forward, self.after_input_gradient + self.brief)
         return StageCosts(

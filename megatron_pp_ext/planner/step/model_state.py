@@ -1,4 +1,4 @@
-"""The bytes of weights, gradients and optimizer state that a rank has for its share of the model."""
+"""Counts the bytes of weights, gradients and optimizer state that a rank holds of the model."""
 
 import math
 from argparse import Namespace
@@ -11,7 +11,7 @@ _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many ranks share out the optimizer's state of dense and of expert weights: data times context."""
+    """The numbers of ranks that share the optimizer's state of dense and of expert weights."""
 
     dense: int
     expert: int
@@ -19,7 +19,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Bytes of a rank, and how many weights its optimizer updates."""
+    """The bytes of a rank, and the number of weights that its optimizer updates."""
 
     weights: float
     gradients: float
@@ -28,7 +28,7 @@ class ModelState:
 
 
 def gradient_size(args: Namespace) -> int:
-    """Bytes of a gradient in Megatron's buffers: fp32 but where flags, or fp16's default, say otherwise."""
+    """Return the bytes of a gradient in Megatron's buffers: fp32, unless flags or fp16's default differ."""
     if args.bf16:
         return 2 if args.grad_reduce_in_bf16 else 4
     if args.fp16:
@@ -37,12 +37,12 @@ def gradient_size(args: Namespace) -> int:
 
 
 def weight_size(args: Namespace) -> int:
-    """Bytes of a weight as the forward uses it."""
+    """Return the bytes of a weight, and of a number in an activation, as the forward uses it."""
     return 2 if args.bf16 or args.fp16 else 4
 
 
 def model_state(args: Namespace, part: Part, sharing: Sharing) -> ModelState:
-    """The state of a rank whose stages add up to ``part``."""
+    """Return the state of a rank whose stages add up to ``part``."""
     total = part.parameters + part.expert_parameters
     updated = total
     if args.use_distributed_optimizer:
@@ -56,7 +56,7 @@ def model_state(args: Namespace, part: Part, sharing: Sharing) -> ModelState:
 
 
 def padded_vocabulary(args: Namespace) -> int:
-    """The rows of the embedding: as Megatron fills them up for tensor-parallel ranks to share."""
+    """Return the rows of the embedding, padded as Megatron does for tensor-parallel ranks to share them."""
     if args.padded_vocab_size:
         return int(args.padded_vocab_size)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -64,7 +64,7 @@ def padded_vocabulary(args: Namespace) -> int:
 
 
 def _optimizer_size(args: Namespace) -> float:
-    """Bytes a weight: the optimizer's moments, and beside half-precision weights an fp32 copy of them."""
+    """Return the optimizer's bytes for each weight: its moments, and an fp32 copy of a half-precision one."""
     if args.optimizer == "sgd":
         moments = 4 if args.sgd_momentum else 0
     else:

@@ -1,4 +1,4 @@
-"""What the stages of a model cost, from Megatron's arguments alone."""
+"""Computes the costs of a model's stages from Megatron's arguments alone."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from megatron_pp_ext.request.layers import pattern
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The parts of a whole model, which any number of stages can be cut from.
+    """The parts of a whole model, from which any number of stages can be cut.
 
-    ``layers`` are in order, equal ones being one object; ``other`` is what every stage has beside them.
-    ``hidden_bytes`` are those of one activation between layers, ``loss_workspace`` what comes and goes
-    around the loss.
+    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
+    ``hidden_bytes`` are those of one activation between layers, ``loss_workspace`` the temporary bytes of
+    the loss.
     """
 
     layers: tuple[Part, ...]
@@ -29,7 +29,7 @@ class Pieces:
 
 
 def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
-    """The parts of ``args``'s model; ValueError where the arguments do not tell enough."""
+    """Return the parts of ``args``'s model; ValueError for layers whose costs are not known."""
     return Pieces(
         layers=tuple(_layers(args, costs)),
         other=costs.other(),
@@ -42,7 +42,7 @@ def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
 
 
 def stage_parts(args: Namespace, model: Pieces, layers_by_stage: Sequence[int]) -> list[Part]:
-    """What each stage of ``model`` costs, given how many layers each has; equal stages are one object.
+    """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
     The embedding is in the first stage; the output layer, the loss and multi-token prediction are in the
     last.
@@ -72,7 +72,7 @@ def _sum(parts: Sequence[Part]) -> Part:
 
 
 def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
-    """The layers of the model, in order; equal ones are one object."""
+    """Return the layers of the model in order; equal ones are one object."""
     letters = pattern(args)
     if letters is None:
         has_experts = _experts_by_layer(args)
@@ -101,7 +101,7 @@ def _experts_by_layer(args: Namespace) -> list[bool]:
 
 
 def _recomputed(args: Namespace, hidden_bytes: float, stage: Sequence[Part]) -> Sequence[Part]:
-    """The layers of a stage, in groups under full recomputation, of which only the input is kept."""
+    """Return the layers of a stage; full recomputation puts them in groups that keep only their input."""
     if args.recompute_granularity != "full" or not stage:
         return stage
     size = args.recompute_num_layers or 1

@@ -1,6 +1,6 @@
-"""A model cut onto ranks: what every stage and every rank has to do and to keep, whatever the order.
+"""A model placed on ranks: what every stage and every rank computes and keeps, whatever the order.
 
-What depends on the order, when actions run and how many microbatches are in flight, is ``estimate``'s.
+``estimate`` adds what depends on the order: when actions run, and how many microbatches are in flight.
 """
 
 from argparse import Namespace
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron_pp_ext.planner.step.kernel_seconds import SystemClock
+from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.planner.step.model_state import (
@@ -21,21 +21,22 @@ from megatron_pp_ext.planner.step.model_state import (
 )
 from megatron_pp_ext.planner.step.stage_parts import Pieces, pieces, stage_parts
 from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.request.layers import evenly
+from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 _BUCKET = 40e6
-"""Weights in a bucket of Megatron's gradient buffers at least; a million a data-parallel rank if more."""
+"""The fewest weights in a bucket of Megatron's gradient buffers, or a million for each data-parallel rank
+if that is more."""
 
 _ADAM_PASSES = 38
-"""Bytes of memory traffic for every weight that is updated: the gradient is read for its norm and again,
+"""The bytes of memory traffic for each weight that is updated: the gradient is read for its norm and again,
 its clipped value written; fp32 weight and both moments are read and written; the new weight is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds of a rank that its actions do not include: gradients out, weights in, the update."""
+    """Seconds of a rank beside its actions: gradients are reduced, weights gathered, and weights updated."""
 
     reduction: float
     gathering: float
@@ -43,14 +44,14 @@ class Waits:
 
 
 def message_bytes(args: Namespace, hidden_bytes: float) -> float:
-    """A message between stages: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
+    """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
     is_wider = getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16)
     return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
 def model_on(args: Namespace, system: System) -> Pieces:
-    """The parts of ``args``'s model with the seconds that they take on ``system``."""
-    return pieces(args, LayerCosts(args, SystemClock(system, args)), padded_vocabulary(args))
+    """Return the parts of ``args``'s model with the seconds that they take on ``system``."""
+    return pieces(args, LayerCosts(args, SystemKernelSeconds(system, args)), padded_vocabulary(args))
 
 
 class Workload:
@@ -73,9 +74,13 @@ class Workload:
         self.args, self.system, self.placement, self.data = args, system, placement, data
         self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
         self.model_ranks = self.tensor * placement.ranks * self.context
+        # Ranks that have the same experts are so far apart.
+        self._expert_stride = args.expert_model_parallel_size * (
+            args.expert_tensor_parallel_size or self.tensor
+        )
         self._vocabulary = padded_vocabulary(args)
         model = model or model_on(args, system)
-        layers = evenly(args, placement.stages) if layers_by_stage is None else layers_by_stage
+        layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
         self.parts = stage_parts(args, model, layers)
         self.loss_workspace = model.loss_workspace
         stride = self.tensor * self.context * data
@@ -92,7 +97,7 @@ class Workload:
 
     @cached_property
     def by_rank(self) -> list[Part]:
-        """What the stages of each rank add up to."""
+        """The sum of the stages of each rank."""
         sums = []
         known: dict[tuple[int, ...], Part] = {}
         for stages in _stages_of_ranks(self.placement):
@@ -109,11 +114,9 @@ class Workload:
 
     @cached_property
     def sharing(self) -> Sharing:
-        """Over how many ranks gradients are summed: for experts those that have the same ones."""
+        """The numbers of ranks over which gradients are summed; an expert's ranks are those that have it."""
         dense = self.data * self.context
-        expert_tensor = self.args.expert_tensor_parallel_size or self.tensor
-        experts = expert_tensor * self.args.expert_model_parallel_size
-        return Sharing(dense, max(1, dense * self.tensor // experts))
+        return Sharing(dense, max(1, dense * self.tensor // self._expert_stride))
 
     @cached_property
     def states(self) -> list[ModelState]:
@@ -122,39 +125,38 @@ class Workload:
 
     @cached_property
     def waits(self) -> list[Waits]:
-        """What each rank waits for beside its actions, were nothing overlapped."""
+        """The seconds that each rank waits beside its actions if nothing is overlapped."""
         return _once(self._waits, self.by_rank)
 
     @property
     def tied_seconds(self) -> float:
-        """Summing a tied weight's gradients over the first and the last stage, if these are on two ranks."""
+        """The seconds to sum a tied weight's gradients, if first and last stage are on different ranks."""
         if self.args.untie_embeddings_and_output_weights or self.head_rank == 0:
             return 0.0
         size = gradient_size(self.args) * self._vocabulary * self.args.hidden_size / self.tensor
         return self._hop_link.seconds(size)
 
     def last_bucket(self, rank: int) -> float:
-        """The share of a rank's gradients that becomes complete only with its very last action."""
+        """Return the share of a rank's gradients that is complete only after its very last action."""
         part = self.by_rank[rank]
         bucket = max(_BUCKET, 1e6 * self.sharing.dense)
         return min(1.0, bucket / max(1.0, part.parameters + part.expert_parameters))
 
     def backward_seconds(self, rank: int) -> float:
-        """The whole backward of one microbatch on a rank."""
+        """Return the seconds of the whole backward of one microbatch on a rank."""
         part = self.by_rank[rank]
         return part.input_gradient_seconds + part.weight_gradient_seconds
 
     def operations(self, microbatches: int) -> float:
-        """Model operations of a step on all ranks, recomputation not counted."""
+        """Return the model operations of a step on all ranks, without those of recomputation."""
         forward = sum(part.forward_operations for part in self.parts)
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
     def _waits(self, part: Part) -> Waits:
         args, system, sharing = self.args, self.system, self.sharing
-        experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or self.tensor)
         groups = (
             (part.parameters, sharing.dense, self.tensor),
-            (part.expert_parameters, sharing.expert, experts),
+            (part.expert_parameters, sharing.expert, self._expert_stride),
         )
         gradient, weight = gradient_size(args), weight_size(args)
         out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
@@ -175,7 +177,7 @@ def _stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def _once[Made](compute: Callable[[Part], Made], parts: Sequence[Part]) -> list[Made]:
-    """``compute`` of every part; of parts that are one object, as most stages are, only once."""
+    """Return ``compute`` of every part, called once for parts that are one object, as most stages are."""
     distinct = {id(part): part for part in parts}
     made = {key: compute(part) for key, part in distinct.items()}
     return [made[id(part)] for part in parts]

@@ -1,0 +1,55 @@
+"""Describes the machine that was measured as a system for ``--system``, with the source of every figure."""
+
+from dataclasses import replace
+from datetime import date
+
+import psutil
+import torch
+
+from megatron_pp_ext.calibration.ranks import Findings
+from megatron_pp_ext.planner.system import Link, System
+
+
+def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | None) -> System:
+    """Return the system on which ``ranks`` ranks measured ``found``.
+
+    The network, and all else that was not measured, are those of ``like``.  Without ``like`` the network
+    is taken to be as fast as the links within the machine.  ``like`` is needed where only one rank measured.
+    """
+    if on_gpu:
+        device = torch.cuda.get_device_properties(0)
+        name, memory, transport = device.name, device.total_memory, "NCCL"
+    else:
+        name, memory, transport = "cpu", psutil.virtual_memory().total // ranks, "gloo"
+    how = f"measured on {date.today()} by mpp calibrate, {ranks} rank(s) at once"
+    sources = {
+        "memory_bytes": "reported by the device" if on_gpu else "the machine's, shared by its cores",
+        "matrix_rates": how,
+        "copy_bytes_per_second": how,
+    }
+    if found.bytes_per_second is None or found.latency_seconds is None:
+        assert like is not None
+        node, sources["node"] = like.node, f"{like.name}'s: one device has no link to measure"
+    else:
+        node = Link(found.bytes_per_second, found.latency_seconds)
+        sources["node"] = sources["all_reduce"] = f"{how}, over {transport}"
+    network, sources["network"] = node, "not measured: taken to be as within the machine"
+    if like is not None:
+        network, sources["network"] = like.network, f"{like.name}'s: not measured"
+    measured = System(
+        name=name,
+        gpus_per_node=ranks,
+        memory_bytes=float(memory),
+        matrix_rates=found.matrix_rates,
+        copy_bytes_per_second=found.copy_bytes_per_second,
+        node=node,
+        network=network,
+        all_reduce=found.all_reduce,
+        sources=sources,
+    )
+    if like is None:
+        return measured
+    sources["peak_rates"] = f"{like.name}'s"
+    per_node = max(ranks, like.gpus_per_node)
+    sources["gpus_per_node"] = f"{like.name}'s" if per_node > ranks else how
+    return replace(measured, peak_rates=like.peak_rates, gpus_per_node=per_node)
