@@ -3,15 +3,13 @@
     python scripts/demo.py [--text FOLDER_OR_FILE] [--out FOLDER] [--iterations N]
 
 Four pipeline ranks train from one starting checkpoint through Megatron's own training loop, once as
-stock Megatron does it and once with --pipeline-schedule v-half.  At the end stand both runs' losses
-side by side, every rank's measured peak of live activation bytes, and a picture of what ran.
+stock Megatron does it and once with --pipeline-schedule v-half.  At the end it prints both runs' losses
+side by side and every rank's measured peak of live activation bytes, and draws a picture of what ran.
 """
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +26,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from megatron_pp_ext.jobs import command, process
+from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
 from megatron_pp_ext.view import picture, trace_file
@@ -104,10 +104,12 @@ def main(
 
 
 def make_room(out: Path, text: Path | None) -> None:
-    """An empty folder ``out``: what an earlier demo left there is deleted, and nothing else ever is."""
+    """Make ``out`` an empty folder; only what an earlier demo left there is deleted."""
     mark = out / ".demo"
     if out.exists() and not mark.is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise SystemExit(f"demo: {out} holds what no demo wrote; give another folder, or empty it yourself")
+        raise SystemExit(
+            f"demo: {out} has files that no demo wrote; give another folder, or empty it yourself"
+        )
     if text is not None and out in text.resolve().parents:
         raise SystemExit(f"demo: {text} is in {out}, which the demo empties; give another folder")
     if out.exists():
@@ -117,37 +119,29 @@ def make_room(out: Path, text: Path | None) -> None:
 
 
 def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps: int) -> Losses:
-    """Run one training job, show where it is, and return its losses."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", "megatron_pp_ext.pretrain_gpt", "--cpu", *flags]
+    """Run one training job with a progress bar, and return its losses."""
     task = progress.add_task(title, total=steps, loss="importing Megatron")
     losses = Losses()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as job,
-    ):
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    words = command.training(flags, RANKS, cpu=True)
+    with log.open("w") as file, process.started(words, subprocess.PIPE, environment) as job:
         assert job.stdout is not None
-        for line in job.stdout:
+        for line in map(bytes.decode, job.stdout):
             file.write(line)
             if match := VALIDATION.search(line):
                 losses.validation = float(match[1])
             elif match := ITERATION.search(line):
                 losses[int(match[1])] = float(match[2])
                 progress.update(task, advance=1, loss=f"loss {float(match[2]):.4f}")
-    if job.returncode or len(losses) != steps:
+        status = job.wait()
+    if status or len(losses) != steps:
         progress.stop()
-        tail = "".join(log.read_text().splitlines(keepends=True)[-25:])
-        raise SystemExit(
-            f"{tail}\ndemo: {title} failed with exit code {job.returncode}; all of it is in {log}"
-        )
+        raise SystemExit(f"demo: {title} failed with exit code {status}: {reason(log.read_text())} ({log})")
     return losses
 
 
 def show_losses(losses: dict[str, Losses]) -> None:
-    """Both runs' losses, side by side."""
+    """Print the losses of both runs side by side."""
     stock, ours = losses.values()
     table = Table("iteration", *losses, "difference", title="Training loss", title_justify="left")
     for iteration in stock:
@@ -161,7 +155,7 @@ def show_losses(losses: dict[str, Losses]) -> None:
 
 
 def show_peaks(steps: dict[str, RecordedStep]) -> None:
-    """The most bytes of activations that each rank kept alive at one time."""
+    """Print the peak of activation bytes that each rank kept alive at one time."""
     stock, ours = steps.values()
     table = Table("rank", *steps, "ratio", title="Measured peak of live activations", title_justify="left")
     for rank, pair in enumerate(zip(stock.records, ours.records, strict=True)):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in under 8 minutes: the tests marked gpu, then benchmarks/gpu.py.
+# Everything that needs a GPU, in under 8 minutes: the tests marked gpu, then benchmarks.gpu.check.
 #
 #   scripts/gpu_check.sh [FOLDER]        logs and tables go there; benchmarks/results/gpu by default
 #
@@ -19,7 +19,7 @@ mkdir -p "$out"
 doctor=$?
 timeout 150 "$python" -m pytest tests/gpu -m gpu -rs -p no:cacheprovider >"$out/tests.log" 2>&1
 tests=$?
-timeout 310 "$python" benchmarks/gpu.py --out "$out" >"$out/gpu.log" 2>&1
+timeout 310 "$python" -m benchmarks.gpu.check --out "$out" >"$out/gpu.log" 2>&1
 benchmarks=$?
 
 cat "$out/gpu.md"

@@ -1,12 +1,12 @@
 """Megatron-LM's own unit tests of pipeline schedules as the judge of this package, on a CPU.
 
-    python scripts/megatron_unit_tests.py CHECKOUT [--out FILE.md] [--only WORD]
+    python -m scripts.megatron_unit_tests CHECKOUT [--out FILE.md] [--only WORD]
 
-Runs them three times over gloo, with torch.cuda stood in for: as they are (what passes there at all), with
-the package installed and no flag given, and with its `1f1b` and `interleaved` in the place of Megatron's own
-schedules. A test that fails on one rank has failed. Ranks are forked from this process and started afresh
-after every failure and every hang, and where they are several after every test, so that each is judged by
-itself.
+Run it in the root of this repository. It runs the tests three times over gloo, with stand-ins for torch.cuda:
+as they are, with the package installed and no flag given, and with its `1f1b` and `interleaved` in the place
+of Megatron's own schedules. A test that fails on one rank has failed. Ranks are forked from this process, and
+started afresh after every failure and every hang, and after every test that has several ranks, so that each
+is judged by itself.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tests.support.ranks import RankError, run_ranks  # before Megatron: installs the stand-ins for torch.cuda
 
-FILES = {  # ranks that the tests of a file ask for; those of a file that a release lacks are passed over
+FILES = {  # the ranks of a file's tests; files that a release lacks are left out
     "pipeline_parallel/test_schedules.py": 8,
     "pipeline_parallel/test_helpers.py": 1,
     "pipeline_parallel/test_mtp_loss_scale.py": 1,
@@ -35,35 +35,35 @@ FILES = {  # ranks that the tests of a file ask for; those of a file that a rele
     "test_num_microbatches_calculator.py": 1,
 }
 LEFT_OUT = ("test_get_pipeline_parallel_order",)
-"""The order of Megatron's interleaved schedule, as a list: no schedule runs, but groups are made 32 times."""
+"""It lists the order of Megatron's interleaved schedule: groups are made 32 times, but no schedule runs."""
 MODES = {
     "alone": "Megatron alone",
     "installed": "megatron_pp_ext installed",
     "in place": "its 1f1b and interleaved in the place of Megatron's",
 }
 SECONDS = 240
-"""The longest that a file's tests may take from one failure to the next; then the test at work hangs."""
+"""The time limit of a file's tests between two failures; the test that runs at its end hangs."""
 
 
 class Journal:
-    """A pytest plugin: writes down what becomes of every test as it happens; ends at the first failure."""
+    """A pytest plugin that records the outcome of every test as it happens, and ends at the first failure."""
 
     def __init__(self, file: Path, done: set[str], world: int) -> None:
         self._file, self._done, self._is_one_of_several = file, done, world > 1
 
     def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
-        """Leave out what has been judged."""
+        """Leave out the tests that have an outcome."""
         self._session = session
         items[:] = [
             item for item in items if item.nodeid not in self._done and not item.name.startswith(LEFT_OUT)
         ]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """The test at work, should it hang."""
+        """Record the test that starts, in case it hangs."""
         self._write("started", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test passes with its call, and fails with any of its phases."""
+        """Record the outcome: a test passes with its call, and fails with any of its phases."""
         if report.failed:
             self._write("failed", report.nodeid)
             print(report.longreprtext[-3000:])
@@ -72,7 +72,7 @@ class Journal:
             self._write(report.outcome, report.nodeid)
 
     def pytest_runtest_logfinish(self) -> None:
-        """End here where ranks are several: every test makes process groups, and none takes them down."""
+        """End after each test of several ranks: every one makes process groups, and none destroys them."""
         if self._is_one_of_several:
             self._session.shouldstop = "fresh ranks for the next test"
 
@@ -82,7 +82,7 @@ class Journal:
 
 
 def test_on_rank(rank: int, file: str, mode: str, folder: str, done: set[str]) -> None:
-    """Run what is left of a file's tests as one of its ranks."""
+    """Run the remaining tests of a file as one of its ranks."""
     if mode != "alone":
         from megatron_pp_ext.integration import install
 
@@ -97,13 +97,13 @@ def test_on_rank(rank: int, file: str, mode: str, folder: str, done: set[str]) -
 
 
 def stand_in_for_schedules() -> None:
-    """Let Megatron's two pipeline schedules be run by this package, for whoever asks for them."""
+    """Replace Megatron's two pipeline schedules by this package's, for all callers."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_pp_ext.integration import requested
-    from megatron_pp_ext.integration.request import sources
-    from megatron_pp_ext.integration.runners.flushed import PipelineRunner
+    from megatron_pp_ext.integration.runners.flushed import FlushedRunner
+    from megatron_pp_ext.request import source
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:
@@ -111,10 +111,10 @@ def stand_in_for_schedules() -> None:
             chunks = len(model) if isinstance(model, list) else 1
             group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
             placement = Placement(shape, group.size(), chunks)
-            pipeline = requested.Pipeline(sources.from_catalogue(name, placement), placement)
+            pipeline = requested.Pipeline(source.from_catalogue(name, placement), placement)
             requested.activate(pipeline)
             try:
-                return PipelineRunner(pipeline)(model=model, pg_collection=pg_collection, **options)
+                return FlushedRunner(pipeline)(model=model, pg_collection=pg_collection, **options)
             finally:
                 requested.activate(None)
 
@@ -125,31 +125,34 @@ def stand_in_for_schedules() -> None:
 
 
 def import_once(file: str) -> None:
-    """Import a test file, so that its ranks are forked with all that it imports; itself they import anew."""
-    # The suite would fetch data for tests that are not among these.
+    """Import a test file, so that its ranks are forked with its imports; they import the file itself anew."""
+    # The suite would download data for tests that do not run here.
     stub = types.ModuleType("download_unit_tests_dataset")
     stub.download_and_extract_asset = lambda **options: None  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):
         sys.modules[f"tests.test_utils.python_scripts.{stub.__name__}"] = stub
         importlib.import_module("tests.unit_tests.conftest")
         importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    for name in [name for name in sys.modules if name.startswith("tests.")]:
-        if sys.modules[name] is not stub:
+    forget_tests(keep=stub)
+
+
+def forget_tests(keep: types.ModuleType | None = None) -> None:
+    """Drop the modules of ``tests``, which is the name of a package here and in Megatron's checkout."""
+    for name in [name for name in sys.modules if name == "tests" or name.startswith("tests.")]:
+        if sys.modules[name] is not keep:
             del sys.modules[name]
 
 
 def judge(file: str, world: int, mode: str) -> dict[str, str]:
-    """The outcome of every test of a file."""
-    from tests.support.ranks import RankError, run_ranks
-
+    """Return the outcome of every test of a file."""
     outcomes: dict[str, str] = {}
     while True:
         with tempfile.TemporaryDirectory() as folder:
-            ended, story = True, ""
+            ended, failure = True, ""
             try:
                 run_ranks(test_on_rank, world, file, mode, folder, set(outcomes), timeout=SECONDS)
             except RankError as error:
-                ended, story = False, str(error)
+                ended, failure = False, str(error)
             found = together([path for path in Path(folder).iterdir() if path.name.isdigit()], world)
         outcomes |= found
         if ended and not found:
@@ -157,23 +160,23 @@ def judge(file: str, world: int, mode: str) -> dict[str, str]:
         if ended:
             continue
         failures = [f"{outcome} {test}" for test, outcome in found.items() if outcome in ("failed", "hung")]
-        print(*failures, story[-1500:], sep="\n", flush=True)
+        print(*failures, failure[-1500:], sep="\n", flush=True)
         if not failures:
             return outcomes | {file: "failed"}
 
 
 def together(journals: list[Path], world: int) -> dict[str, str]:
-    """One outcome a test from the journals of all ranks."""
-    told: dict[str, set[str]] = collections.defaultdict(set)
+    """Return one outcome for each test from the journals of all ranks."""
+    seen: dict[str, set[str]] = collections.defaultdict(set)
     ended: collections.Counter[str] = collections.Counter()
     for journal in journals:
         for line in journal.read_text().splitlines():
             outcome, test = line.split(" ", 1)
-            told[test].add(outcome)
+            seen[test].add(outcome)
             ended[test] += outcome != "started"
     outcomes = {}
-    failed = any("failed" in outcomes for outcomes in told.values())
-    for test, found in told.items():
+    failed = any("failed" in outcomes for outcomes in seen.values())
+    for test, found in seen.items():
         if "failed" in found:
             outcomes[test] = "failed"
         elif ended[test] == world:
@@ -184,7 +187,7 @@ def together(journals: list[Path], world: int) -> dict[str, str]:
 
 
 def table(counts: dict[str, dict[str, collections.Counter[str]]], release: str, command: str) -> str:
-    """The counts as a page of Markdown."""
+    """Return the counts as a page of Markdown."""
     lines = [
         "# Megatron-LM's own unit tests",
         "",
@@ -201,7 +204,7 @@ def table(counts: dict[str, dict[str, collections.Counter[str]]], release: str, 
 
 
 def main() -> None:
-    """Judge every file in every mode, and say where a test passes alone but not with the package."""
+    """Judge every file in every mode, and list the tests that pass alone but not with the package."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -215,10 +218,8 @@ def main() -> None:
     out = options.out.absolute() if options.out else None
     os.chdir(options.checkout)
     sys.path.insert(0, str(options.checkout.absolute()))
-    from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
-
-    # isort: split
-    # Before the ranks are forked: each would import these by itself.
+    forget_tests()
+    # Imported before the ranks are forked, because each would import it by itself.
     from megatron.core import __version__ as release
 
     counts: dict[str, dict[str, collections.Counter[str]]] = {}
@@ -237,7 +238,7 @@ def main() -> None:
                 for mode, found in outcomes.items()
                 if outcome == "passed" and found.get(test) != "passed"
             ]
-    page = table(counts, release, "python scripts/megatron_unit_tests.py CHECKOUT --out FILE")
+    page = table(counts, release, "python -m scripts.megatron_unit_tests CHECKOUT --out FILE")
     if worse:
         page += "\nPassed by Megatron alone, but not\n\n" + "".join(f"* {line}\n" for line in worse)
     if out:

@@ -17,7 +17,7 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def timeline(name: str) -> Timeline:
-    """The schedule with chunk actions that take their share of a stage's."""
+    """Simulate a schedule whose chunk actions take their share of a stage's time."""
     schedule = catalog.build(name, RANKS, MICROBATCHES)
     share = 1 / schedule.placement.chunks
     costs = Costs.uniform(

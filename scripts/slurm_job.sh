@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What both batch scripts have in common; they source it. Set what you want otherwise in the environment of sbatch:
+# The common part of both batch scripts, which source it. Settings, in the environment of sbatch:
 #
 #   SCRIPT         the training script, such as Megatron-LM/pretrain_gpt.py (required)
 #   PYTHON         the interpreter in which megatron_pp_ext is installed (python3)
@@ -8,14 +8,14 @@
 #   CONTAINER      an image for pyxis; MOUNTS what it sees, as in --container-mounts
 #   DRY_RUN        1 prints the command instead of running it
 #
-# Arguments are the training script's. With --save and --load on one folder a job that comes to its time limit
-# saves, is queued again and goes on: SLURM signals the batch script (--signal there), that signals the ranks,
-# and they save at the end of their step (--exit-signal-handler). The signal is SIGINT: what a rank started, and
-# needs for saving, gets it as well, and SIGTERM would end it.
+# Arguments are the training script's. With --save and --load on one folder a job that reaches its time limit
+# saves, is queued again and continues: SLURM signals the batch script (--signal there), that signals the ranks,
+# and they save at the end of their step (--exit-signal-handler). The signal is SIGINT: the processes that a rank
+# started, and needs for saving, get it as well, and SIGTERM would end them.
 
 set -euo pipefail
 
-if [[ "${DRY_RUN:-0}" == 1 && -z "${SLURM_JOB_ID:-}" ]]; then # outside a job: one node, whose name nobody knows yet
+if [[ "${DRY_RUN:-0}" == 1 && -z "${SLURM_JOB_ID:-}" ]]; then # outside a job: one node, whose name is not known yet
     SLURM_JOB_ID=0 SLURM_JOB_NUM_NODES="${SLURM_JOB_NUM_NODES:-1}" MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
 fi
 

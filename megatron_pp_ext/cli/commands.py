@@ -9,7 +9,9 @@ from rich.table import Table
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.report import bound_of, console, report, show
+from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.names import ALIASES, FLEX, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
 
 app = typer.Typer(
@@ -22,24 +24,14 @@ app = typer.Typer(
 
 @app.command("list")
 def list_schedules() -> None:
-    """The schedules that --pipeline-schedule accepts."""
+    """List the schedules that --pipeline-schedule accepts."""
     table = Table("schedule", "what it does", "placement", "chunks a rank", "source")
     for entry in catalog.ENTRIES.values():
-        chunks = f"{entry.chunks} or more" if entry.any_chunks else str(entry.chunks)
-        table.add_row(entry.name, entry.summary, entry.shape, chunks, entry.paper)
-    for name, summary, source in (
-        ("flex", "the shortest found for your costs within a memory limit", "mpp schedule flex"),
-        ("auto", "flex, within the memory that the devices have free; in training only", ""),
-        ("csv:FILE", "your own, from a file", "mpp schedule NAME --csv FILE"),
-    ):
-        table.add_row(name, summary, "any", "1 or more", source)
-    for name, summary, source in (
-        ("pipedream", "1f1b that never flushes; an update every few microbatches", "SOSP 2019, figure 4"),
-        ("pipedream-2bw", "the same with two weight versions at most", "arXiv 2006.09503, section 3.1"),
-    ):
-        table.add_row(name, f"{summary}; in training only", "linear", "1", source)
+        table.add_row(entry.name, entry.summary, entry.shape, entry.chunks_phrase, entry.paper)
+    for other in OTHERS:
+        table.add_row(other.name, other.summary, other.placement, other.chunks, other.source)
     console.print(table)
-    aliases = ", ".join(f"{alias} = {name}" for alias, name in catalog.ALIASES.items())
+    aliases = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     console.print(f"Elsewhere called: {aliases}", style="dim")
 
 
@@ -55,7 +47,7 @@ def schedule(
     memory_limit: Annotated[
         float | None,
         typer.Option(
-            help="For flex: what a rank may keep.  Up to 8 it is a fraction of the activations that 1f1b "
+            help="For flex: the memory of a rank.  Up to 8 it is a fraction of the activations that 1f1b "
             "keeps on its first rank, and messages come on top; a larger one is in the unit of the costs' "
             "activations, and holds messages too."
         ),
@@ -70,24 +62,12 @@ def schedule(
     times: ask.Times,
     files: ask.Files,
 ) -> None:
-    """Build a schedule, simulate it and show it.  Seconds are of one chunk's action on one rank."""
-    if name == "flex":
+    """Build a schedule, simulate it and show it.  Seconds are those of one action of one chunk."""
+    if name == FLEX:
         from megatron_pp_ext.cli import flex
-        from megatron_pp_ext.compiler.compile import TRIALS
 
-        chunks = 2 if chunks is None else chunks
-        if ranks < 2 or chunks < 1:
-            raise ValueError(
-                f"flex got {ranks} rank(s) with {chunks} chunks each, but needs 2 and 1 or more: raise them"
-            )
         with console.status("compiling"):
-            found = flex.compiled(
-                ranks,
-                microbatches,
-                times.costs(ranks * chunks),
-                memory_limit,
-                TRIALS if trials is None else trials,
-            )
+            found = flex.compiled(ranks, microbatches, chunks, memory_limit, times.costs, trials)
         report(found.timeline, found.lower_bound, files)
         console.print(f"found by: {found.origin}")
         return
@@ -95,7 +75,8 @@ def schedule(
         raise ValueError(f"--memory-limit is for flex, {name} has its own memory: leave it out, or use flex")
     if trials is not None:
         raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
-    built = catalog.build(name, ranks, microbatches, chunks)
+    request = named(name, ranks, microbatches, chunks)
+    built = catalog.build(request.schedule, ranks, microbatches, request.placement.chunks)
     timeline = simulate(built, times.costs(built.placement.stages))
     report(timeline, bound_of(timeline), files)
 
@@ -123,18 +104,20 @@ def compare(
     times: ask.Times,
     pictures: ask.Pictures,
 ) -> None:
-    """All schedules for one model: a table, and a picture of memory against step time.
+    """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
 
-    Seconds are of one chunk's action where a rank holds two chunks; with one, it takes twice as long.
+    Seconds are those of one action where a rank holds two chunks; where it holds one, an action takes
+    twice as long.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
 
-    catalog.build(catalog.NAMES[0], ranks, microbatches)  # refuses sizes before costs are made for them
+    catalog.build("1f1b", ranks, microbatches)  # refuses sizes before costs are made for them
     halves = times.costs(2 * ranks)
     named = {
         name: simulate(built, halves.merged(built.placement.stages))
-        for name in catalog.NAMES
+        for name, entry in catalog.ENTRIES.items()
+        if entry.chunks <= 2
         for built in (catalog.build(name, ranks, microbatches),)
     }
     with console.status("compiling"):
@@ -145,7 +128,7 @@ def compare(
     console.print(terminal.summary_table(named | found))
     console.print("flex 0.50: compiled for half of 1f1b's activations on its first rank", style="dim")
     if pictures.paths:
-        from megatron_pp_ext.view import frontier
+        from megatron_pp_ext.view import memory_tradeoff
 
         work = microbatches * max(
             stage.forward + stage.input_gradient + stage.weight_gradient
@@ -153,7 +136,7 @@ def compare(
         )
         title = f"{ranks} ranks, {microbatches} microbatches"
         for path in pictures.paths:
-            frontier.draw(named, flex.undominated(list(found.values())), work, path, title)
+            memory_tradeoff.draw_schedules(named, flex.undominated(list(found.values())), work, path, title)
 
 
 @app.command()
@@ -163,7 +146,7 @@ def trace(
     *,
     pictures: ask.Pictures,
 ) -> None:
-    """Show what really ran, one or several recorded steps, and where the ranks' idle time came from.
+    """Show one or several recorded steps, and what the ranks waited for when they were idle.
 
     Idle times are in milliseconds: before a rank's first action (warm-up) and after its last
     (cool-down), waiting for an action on another rank to end (unfinished stages) or, when that had ended,
@@ -190,10 +173,11 @@ def trace(
 @app.command()
 def doctor(
     megatron: Annotated[
-        Path | None, typer.Option(help="A Megatron-LM checkout to look at, not the installed megatron-core.")
+        Path | None,
+        typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
 ) -> None:
-    """Say what this machine has and lacks, and whether every seam into Megatron fits."""
+    """Report what this machine has and lacks, and whether every seam into Megatron fits."""
     from megatron_pp_ext.integration.doctor import examine
 
     raise typer.Exit(examine(console, megatron))

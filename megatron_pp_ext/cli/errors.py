@@ -1,4 +1,4 @@
-"""Bad input ends in one line on stderr and exit code 2."""
+"""Errors of the command line: bad input ends in one line on stderr and exit code 2."""
 
 import os
 import signal
@@ -13,17 +13,17 @@ from typer.core import TyperGroup
 
 
 class OneLineErrors(TyperGroup):
-    """A command group that says what is wrong with its input and no more.
+    """A command group that reports bad input in one line.
 
-    ValueError and OSError carry messages made for users everywhere in this project; what the
-    parser of the command line has to say gets the same form, and so do numbers beyond all that exists.
-    Any other exception is a bug, and shows its traceback.
+    Everywhere in this project the messages of ValueError and OSError are written for users.  Errors of the
+    command line's parser and overflows are reported in the same form.  Any other exception is a bug, and
+    shows its traceback.
     """
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any
     ) -> Any:
-        """Run the command and leave with its exit code; without arguments, show the help."""
+        """Run the command and exit with its code; without arguments, show the help."""
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         try:
@@ -38,8 +38,8 @@ class OneLineErrors(TyperGroup):
         except OverflowError as error:
             _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
-            # Typer comes with click or with a copy of it, so that the parser's exceptions have no
-            # one name to catch them by; they are the ones that format themselves.
+            # Typer comes with click or with a copy of it, so that the parser's exceptions have no one class
+            # to catch; they are those that have a format_message.
             message = getattr(error, "format_message", None)
             if message is None:
                 raise
@@ -48,12 +48,12 @@ class OneLineErrors(TyperGroup):
 
 @contextmanager
 def _ended_as_by_the_keyboard() -> Iterator[None]:
-    """Take what a batch system or a lost terminal sends for Ctrl-C, at which a command ends its runs."""
+    """Treat SIGTERM of a batch system and SIGHUP of a lost terminal like Ctrl-C, so that runs are ended."""
     here = os.getpid()
 
     def interrupt(number: int, frame: object) -> None:
         if os.getpid() != here:
-            os._exit(128 + number)  # a process that was forked ends as it would have without this
+            os._exit(128 + number)  # a forked process ends as it would without this handler
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():

@@ -17,7 +17,7 @@ from megatron_pp_ext.cli.report import console
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.estimate import Estimate
     from megatron_pp_ext.planner.system import System
-    from megatron_pp_ext.request.plan import Plan
+    from megatron_pp_ext.request.pipeline import Request
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, mi300x, or what mpp calibrate wrote.")
@@ -45,32 +45,26 @@ def estimate(
     mpp estimate --system h100 --world-size 64 -- --num-layers 32 --hidden-size 4096 ...
     """
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.step.whole import estimate_plan
-    from megatron_pp_ext.request.plan import plan_of
+    from megatron_pp_ext.planner.step.estimate import estimate_request
+    from megatron_pp_ext.request.pipeline import for_world
 
     ask.require_at_least("--margin", margin, 0)
     machine = systems.read(system)
     args, _ = described(flags, model)
-    cut = stages = None
-    if model is None:
-        from megatron_pp_ext.integration.request import launch_flags
-
-        stages = launch_flags.stages_asked_for(args)
-        cut = lambda count: launch_flags.layers_by_stage(args, count)  # noqa: E731
     one = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     gpus = one if world_size is None else world_size
     if gpus < 1:
         raise ValueError(f"--world-size is {gpus}, but must be 1 or more: raise it")
-    plan = plan_of(args, gpus, stages)
-    found = estimate_plan(args, machine, plan, cut, margin)
-    show(found, plan, machine, gpus)
+    request = for_world(args, gpus)
+    found = estimate_request(args, machine, request, margin)
+    show(found, request, machine, gpus)
     if json is not None:
         content = {
             "system": machine.name,
             "gpus": gpus,
-            "schedule": plan.schedule,
-            "microbatches": plan.microbatches,
-            "data_parallel_size": plan.data,
+            "schedule": request.schedule,
+            "microbatches": request.microbatches,
+            "data_parallel_size": request.data,
             **asdict(found),
         }
         json.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -88,11 +82,11 @@ def described(
     if model is not None:
         if flags:
             raise ValueError(f"--model {model} and flags behind -- contradict each other: leave one out")
-        from megatron_pp_ext.planner.search.launch_lines import words_of
+        from megatron_pp_ext.planner.search.candidate import spelled
         from megatron_pp_ext.planner.step import model_description as planners
 
         args, values = planners.read(model, sizes)
-        return args, words_of(values)
+        return args, spelled(values)
     if not flags:
         raise ValueError("no model: give Megatron's flags behind --, or a JSON with --model")
     words = _joined(flags, sizes)
@@ -122,13 +116,13 @@ def _joined(flags: list[str], sizes: Mapping[str, int | None]) -> list[str]:
     return words
 
 
-def show(found: "Estimate", plan: "Plan", machine: "System", gpus: int) -> None:
+def show(found: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
     """Time in a few lines, memory as a table."""
     tokens = found.tokens_per_second / gpus
     console.print(
-        f"{plan.schedule} on {gpus} x {machine.name}, {plan.data} data-parallel, {plan.microbatches} "
-        f"microbatches\nstep {found.step_seconds:.4g} s: pipeline {found.pipeline_seconds:.4g} s, reductions "
-        f"and update {found.other_seconds:.4g} s\nMFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, "
+        f"{request.schedule} on {gpus} x {machine.name}, {request.data} data-parallel, "
+        f"{request.microbatches} microbatches\nstep {found.step_seconds:.4g} s: pipeline "
+        f"{found.pipeline_seconds:.4g} s, reductions and update {found.other_seconds:.4g} s\nMFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, "
         f"{tokens:,.0f} tokens/s a GPU"
     )
     names = [name for name, _ in found.fullest.components()]

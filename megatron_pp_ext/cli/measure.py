@@ -1,4 +1,4 @@
-"""Running the best candidates of a search for a few steps, and ranking them by what they really take."""
+"""Running the best candidates of a search for a few steps, and ranking them by their measured steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files
 from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
-from megatron_pp_ext.jobs.training_run import command, short_run, whole_number, without_files
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT
 
 PLACES = ("local", "slurm")
 
 
 class Where(NamedTuple):
-    """Where jobs run, with how many GPUs, on nodes of how many, and what they run."""
+    """Where jobs run, the number of GPUs of each job and of each node, and the script that they run."""
 
     place: str
     gpus: int
@@ -26,7 +26,7 @@ class Where(NamedTuple):
     script: Path | None
 
     def check(self, steps: int, timeout: float) -> None:
-        """ValueError for what cannot be run: ``steps`` steps, each job within ``timeout`` seconds."""
+        """Raise ValueError if jobs of ``steps`` steps and ``timeout`` seconds cannot run there."""
         if steps < 1 or timeout <= 0:
             raise ValueError(f"--steps wants 1 or more and --timeout above 0, got {steps} and {timeout:g}")
         if self.place not in PLACES:
@@ -44,10 +44,9 @@ class Where(NamedTuple):
             raise ValueError(f"there is no {BATCH_SCRIPT} here: run it in the folder of this project")
 
     def words(self, flags: Sequence[str]) -> list[str]:
-        """A job's command line; see ``jobs.Job``."""
+        """Return a job's command line; see ``jobs.job.Job``."""
         if self.place == "local":
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
-            return command(launcher, self.script, flags)
+            return training(flags, self.gpus, self.script)
         nodes = -(-self.gpus // self.gpus_per_node)
         each = min(self.gpus, self.gpus_per_node)
         set_up = f"--export=ALL,SCRIPT={self.script},GPUS_PER_NODE={each}"
@@ -57,7 +56,7 @@ class Where(NamedTuple):
 
 
 def devices() -> int:
-    """How many ranks can run here: the GPUs, or else the cores."""
+    """Return how many ranks can run here: the number of GPUs, or else of cores."""
     import torch
 
     return torch.cuda.device_count() or os.cpu_count() or 1
@@ -66,9 +65,9 @@ def devices() -> int:
 def run(
     candidates: Mapping[str, Sequence[str]], where: Where, folder: Path, steps: int, timeout: float
 ) -> dict[str, Result]:
-    """Run ``candidates``, whose flags go by their names, each in its folder within ``folder``.
+    """Run ``candidates`` (name to flags), each in a folder of its name within ``folder``.
 
-    ``steps`` are timed, after those that warm up; ``timeout`` is in seconds, a job.
+    ``steps`` steps are timed after those that warm up; ``timeout`` is in seconds for each job.
     """
     where.check(steps, timeout)
     submit: Submit = local if where.place == "local" else Slurm()
@@ -76,20 +75,20 @@ def run(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
 
-        def heard(job: Job, state: State) -> None:
+        def show_progress(job: Job, state: State) -> None:
             progress.update(task, description=f"{job.name} {state}", advance=int(state.is_final))
 
         progress.advance(task, sum(job.state.is_final for job in jobs))
-        return run_all(jobs, submit, timeout, heard)
+        return run_all(jobs, submit, timeout, show_progress)
 
 
 def ranked(results: Mapping[str, Result]) -> list[Result]:
-    """By measured step, those without one last."""
+    """Return results by measured step, those without one last."""
     return sorted(results.values(), key=lambda result: result.step_seconds or float("inf"))
 
 
 def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
-    """A table, ``estimates`` being seconds of a step by name."""
+    """Print a table of measured and estimated steps; ``estimates`` are seconds by name."""
     table = Table("candidate", "state", "step s", "estimated s", "error", "peak GB", "what went wrong")
     for result in ranked(results):
         step, estimate = result.step_seconds, estimates[result.name]
@@ -112,7 +111,7 @@ def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int
         import torch
 
         if not torch.cuda.is_available():
-            # No allocator to ask: the recorder tells the peaks of activations.
+            # There is no allocator to report a peak, so the recorder measures that of activations.
             changed["--pipeline-trace"] = Job(name, (), folder).trace
     kept = list(without_files(flags))
     return Job(name, tuple(where.words(short_run(kept, WARM_UP + steps, changed))), folder)

@@ -1,7 +1,7 @@
-"""What several commands ask in the same words: sizes, costs, output files.
+"""The options that several commands share: sizes, costs, output files.
 
-Options that come together are the fields of a class.  A command that takes an instance of it as a
-parameter, and is marked ``takes_groups``, has them all.
+Options that belong together are the fields of a class.  A command that has such a class as a parameter, and
+is decorated with ``takes_groups``, has all of its options.
 """
 
 import inspect
@@ -40,14 +40,14 @@ Trace = Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.
 
 
 def require_at_least(flag: str, value: float, least: float) -> None:
-    """ValueError unless ``value``, which ``flag`` gave, is a finite number of ``least`` or more."""
+    """Raise ValueError unless ``value``, given by ``flag``, is finite and at least ``least``."""
     if not least <= value < math.inf:
         raise ValueError(f"{flag} is {value:g}, but must be {least:g} or more, and finite: correct it")
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The cost flags of a command: the same seconds for every stage, or a file."""
+    """The cost options of a command: the same seconds for every stage, or a file."""
 
     f: Forward = None
     i: InputGradient = None
@@ -66,7 +66,7 @@ class Times:
                 raise ValueError(f"--{flag} is {value:g}, but must be a finite number {rule}: correct it")
 
     def costs(self, stages: int) -> Costs:
-        """The costs of a pipeline of ``stages`` stages."""
+        """Return the costs of a pipeline of ``stages`` stages."""
         if self.costs_file is not None:
             return read_costs(self.costs_file, stages)
         seconds = (1.0 if value is None else value for value in (self.f, self.i, self.w))
@@ -75,26 +75,26 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Which pictures to draw.  ValueError where flag and suffix differ."""
+    """The pictures to draw; ValueError if a file's suffix is not that of its option."""
 
     svg: Svg = None
     png: Png = None
 
     def __post_init__(self) -> None:
-        asked: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png}
-        for suffix, path in asked.items():
+        requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png}
+        for suffix, path in requested.items():
             if path is not None and path.suffix.lower() != suffix:
                 raise ValueError(f"--{suffix[1:]} got {path}: end the file's name in {suffix}")
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files asked for."""
+        """The requested files."""
         return tuple(path for path in (self.svg, self.png) if path is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Files(Pictures):
-    """All that a schedule can be written to; None for what nobody asked for."""
+    """The files that a schedule can be written to; None for those that are not requested."""
 
     csv: Csv = None
     json: Json = None
@@ -102,7 +102,7 @@ class Files(Pictures):
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the options of each ``Times``, ``Pictures`` or ``Files`` in that parameter's place."""
+    """Replace each parameter of ``command`` that is a group by the options of the group."""
     groups: dict[str, tuple[type, list[str]]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():

@@ -1,4 +1,4 @@
-"""``mpp partition``: where to cut a profiled model into stages."""
+"""``mpp partition``: cuts a profiled model into stages."""
 
 import json as json_format
 import math
@@ -25,17 +25,19 @@ def partition(
     profile: Annotated[
         Path, typer.Argument(help="From `mpp profile`, --profile-pipeline, or PipeDream's graph.txt.")
     ],
-    workers: Annotated[int | None, typer.Option(help="How many there are.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of each worker's link.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes per second of each worker's link.")] = None,
     levels: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --workers and --bandwidth, machines within machines, innermost first: "
-            "4x25e9,2x3.1e9 is 2 machines with links of 3.1e9, of 4 workers each with links of 25e9.",
+            help="Nested machines, innermost first, in the place of --workers and --bandwidth: "
+            "4x25e9,2x3.1e9 is 2 machines with links of 3.1e9, each with 4 workers with links of 25e9.",
             metavar="NxB,...",
         ),
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="Bytes of every worker.  [default: no limit]")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Memory of each worker in bytes.  [default: no limit]")
+    ] = None,
     state_per_weight: Annotated[
         float,
         typer.Option(
@@ -44,18 +46,18 @@ def partition(
         ),
     ] = 0.0,
     cost: Annotated[
-        str, typer.Option(help="paper, or reference: what PipeDream's public optimizer computes.")
+        str, typer.Option(help="paper, or reference for the formula of PipeDream's public optimizer.")
     ] = "paper",
-    straight: Annotated[bool, typer.Option("--straight", help="One worker a stage.")] = False,
+    straight: Annotated[bool, typer.Option("--straight", help="Give each stage one worker.")] = False,
     layout: Annotated[
-        bool, typer.Option("--layout", help="Print Megatron's --pipeline-model-parallel-layout and no more.")
+        bool, typer.Option("--layout", help="Print only Megatron's --pipeline-model-parallel-layout.")
     ] = False,
     json: ask.Json = None,
 ) -> None:
     """Cut a model into stages for pipelining without a flush, with replicas where they help.
 
-    PipeDream's partitioner: the fewest seconds between microbatches, over all workers.  Weight
-    versions and microbatches in flight count against --memory, and --state-per-weight.
+    This is PipeDream's partitioner, which minimises the seconds between microbatches over all workers.
+    Weight versions, microbatches in flight and --state-per-weight count against --memory.
     """
     from megatron_pp_ext.partition import profile_file
     from megatron_pp_ext.partition.layout import has_layout, layout_of
@@ -107,12 +109,13 @@ def _levels(workers: int | None, bandwidth: float | None, levels: str | None) ->
 
 
 def _explain_straight(replicated: "Partition", straight: "Partition") -> None:
-    """Why the layout is not the best partition's.  Goes to stderr, so that stdout is the layout alone."""
+    """Print why the layout is not the best partition's, to stderr, so that stdout has only the layout."""
     slower = straight.bottleneck_seconds / replicated.bottleneck_seconds
     typer.echo(
         f"the best partition has {'-'.join(map(str, replicated.replicas))} replicas, which no layout can "
-        "say: Megatron gives every stage as many data-parallel ranks as every other. The best straight one: "
-        f"{straight.bottleneck_seconds:.4g} s between microbatches, {slower:.2f} times the replicated one's",
+        "express: Megatron gives every stage as many data-parallel ranks as every other. The best straight "
+        f"one: {straight.bottleneck_seconds:.4g} s between microbatches, {slower:.2f} times the replicated "
+        "one's",
         err=True,
     )
 

@@ -1,7 +1,6 @@
-"""``mpp profile``: what each layer of a model costs."""
+"""``mpp profile``: measures or shows the cost of each layer of a model."""
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,21 +12,23 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
-from megatron_pp_ext.jobs.job import end
-from megatron_pp_ext.jobs.training_run import command, short_run, whole_number, words_of
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, words_of
+from megatron_pp_ext.jobs.process import started
 
 if TYPE_CHECKING:
     from megatron_pp_ext.partition.profile import Profile
 
 _STEPS, _MICROBATCHES = 4, 8
-"""The first step warms up; the others give 24 microbatches to take the median of."""
+"""The first step warms up; medians are of the 24 microbatches of the others."""
 
 
 @app.command()
 def profile(
-    file: Annotated[Path, typer.Argument(help="The profile: to write if flags follow, else to read.")],
+    file: Annotated[
+        Path, typer.Argument(help="The profile, which is written if flags follow and read otherwise.")
+    ],
     flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: a Megatron model's flags, to measure it.")
+        list[str] | None, typer.Argument(help="Behind --, the flags of a Megatron model to measure.")
     ] = None,
     script: Annotated[
         Path | None,
@@ -41,7 +42,7 @@ def profile(
 
     mpp profile gpt.json -- --num-layers 8 --hidden-size 512 ...   measures, on the GPU or else the CPU
 
-    mpp profile graph.txt   shows one, PipeDream's too
+    mpp profile graph.txt   shows a profile; PipeDream's format is read too
     """
     from megatron_pp_ext.partition import profile_file
 
@@ -56,9 +57,9 @@ def profile(
 
 
 def training_flags(file: Path, flags: list[str]) -> list[str]:
-    """``flags``, and what makes a few steps on one rank of them that write their profile to ``file``.
+    """Return the flags of a few steps of the model on one rank, which write their profile to ``file``.
 
-    Of a flag that comes twice, Megatron takes the last.  ValueError for flags that contradict it.
+    Raises ValueError for flags that contradict this.
     """
     words = words_of(flags)
     if "--save" in words:
@@ -72,20 +73,16 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
-    """Train for a few steps; ValueError for a run that failed."""
+    """Train for a few steps; ValueError if the run fails."""
     require_folder(file)
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         written = Path(folder, file.name)
         words = training_flags(written, flags)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        run = subprocess.Popen(command(launcher, script, words), stdout=sys.stderr, start_new_session=True)
-        try:
+        with started(training(words, ranks=1, script=script), sys.stderr) as run:
             status = run.wait()
-        finally:
-            end(run)
         if status or not written.exists():
             raise ValueError(
-                f"the profiled run ended with status {status} and no profile: read what it said above, and "
+                f"the profiled run ended with status {status} and no profile: read its output above, and "
                 "correct the model's flags"
             )
         shutil.copyfile(written, file)

@@ -1,7 +1,6 @@
-"""``mpp rehearse``: a step of a pipeline and every rank's memory, before there are machines for it."""
+"""``mpp rehearse``: the step time and memory of a pipeline, before there are machines for it."""
 
 import json as json_format
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,14 +16,8 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
-from megatron_pp_ext.jobs.training_run import (
-    command,
-    run_all,
-    short_run,
-    whole_number,
-    without_files,
-    words_of,
-)
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
+from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import costs_file, csv_file
@@ -35,7 +28,7 @@ _WARM_UP = 1
 
 @app.command()
 def rehearse(
-    flags: Annotated[list[str], typer.Argument(help="Behind --: the flags of the job to be.")],
+    flags: Annotated[list[str], typer.Argument(help="Behind --, the flags of the planned job.")],
     ranks: Annotated[
         str, typer.Option(help="Pipeline ranks to run: first, middle, last, all or numbers, with commas.")
     ] = "first,middle,last",
@@ -46,11 +39,11 @@ def rehearse(
     system: Annotated[
         str | None,
         typer.Option(
-            help="Where the job will run, for messages and collectives; without it they take no time."
+            help="The machines of the job, for its messages and collectives; without it they take no time."
         ),
     ] = None,
     at_once: Annotated[
-        int, typer.Option(help="Ranks to run at the same time; on CPUs that share memory, as many as will.")
+        int, typer.Option(help="Ranks to run at the same time; on CPUs, as many as will share their memory.")
     ] = 1,
     script: Annotated[
         Path | None,
@@ -65,10 +58,10 @@ def rehearse(
         Path | None, typer.Option(help="Write the simulated step for ui.perfetto.dev.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Run ranks of a pipeline one by one on this machine, and tell the step of all of them together.
+    """Run ranks of a pipeline one by one on this machine, and simulate the step of all of them together.
 
-    Each runs its own share of the job for a few steps, with its neighbours' tensors made up.  Checkpoints are
-    neither read nor written.  Ranks that are not run are taken to be like the one in the middle.
+    Each rank runs its own share of the job for a few steps, on made-up tensors from its neighbours.
+    Checkpoints are neither read nor written.  A rank that is not run is assumed to be like the middle one.
 
     mpp rehearse -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half --num-layers 32 ...
     """
@@ -95,14 +88,12 @@ def rehearse(
             task = progress.add_task("rehearsing", total=len(chosen))
             for some in batched(chosen, at_once):
                 progress.update(task, description=f"rank {', '.join(map(str, some))} of {size}")
+                words_for = {rank: rehearsal_flags(flags, iterations, files[rank]) for rank in some}
                 runs = {
-                    rank: (
-                        command([], script, rehearsal_flags(flags, iterations, files[rank])),
-                        environments[rank],
-                    )
+                    rank: (training(words_for[rank], ranks=None, script=script), environments[rank])
                     for rank in some
                 }
-                run_all(runs, {rank: files[rank].with_suffix(".log") for rank in some})
+                run_together(runs, {rank: files[rank].with_suffix(".log") for rank in some})
                 progress.advance(task, len(some))
         found = {rank: RankRehearsal.read(file) for rank, file in files.items()}
         first = found[chosen[0]]
@@ -120,7 +111,7 @@ def rehearse(
 
 
 def smallest_world(words: Sequence[str]) -> int:
-    """The fewest ranks that a job of these flags can have."""
+    """Return the smallest number of ranks that a job with these flags can have."""
     tensor, context, pipeline = (
         whole_number(words, f"--{name}-parallel-size")
         for name in ("tensor-model", "context", "pipeline-model")
@@ -131,7 +122,7 @@ def smallest_world(words: Sequence[str]) -> int:
 
 
 def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
-    """What torch.distributed is told: to be the first process of pipeline ``rank`` in a job of ``world``."""
+    """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
     size = whole_number(words, "--pipeline-model-parallel-size")
     beside = whole_number(words, "--tensor-model-parallel-size") * whole_number(
         words, "--context-parallel-size"
@@ -142,27 +133,27 @@ def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
             "correct it"
         )
     apart = beside if "--use-tp-pp-dp-mapping" in words else world // size
-    told = {
+    variables = {
         "RANK": rank * apart,
         "WORLD_SIZE": world,
         "LOCAL_RANK": 0,
         "LOCAL_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,  # nobody listens: the fake process group has no store to share
+        "MASTER_PORT": 1,  # unused: the fake process group has no store to share
     }
-    return {**os.environ, **{name: str(value) for name, value in told.items()}}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
-    """``flags``, and what makes a rehearsal of them that writes ``file``."""
+    """Return the flags of a rehearsal of ``flags`` that writes ``file``."""
     kept = list(without_files(flags))
-    still = ["--loss-scale", "1"] if "--fp16" in words_of(flags) else []
+    fixed_scale = ["--loss-scale", "1"] if "--fp16" in words_of(flags) else []
     changed = {"--rehearse-pipeline": file}
-    return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *still]
+    return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *fixed_scale]
 
 
 def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[str, object]:
-    """What --json writes: seconds, bytes, and of each rank whose measurements they are."""
+    """Return what --json writes: seconds, bytes, and for each rank which one was measured in its place."""
     timeline = rehearsal.timeline
     return {
         "schedule": timeline.schedule.name,
@@ -181,7 +172,7 @@ def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
     from megatron_pp_ext.view import terminal
 
     timeline = rehearsal.timeline
-    console.print(terminal.show(timeline))
+    console.print(terminal.Sketch(timeline))
     table = Table(
         "rank", "as rank", "weights", "gradients", "optimizer", "activations", "messages", "MiB in all"
     )

@@ -1,4 +1,4 @@
-"""What a simulated schedule is shown as: on the terminal and in files."""
+"""Shows simulated schedules on the terminal and writes them to files."""
 
 import json
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ console = Console(highlight=False)
 
 
 def bound_of(timeline: Timeline) -> float:
-    """The makespan below which no order with this placement can be without raising a rank's peak."""
+    """Return a bound on the makespan of all orders with this placement and no higher peak on any rank."""
     schedule = timeline.schedule
     bound = lower_bound(schedule.placement, schedule.microbatches, timeline.costs, timeline.peak_activations)
     return min(bound, timeline.makespan)
 
 
 def record(timeline: Timeline, bound: float) -> dict[str, Any]:
-    """The numbers of a schedule, as they go into a JSON file."""
+    """Return the numbers of a schedule for a JSON file."""
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -43,7 +43,7 @@ def record(timeline: Timeline, bound: float) -> dict[str, Any]:
 
 
 def report(timeline: Timeline, bound: float, files: Files) -> None:
-    """Show ``timeline`` and write the files."""
+    """Print ``timeline`` and write the requested files."""
     name = timeline.schedule.name
     show({name: timeline}, files.paths)
     console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
@@ -58,9 +58,9 @@ def report(timeline: Timeline, bound: float, files: Files) -> None:
 
 
 def show(timelines: Mapping[str, Timeline], pictures: tuple[Path, ...]) -> None:
-    """A sketch of each, a table of all, and the pictures asked for."""
+    """Print a sketch of each timeline and a table of all, and draw the requested pictures."""
     for timeline in timelines.values():
-        console.print(terminal.show(timeline))
+        console.print(terminal.Sketch(timeline))
     console.print(terminal.summary_table(timelines, with_messages=False))
     if pictures:
         # matplotlib takes half a second to import.

@@ -1,5 +1,6 @@
 """``mpp search``: which configuration of a model is fastest on so many GPUs, and fits."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
@@ -17,14 +18,6 @@ from megatron_pp_ext.files import require_folder
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.best_first import Compiles, Result, Search
-
-STAGES = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_per_virtual_pipeline_stage",
-)
-"""Arguments that fit one number of stages."""
 
 
 @app.command()
@@ -82,7 +75,7 @@ def search(
     from megatron_pp_ext.planner.search.candidate import settled_in
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
-    from megatron_pp_ext.request.layers import pattern
+    from megatron_pp_ext.request.layers import stages_flag
 
     pictures = ask.Pictures(svg, png).paths
     for output in (json, html, *pictures):
@@ -105,17 +98,12 @@ def search(
     where = Where(submit, gpus, machine.gpus_per_node, script)
     if measure:
         where.check(steps, timeout)
-    names, compiles = _schedules(schedules, args.pipeline_schedule)
-    for name in STAGES:
-        if getattr(args, name, None) is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} says what the stages are, which a search changes: leave it out, "
-                "or ask mpp estimate"
-            )
-    if "|" in (pattern(args) or ""):
+    names, compiles = _schedules(schedules, args)
+    flag = stages_flag(args)
+    if flag is not None:
         raise ValueError(
-            "a | in --hybrid-layer-pattern says what the stages are, which a search changes: leave them out, "
-            "or ask mpp estimate"
+            f"{flag} describes the stages, which a search changes: leave "
+            f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
         )
     fixed = settled_in(words)
     if compiles is Compiles.ONLY:
@@ -151,7 +139,7 @@ def search(
 
 
 def run_with_bar(search: "Search") -> "Result":
-    """Search, with a bar on a terminal."""
+    """Search, with a progress bar on a terminal."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
@@ -165,20 +153,24 @@ def run_with_bar(search: "Search") -> "Result":
         return search.run(progress)
 
 
-def _schedules(asked: str | None, flag: str | None) -> tuple[Sequence[str], "Compiles"]:
+def _schedules(given: str | None, args: Namespace) -> tuple[Sequence[str], "Compiles"]:
     """The families to try, and whether to have schedules compiled."""
     from megatron_pp_ext.planner.search.best_first import Compiles
-    from megatron_pp_ext.planner.search.configurations import SCHEDULES
+    from megatron_pp_ext.request.pipeline import permitted
     from megatron_pp_ext.schedule import catalog
+    from megatron_pp_ext.schedule.names import FLEX
 
-    if asked and flag:
+    flag = args.pipeline_schedule
+    if given and flag:
         raise ValueError(
-            f"--schedules {asked} and --pipeline-schedule {flag} contradict each other: leave one out"
+            f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
         )
-    if not asked and not flag:
-        return SCHEDULES, Compiles.TOO
-    names = [name.strip() for name in (asked or flag or "").split(",")]
-    families = [catalog.entry(name).name for name in names if name != "flex"]
+    requested = [name.strip() for name in (given or flag or "").split(",") if name.strip()]
+    if not requested:
+        requested = [*catalog.NAMES, FLEX]
+    requested = [FLEX if name == FLEX else catalog.entry(name).name for name in requested]
+    names = permitted(args, requested)
+    families = [name for name in names if name != FLEX]
     if not families:
-        return SCHEDULES, Compiles.ONLY
-    return families, Compiles.TOO if "flex" in names else Compiles.NEVER
+        return catalog.NAMES, Compiles.ONLY
+    return families, Compiles.TOO if FLEX in names else Compiles.NEVER

@@ -1,4 +1,4 @@
-"""What a search has found: on the terminal, as a picture, a page, numbers, and scripts."""
+"""Presents the result of a search: on the terminal, as a picture, a page, numbers, and scripts."""
 
 from dataclasses import asdict, dataclass
 from html import escape
@@ -18,7 +18,7 @@ _COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "messag
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``result`` for the model of the flags ``words`` on ``gpus`` of ``system``, ``limit`` bytes each."""
+    """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each."""
 
     result: Result
     words: list[str]
@@ -27,7 +27,7 @@ class Report:
     limit: float
 
     def show(self) -> None:
-        """The table, the frontier, and how to start the best."""
+        """Print the table, the frontier, and the command that starts the best."""
         result = self.result
         machines = f"{self.gpus} x {self.system.name}"
         console.print(
@@ -52,12 +52,12 @@ class Report:
         self.show_command("To run the best:", result.best[0])
 
     def show_command(self, title: str, one: Evaluated) -> None:
-        """How to start ``one``, under ``title``."""
+        """Print ``title`` and the command that starts ``one``."""
         console.print(title)
         console.print(self._command(one), soft_wrap=True)
 
     def content(self) -> dict[str, Any]:
-        """The numbers, as they go into a JSON file."""
+        """Return the numbers for a JSON file."""
         result = self.result
         best = result.best[0]
         return {
@@ -84,15 +84,15 @@ class Report:
         }
 
     def draw(self, path: Path) -> None:
-        """Memory against throughput."""
-        from megatron_pp_ext.view import tradeoff
+        """Draw memory against throughput."""
+        from megatron_pp_ext.view import memory_tradeoff
 
         best, frontier = self._points()
-        tradeoff.draw(best, frontier, self.limit, path, self._title())
+        memory_tradeoff.draw_configurations(best, frontier, self.limit, path, self._title())
 
     def page(self) -> str:
-        """Table, picture and commands as one HTML page that needs nothing else."""
-        from megatron_pp_ext.view import tradeoff
+        """Return table, picture and commands as one self-contained HTML page."""
+        from megatron_pp_ext.view import memory_tradeoff
 
         best, frontier = self._points()
         head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
@@ -108,14 +108,14 @@ class Report:
             "td,th{padding:.3em .8em;border-bottom:1px solid #e6e9ec;text-align:left}"
             "pre{white-space:pre-wrap;background:#f5f7f8;padding:.8em}"
         )
-        picture = tradeoff.svg(best, frontier, self.limit, "")
+        picture = memory_tradeoff.configurations_svg(best, frontier, self.limit, "")
         return (
             f"<!doctype html><meta charset=utf-8><title>{escape(self._title())}</title><style>{style}</style>"
             f"<h1>{escape(self._title())}</h1><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
         )
 
     def write_batch_files(self, folder: Path) -> None:
-        """A script for each of the best, which submits it to SLURM."""
+        """Write a script for each of the best that submits it to SLURM."""
         folder.mkdir(parents=True, exist_ok=True)
         for number, one in enumerate(self.result.best, 1):
             found = one.estimate
@@ -152,7 +152,7 @@ class Report:
         )
 
     def _points(self) -> tuple[list[Any], list[Any]]:
-        from megatron_pp_ext.view.tradeoff import Point
+        from megatron_pp_ext.view.memory_tradeoff import Point
 
         def point(one: Evaluated) -> Point:
             found = one.estimate

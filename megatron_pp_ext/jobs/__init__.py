@@ -1,1 +1,1 @@
-"""Starting training runs and telling why one failed: for commands, benchmarks and the demo alike."""
+"""Starting training runs and reporting why one failed, for commands, benchmarks and the demo alike."""

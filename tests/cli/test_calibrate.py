@@ -54,7 +54,7 @@ def test_one_device_has_links_only_of_another_system(
     monkeypatch.setattr(ranks, "available", lambda on_gpu: 1)
     refused = mpp("calibrate", tmp_path / "a.json", "--cpu")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "one device has no other to talk to; set --like" in refused.stderr
+    assert "one device has no links to measure; set --like" in refused.stderr
     assert mpp("calibrate", tmp_path / "a.json", "--cpu", "--like", "a100-80g").exit_code == 0
     assert systems.read(str(tmp_path / "a.json")).node == systems.read("a100-80g").node
 

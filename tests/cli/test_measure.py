@@ -46,8 +46,8 @@ def test_measure_runs_them_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     script = 'echo run >> "$0.runs"; [[ $* == *bad* ]] && { echo "ValueError: bad"; exit 1; }; printf "$1"'
     monkeypatch.setattr(
         measure,
-        "command",
-        lambda launcher, _, flags: ["bash", "-c", script, str(tmp_path / "x"), log, *flags],
+        "training",
+        lambda flags, *_: ["bash", "-c", script, str(tmp_path / "x"), log, *flags],
     )
     candidates = {"bad": [*FLAGS, "--bad"], "good": FLAGS}
     for _ in range(2):  # the second time everything has ended already
@@ -58,7 +58,7 @@ def test_measure_runs_them_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "x.runs").read_text() == "run\nrun\n"
 
 
-def test_the_table_tells_errors_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_errors_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     results = {
         "slow": Result("slow", State.COMPLETED, 4.0, 3e9),
         "none": Result("none", State.OOM, problem="out of memory"),
@@ -73,11 +73,11 @@ def test_the_table_tells_errors_and_failures(capsys: pytest.CaptureFixture[str])
 
 def test_a_search_ranks_its_best_by_measurement(mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured in the reverse order of what was estimated; one fails."""
-    asked: list[Sequence[str]] = []
+    requested: list[Sequence[str]] = []
 
     def run(candidates: Mapping[str, Sequence[str]], where: Where, folder: Path, steps: int, timeout: float):
         assert (where.gpus, folder, steps, timeout) == (2, tmp_path / "runs", 7, 60.0)
-        asked.extend(candidates.values())
+        requested.extend(candidates.values())
         first, *others = candidates
         results = {name: Result(name, State.COMPLETED, 9.0 - at) for at, name in enumerate(others)}
         return results | {first: Result(first, State.OOM, problem="out of memory")}
@@ -87,15 +87,15 @@ def test_a_search_ranks_its_best_by_measurement(mpp, tmp_path: Path, monkeypatch
     model = tmp_path / "model.json"
     sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     model.write_text(json.dumps({**sizes, "seq_length": 64, "bf16": True}))
-    told = tmp_path / "told.json"
-    options = ["--measure", "--jobs", tmp_path / "runs", "--steps", 7, "--timeout", 60, "--json", told]
+    found = tmp_path / "found.json"
+    options = ["--measure", "--jobs", tmp_path / "runs", "--steps", 7, "--timeout", 60, "--json", found]
     result = mpp("search", "--gpus", 2, "--top", 3, "--global-batch-size", 8, "--model", model, *options)
     assert result.exit_code == 0, result.output
-    numbers = json.loads(told.read_text())
+    numbers = json.loads(found.read_text())
     estimated = [one["name"] for one in numbers["best"]]
     assert [one["name"] for one in numbers["measured"]] == [estimated[2], estimated[1], estimated[0]]
     assert "out of memory" in result.output
-    assert all("--num-layers" in flags and "--micro-batch-size" in flags for flags in asked)
+    assert all("--num-layers" in flags and "--micro-batch-size" in flags for flags in requested)
 
 
 @pytest.mark.parametrize(

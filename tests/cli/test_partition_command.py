@@ -61,7 +61,7 @@ def test_layout_of_replicas_says_why_not(mpp):
     assert best.exit_code == 0, best.output
     straight = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout --straight")
     assert best.stdout == straight.stdout
-    assert "replicas, which no layout can say" in best.stderr
+    assert "replicas, which no layout can express" in best.stderr
 
 
 def test_profile_shows_and_converts(mpp, tmp_path):

@@ -90,7 +90,7 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         ((*SEARCH, "--json", "nowhere/x.json"), {}, "nowhere/x.json: no such folder; make it first"),
         ((*SEARCH, "--margin", "nan"), {}, "--margin is nan, but must be 0 or more"),
         (("estimate", "--margin", "nan"), {"seq_length": 512}, "--margin is nan"),
-        (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "a | in --hybrid-layer-pattern says what the sta"),
+        (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "changes: leave every | of it out"),
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
         (SEARCH, {"seq_length": 1024}, "--seq-length is 512, but 1024 in"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
@@ -116,7 +116,7 @@ def test_what_describes_the_stages_is_refused(mpp):
     flags += " --tokenizer-type NullTokenizer --vocab-size 64 --micro-batch-size 1"
     result = mpp(*SEARCH, "--", *flags.split(), "--decoder-first-pipeline-num-layers", 1)
     assert result.exit_code == 2
-    assert "--decoder-first-pipeline-num-layers says what the stages are" in result.stderr
+    assert "--decoder-first-pipeline-num-layers describes the stages" in result.stderr
 
 
 def test_the_fastest_measured_is_told(mpp, model, monkeypatch):

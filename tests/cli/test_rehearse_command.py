@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp_ext.cli import rehearse as command
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
-from megatron_pp_ext.jobs.training_run import last_words
+from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -52,21 +52,21 @@ def test_where_a_rank_is() -> None:
     assert environment([*words, "--use-tp-pp-dp-mapping"], 3, 64)["RANK"] == "6"
 
 
-def test_the_line_that_tells_why() -> None:
-    assert last_words("a\nmegatron_pp_ext: no\nTraceback:\n  b\n") == "megatron_pp_ext: no"
-    assert last_words("a\n\nValueError: b\n") == "ValueError: b"
-    assert last_words("") == "it said nothing"
+def test_the_reason_of_a_failure() -> None:
+    assert reason("a\nmegatron_pp_ext: no\nTraceback:\n  b\n") == "megatron_pp_ext: no"
+    assert reason("a\n\nValueError: b\n") == "ValueError: b"
+    assert reason("") == "it printed nothing"
 
 
 def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ranks that only say that they ran: 1 s for each F, 2 for each B."""
+    """The ranks are stand-ins, which record 1 s for each F and 2 s for each B."""
     schedule = catalog.build("1f1b", 3, 6)
     started: list[list[int]] = []
 
-    def run_all(commands: dict, logs: dict) -> None:
+    def run_together(commands: dict, logs: dict) -> None:
         started.append(list(commands))
-        for rank, (words, told) in commands.items():
-            assert told["RANK"] == str(rank)
+        for rank, (words, variables) in commands.items():
+            assert variables["RANK"] == str(rank)
             file = Path(words[words.index("--rehearse-pipeline") + 1])
             csv_file.write(schedule, file.with_suffix(".csv"))
             RankRehearsal(
@@ -76,7 +76,7 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
                 gradient_bytes=2 * 2**20, optimizer_bytes=4 * 2**20,
             ).write(file)  # fmt: skip
 
-    monkeypatch.setattr(command, "run_all", run_all)
+    monkeypatch.setattr(command, "run_together", run_together)
     files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
     result = mpp(

@@ -25,7 +25,7 @@ def test_what_no_demo_wrote_stays(tmp_path: Path, is_marked: bool) -> None:
     thesis.write_text("precious")
     if is_marked:
         (tmp_path / ".demo").touch()
-    problem = "is in" if is_marked else "holds what no demo wrote; give another folder"
+    problem = "is in" if is_marked else "has files that no demo wrote; give another folder"
     assert problem in refusal("--text", thesis.parent, "--out", tmp_path)
     assert thesis.read_text() == "precious"
 

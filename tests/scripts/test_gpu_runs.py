@@ -1,24 +1,19 @@
-"""benchmarks/gpu.py: losses that differ fail the run. No GPU is used: the training runs are made up."""
+"""benchmarks/gpu: losses that differ fail the run. No GPU is used: the training runs are made up."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from benchmarks.gpu import bench, check, layers, runs
 
-import gpu
-import gpu_layers
-import gpu_runs
-
-LOSSES = [7 - 0.1 * step for step in range(gpu_runs.PARITY_STEPS)]
+LOSSES = [7 - 0.1 * step for step in range(runs.PARITY_STEPS)]
 
 Change = Callable[[list[float]], list[float]]
 
 
-class Bench(gpu.Bench):
-    """Every run tells ``LOSSES``, and that of V-Half something else."""
+class Bench(bench.Bench):
+    """Every run logs ``LOSSES``, and that of V-Half other losses."""
 
     def __init__(self, out: Path, change: Change) -> None:
         super().__init__(out, dry=False, backend="nccl")
@@ -36,16 +31,16 @@ def later_by(difference: float) -> Change:
     ]
 
 
-@pytest.mark.parametrize("change", [lambda losses: losses, later_by(0.9 * gpu_runs.FURTHEST)])
+@pytest.mark.parametrize("change", [lambda losses: losses, later_by(0.9 * runs.FURTHEST)])
 def test_equal_losses_and_those_that_rounding_explains_pass(tmp_path: Path, change: Change) -> None:
-    assert "v-half" in gpu_runs.parity(Bench(tmp_path, change))
+    assert "v-half" in runs.parity(Bench(tmp_path, change))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        later_by(1.1 * gpu_runs.FURTHEST),
-        later_by(-1.1 * gpu_runs.FURTHEST),
+        later_by(1.1 * runs.FURTHEST),
+        later_by(-1.1 * runs.FURTHEST),
         lambda losses: [losses[0] + 2e-6 * losses[0], *losses[1:]],
         lambda losses: [*losses[:-1], float("nan")],
     ],
@@ -53,13 +48,13 @@ def test_equal_losses_and_those_that_rounding_explains_pass(tmp_path: Path, chan
 )
 def test_other_losses_fail(tmp_path: Path, change: Change) -> None:
     with pytest.raises(RuntimeError, match=r"^v-half trained otherwise than the baseline") as error:
-        gpu_runs.parity(Bench(tmp_path, change))
+        runs.parity(Bench(tmp_path, change))
     assert "| v-zb | 7 | 5.1 | equal |" in str(error.value)
 
 
 def test_too_few_losses_fail(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="v-half told 19 losses of 20"):
-        gpu_runs.parity(Bench(tmp_path, lambda losses: losses[:-1]))
+    with pytest.raises(RuntimeError, match="v-half logged 19 losses of 20"):
+        runs.parity(Bench(tmp_path, lambda losses: losses[:-1]))
 
 
 def test_a_part_that_fails_decides_the_exit_status(
@@ -67,15 +62,15 @@ def test_a_part_that_fails_decides_the_exit_status(
 ) -> None:
     """The parts behind it run all the same."""
 
-    def fail(bench: gpu.Bench) -> str:
+    def fail(bench: bench.Bench) -> str:
         raise RuntimeError("losses differ")
 
-    monkeypatch.setattr(gpu_runs, "parity", fail)
-    monkeypatch.setattr(gpu_layers, "split", lambda bench: "## split is done")
+    monkeypatch.setattr(runs, "parity", fail)
+    monkeypatch.setattr(layers, "split", lambda bench: "## split is done")
     with pytest.raises(SystemExit) as end:
-        gpu.main(tmp_path, parts="parity,split", dry=True)
+        check.main(tmp_path, parts="parity,split", dry=True)
     assert end.value.code == 1
-    told = (tmp_path / "gpu.md").read_text()
-    assert "failed: losses differ" in told
-    assert "## split is done" in told
-    gpu.main(tmp_path, parts="split", dry=True)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "failed: losses differ" in page
+    assert "## split is done" in page
+    check.main(tmp_path, parts="split", dry=True)

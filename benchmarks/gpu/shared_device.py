@@ -1,0 +1,32 @@
+"""One rank of several that share a GPU, started by torchrun with the flags of a training run behind it.
+
+    NCCL_MULTI_RANK_GPU_ENABLE=1 python -m torch.distributed.run --standalone --nproc-per-node 4 \
+        -m benchmarks.gpu.shared_device --pipeline-model-parallel-size 4 ...
+
+Where NCCL refuses to share, --distributed-backend gloo passes all messages through the host, slowly.
+"""
+
+import os
+import runpy
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+_barrier: Any = dist.barrier
+
+
+@wraps(_barrier)
+def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+    """Leave out the devices that Megatron names under gloo, which does not know any."""
+    named = {} if dist.get_backend() == "gloo" else {"device_ids": device_ids}
+    return _barrier(*args, **named, **kwargs)
+
+
+if __name__ == "__main__":
+    os.environ["LOCAL_RANK"] = "0"
+    # Megatron demands one hardware queue for tensor and context parallelism below Blackwell.  Messages are
+    # placed such that one is enough.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.barrier = barrier
+    runpy.run_module("megatron_pp_ext.pretrain_gpt", run_name="__main__")

@@ -1,0 +1,1 @@
+"""How far can the planner, rehearsals and the partitioner be trusted?"""

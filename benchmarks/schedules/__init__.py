@@ -1,0 +1,1 @@
+"""How good are compiled schedules?  Everything here is simulated; one core is enough."""

@@ -1,0 +1,41 @@
+"""What the tables of compiled schedules share: costs, verdicts, and a schedule beside the compiled one."""
+
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement, v
+from megatron_pp_ext.schedule.simulate import simulate
+
+Times = tuple[float, float, float, float]
+"""F, I, W and hop of every stage."""
+UNIT: Times = (1, 1, 1, 0)
+UNEQUAL: Times = (10, 11, 7, 1)
+
+FEWER_TRIALS = 300
+"""Fewer than the compiler's default, for tables of some hundred points."""
+
+
+def costs_of(placement: Placement, times: Times) -> Costs:
+    """Return ``times`` for every stage of ``placement``."""
+    forward, i, w, hop = times
+    return Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+
+
+def verdict(found: float, goal: float) -> str:
+    """Return how the makespan ``found`` compares with the one to reach."""
+    if found < goal * (1 - 1e-9):
+        return f"{100 * (1 - found / goal):.1f}% shorter"
+    return "met" if found <= goal * (1 + 1e-9) else f"**{100 * (found / goal - 1):.1f}% longer**"
+
+
+def beside_compiled(schedule: Schedule, times: Times) -> tuple[object, ...]:
+    """Return peak and makespan of ``schedule``, and makespan, bound and verdict of one compiled for its peak.
+
+    ``times`` are those of half a stage.
+    """
+    costs = costs_of(v(schedule.ranks), times)
+    timeline = simulate(schedule, costs.merged(schedule.placement.stages))
+    peak = max(timeline.peak_activations)
+    compiled = compile_schedule(schedule.ranks, schedule.microbatches, costs, peak, trials=FEWER_TRIALS)
+    found = compiled.timeline.makespan
+    return peak, timeline.makespan, found, compiled.lower_bound, verdict(found, timeline.makespan)

@@ -1,0 +1,71 @@
+"""The command lines of training runs, and the flags of short ones that measure something."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_FILES = ("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline")
+"""Flags that name files of the real run, which a short one must not touch."""
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the start of a command line: torchrun with ``ranks`` ranks on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def training(
+    flags: Sequence[str], ranks: int | None, script: Path | None = None, cpu: bool | None = None
+) -> list[str]:
+    """Return the command line that trains with ``flags``.
+
+    It starts ``ranks`` ranks by torchrun, or a single process if ``ranks`` is None.  They run ``script``, or
+    this package's pretrain_gpt without one, on the CPU if ``cpu``, which by default is so without a GPU.
+    """
+    if cpu is None:
+        import torch
+
+        cpu = not torch.cuda.is_available()
+    launcher = [sys.executable] if ranks is None else torchrun(ranks)
+    module = "megatron_pp_ext.pretrain_gpt" if script is None else "megatron_pp_ext"
+    return [*launcher, "-m", module, *["--cpu"] * cpu, *([] if script is None else [str(script)]), *flags]
+
+
+def words_of(flags: Iterable[str]) -> list[str]:
+    """Return ``flags`` with each ``--name=value`` as two words."""
+    return [word for flag in flags for word in flag.split("=", 1)]
+
+
+def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
+    """Return the number behind the last flag ``name``, or ``default`` where it is not given."""
+    if name not in words:
+        return default
+    at = len(words) - 1 - words[::-1].index(name)
+    try:
+        return int(words[at + 1])
+    except (IndexError, ValueError):
+        raise ValueError(f"{name} needs a whole number behind it: correct the model's flags") from None
+
+
+def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> list[str]:
+    """Return ``flags`` for a run of ``steps`` steps without evaluation, overridden by those of ``changed``.
+
+    If a flag is given twice, Megatron takes the last.  Mock data is used if the flags name none.
+    """
+    words = words_of(flags)
+    data = [] if {"--data-path", "--mock-data"} & set(words) else ["--mock-data"]
+    is_long = "--train-samples" in words or whole_number(words, "--train-iters", 0) >= steps
+    length = [] if is_long else ["--train-iters", str(steps)]
+    changed = {**changed, "--exit-interval": steps, "--eval-iters": 0, "--eval-interval": 1000}
+    return [*flags, *data, *length, *(str(word) for change in changed.items() for word in change)]
+
+
+def without_files(flags: Iterable[str]) -> Iterator[str]:
+    """Yield ``flags`` without those that name files of the real run."""
+    following = iter(flags)
+    for flag in following:
+        name, equals, _ = flag.partition("=")
+        if name not in _FILES:
+            yield flag
+        elif not equals:
+            next(following, None)

@@ -1,0 +1,70 @@
+"""Processes of training runs end with their children, whatever ends the context that they were started in."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext.jobs import command, process
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone; its parent is, so that it does not stay as a zombie of ours for long."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for(file: Path) -> int:
+    while not (file.exists() and file.read_text().strip()):
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
+def test_an_error_ends_a_process_and_its_child(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {child}; wait"
+    with (
+        pytest.raises(KeyboardInterrupt),
+        (tmp_path / "log").open("wb") as log,
+        process.started(["bash", "-c", script], log),
+    ):
+        wait_for(child)
+        raise KeyboardInterrupt
+    assert ended(wait_for(child))
+
+
+def test_one_failure_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    failing = f"while ! [ -s {child} ]; do sleep 0.02; done; echo $RANK is wrong >&2; exit 3"
+    commands = {
+        0: (["bash", "-c", failing], {"RANK": "0"}),
+        1: (["bash", "-c", f"echo $$ > {child}; exec sleep 60"], {"RANK": "1"}),
+    }
+    with pytest.raises(ValueError, match="the run of rank 0 ended with status 3: 0 is wrong"):
+        process.run_together(commands, {rank: tmp_path / f"{rank}.log" for rank in commands})
+    assert ended(wait_for(child))
+
+
+def test_run_returns_the_status_or_none_in_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert process.run(["bash", "-c", "echo $WORD; echo err >&2; exit 5"], log, {"WORD": "out"}) == 5
+    assert log.read_text() == "out\nerr\n"
+    assert process.run(["sleep", "60"], log, timeout=0.1) is None
+
+
+def test_command_lines_of_training() -> None:
+    python, module = sys.executable, "megatron_pp_ext.pretrain_gpt"
+    assert command.training(["--x"], None, cpu=True) == [python, "-m", module, "--cpu", "--x"]
+    assert command.training(["--x"], 2, Path("mine.py"), cpu=False) == [
+        python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "megatron_pp_ext", "mine.py", "--x",
+    ]  # fmt: skip

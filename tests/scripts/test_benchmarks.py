@@ -1,0 +1,32 @@
+"""Every benchmark can be imported, and answers --help; to run them all would take hours."""
+
+import pkgutil
+from importlib import import_module
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import benchmarks
+
+MODULES = [
+    module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
+]
+COMMANDS = {
+    "gpu.check", "planner.accuracy", "planner.partition", "planner.rehearsals", "runtime.launches",
+    "runtime.overhead", "runtime.pipedream", "runtime.split", "runtime.start_up", "runtime.steps",
+    "runtime.train", "schedules.tables",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_imports_and_answers_help(name: str) -> None:
+    main = getattr(import_module(name), "main", None)
+    assert (main is not None) == (name.removeprefix("benchmarks.") in COMMANDS)
+    if main is None:
+        return
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
