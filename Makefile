@@ -1,6 +1,7 @@
 # make env    makes .venv with everything in it: mpp, torchrun, pytest
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
 # make test   lint, types and tests                                            (ARGS=what pytest should get)
+# make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones
 # make lock   renews requirements.lock, from which make env installs
 
@@ -9,13 +10,14 @@ PYTHON := $(shell for python in python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 UV := $(BIN)/python -m uv
-# Tests of one file stay together, since they share the runs of stock Megatron that they compare with.
-PARALLEL := -n logical --maxprocesses 4 --dist loadfile
+# Four workers, also on two cores: while the ranks of a job wait for each other, another job runs.  Tests of a file
+# stay together, since they share runs of stock Megatron; a worker that is done takes over half of what another has.
+PARALLEL := -n 4 --dist worksteal
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
 packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-.PHONY: env demo test test-matrix smoke lint lock clean
+.PHONY: env demo test test-all test-matrix smoke lint lock clean
 
 env: .venv/.installed
 
@@ -39,6 +41,10 @@ demo: env
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
+	$(MAKE) $(OLDER:%=test-%)
 
 test-matrix: env $(OLDER:%=test-%)
 	$(BIN)/python -m pytest $(PARALLEL) tests/integration $(ARGS)

@@ -1,7 +1,31 @@
 """What has to hold before any test imports torch. Torch itself is left to the tests that need it."""
 
 import os
+import shutil
+import tempfile
+
+import pytest
 
 # Ranks share the cores of the test machine. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+CACHE = "MEGATRON_PP_EXT_CACHE"
+"""The folder of compiled schedules: all workers share one, and none reads what was compiled before."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make that folder, and let no property-based test fail for the time that it takes."""
+    if not hasattr(config, "workerinput"):
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="compiled-")
+    if config.pluginmanager.has_plugin("hypothesispytest"):  # a machine for GPU tests may lack hypothesis
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("any machine")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder at the end of the session."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[CACHE], ignore_errors=True)

@@ -16,7 +16,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
         allow_module_level=True,
     )
 
-from tests.integration.test_quantized_operands import ROWS, WIDTH, put
+from tests.support.deferred import ROWS, WIDTH, put
 
 NAMES = ("float8", "mxfp8", "float8_blockwise", "nvfp4")
 SCALES = {"fp8_scale_inv", "rowwise_scale_inv", "columnwise_scale_inv", "amax_rowwise", "amax_columnwise"}

@@ -4,6 +4,7 @@ Several ranks share the device where NCCL lets them, and otherwise pass their me
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ pytestmark = [
 ]
 
 ROWS, WIDTH, MICROBATCHES = 8, 64, 8
+RESOLUTION = 2e-6
+"""Seconds by which two pairs of events may differ, each event being resolved to half a microsecond."""
 
 
 def _stage(stage: int, stages: int, device: torch.device) -> ModuleStage:
@@ -107,14 +110,24 @@ def test_gradients_equal_those_of_one_piece(ranks: int, backend: str, tmp_path: 
 
 
 def test_the_recorder_reads_the_device_s_clock() -> None:
-    """The host is done with an action long before the device is."""
-    cycles = 100_000_000
+    """The host is done with an action long before the device is, whose own events tell how long it took."""
     recorder = StepRecorder()
+    own: list[torch.cuda.Event] = []
     with recorder.step():
         for microbatch in range(2):
             with recorder.during(Action(0, Kind.F, microbatch)):
-                torch.cuda._sleep(cycles)
+                own.append(_event())
+                torch.cuda._sleep(100_000_000)
+                own.append(_event())
     first, second = recorder.record.events
-    assert first.end - first.start > 0.01
-    assert second.end - second.start == pytest.approx(first.end - first.start, rel=0.2)
-    assert 0 <= second.start - first.end < 0.005
+    # The recorder's marks are around the test's: its actions take longer, its gaps between them less.
+    inner = [before.elapsed_time(after) / 1e3 for before, after in pairwise(own)]
+    assert first.end - first.start >= inner[0] - RESOLUTION
+    assert -RESOLUTION <= second.start - first.end <= inner[1] + RESOLUTION
+    assert second.end - second.start >= inner[2] - RESOLUTION
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

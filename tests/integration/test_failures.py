@@ -35,7 +35,7 @@ def kill_rank_2_in_step_3(chunks: list[torch.nn.Module]) -> None:
 def test_the_others_end_and_the_checkpoint_loads(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "1")
     with pytest.raises(RankError, match="rank 2 failed") as error:
-        train(4, [*FLAGS, *SCHEDULE, *save], initialize=kill_rank_2_in_step_3, timeout=60)
+        train(4, [*FLAGS, *SCHEDULE, *save], initialize=kill_rank_2_in_step_3)
     # Its neighbours found their connection closed and ended by themselves, with a traceback to tell.
     for neighbour in (1, 3):
         assert f"--- rank {neighbour} ---" in str(error.value)

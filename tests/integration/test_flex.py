@@ -4,23 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.planner.step.programs import compiled
+from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
-from tests.integration.test_model_costs import costs
-from tests.integration.test_refusals import PP4, read
 from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock
+from tests.support.flags import PP4, assert_refused, estimated_costs, read
 from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "4")
 FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("limit", ["0.5", "1"])
@@ -60,7 +54,7 @@ def test_the_limit_is_kept_when_measured(tmp_path: Path) -> None:
 
 def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training's schedules, which are those that ``mpp estimate`` times, too."""
-    estimated = costs(PP4, 8)
+    estimated = estimated_costs(PP4, 8)
     whole = 4 * estimated.merged(4).stages[0].activation
     assert estimated.message
     totals = {}
@@ -69,7 +63,7 @@ def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: 
         schedule = source.build(8, None)
         timeline = simulate(schedule, estimated.merged(schedule.placement.stages))
         assert max(timeline.peak_activations) <= 0.75 * whole
-        assert compiled(4, 8, estimated, limit)[0].replay.schedule.digest == schedule.digest
+        assert named("flex", 4, 8, limit=limit).compile(estimated).timeline.schedule.digest == schedule.digest
         totals[limit] = max(timeline.peak_memory)
     assert totals[0.75 * whole] <= 0.75 * whole < totals[0.75]
 
@@ -102,10 +96,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as error:
-        read(monkeypatch, flags)
-    assert "\n" not in str(error.value)
+    assert_refused(monkeypatch, *REFUSED[case])
 
 
 def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request import sources, updates
-from megatron_pp_ext.integration.runners import choose, flush_free
+from megatron_pp_ext.integration.runners import choose, flush_free, free_memory
+from megatron_pp_ext.request import updates
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.view import trace_file
@@ -29,7 +29,7 @@ _step, _finish = schedules.forward_step, schedules.backward_step
 
 
 def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
-    """Pre-train; tell this rank's parameters at the end, its losses and what weight versions took."""
+    """Pre-train; return this rank's parameters at the end, its losses and what weight versions took."""
     chunks: list[torch.nn.Module] = []
 
     def initialize(model: list[torch.nn.Module]) -> None:
@@ -197,7 +197,7 @@ def test_clipping_goes_by_stage() -> None:
 def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:
     """Half of what PipeDream's three versions take on the first rank is enough for one version each."""
     weights = sum(tensor.nbytes for tensor in run(4, (*MODEL, *SGD, *TIGHT))[0]["parameters"].values())
-    monkeypatch.setattr(sources, "free_bytes", lambda: 2 * weights)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 2 * weights)
     message = (
         rf"keep 3 older version\(s\) of {weights:,} .* rank 0, which has {2 * weights:,} .*interval to 2,"
     )
@@ -207,14 +207,14 @@ def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:
 
 
 def test_another_number_of_microbatches_under_way_is_refused() -> None:
-    flight = object.__new__(flush_free._Flight)
-    flight._updates = updates.Updates(4, Weights.PREVIOUS, waits=False)
+    running = object.__new__(flush_free._RunningPipeline)
+    running._updates = updates.Updates(4, Weights.PREVIOUS, waits=False)
     with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
-        flight.update(SimpleNamespace(microbatches=2), None)
+        running.update(SimpleNamespace(microbatches=2), None)
 
 
 def note_samples(file: str) -> None:
-    """Write the first tokens of what each training loss is taken of, behind the number of its step."""
+    """Write a line for each training loss: the number of its step and its first tokens."""
     stock = pretrain_gpt.loss_func
     batch = pretrain_gpt.get_batch
     seen: list = []
@@ -273,7 +273,7 @@ def test_a_killed_and_resumed_run_uses_every_sample_once(tmp_path) -> None:
 
 
 def test_ten_updates_are_one_1f1b(tmp_path) -> None:
-    """What the recorder heard is 1F1B over all microbatches: between two updates nothing drains."""
+    """The recorded order is 1F1B over all microbatches: the pipeline does not drain between two updates."""
     file = tmp_path / "trace.json"
     flags = (*MODEL, *SGD, "--train-iters", "10", "--pipeline-trace", str(file))
     run(4, (*flags, *flags_of(4, 2, "latest")))

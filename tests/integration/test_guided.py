@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.request.profile_steps import ProfileSteps
 from megatron_pp_ext.integration.runners import profile_guided
+from megatron_pp_ext.request.measurements import ProfileSteps
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -20,32 +19,28 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
-from tests.integration.test_refusals import PP4, read
+from tests.support.clock import TICK, Clock
 from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.flags import PP4, assert_refused, read
 from tests.support.training import initialize_by_layer, train
 
 EQUAL = ("--clip-grad", "0", "--untie-embeddings-and-output-weights", "--train-iters", "6")
 PIPELINE = ("--pipeline-model-parallel-size", "4", *EQUAL)
 MEASURED = ("--pipeline-profile-steps", "2-3")
-SLEEP = 0.01
+SLOW = 0.01
 UNEVEN = (1, 5, 2, 6, 1, 3, 1, 1)
 """What the stages take, in milliseconds: costs that no published family was made for."""
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """What rank 0 logs of the change goes here."""
+    """The lines that rank 0 logs about the change."""
     file = tmp_path / "log"
     file.touch()
-    say = profile_guided.print_rank_0
+    stock_print = profile_guided.print_rank_0
 
     def print_and_keep(text: str) -> None:
-        say(text)
+        stock_print(text)
         if torch.distributed.get_rank() == 0:
             with file.open("a") as lines:
                 lines.write(f"{text}\n")
@@ -72,7 +67,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["v-half", "1f1b"])
-def test_losses_do_not_tell_of_the_change(name: str, log: Path, uneven: None, tmp_path: Path) -> None:
+def test_the_change_leaves_no_trace_in_losses(name: str, log: Path, uneven: None, tmp_path: Path) -> None:
     file = tmp_path / "after.json"
     ours = run(4, [*PIPELINE, *MEASURED, "--pipeline-schedule", name, "--pipeline-trace", str(file)])
     assert_same_bits(ours, stock(4, *PIPELINE))
@@ -97,27 +92,23 @@ def _assert_another_order_in_no_more_memory(after: RecordedStep, file: Path) -> 
 
 
 def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
-    """Make layer 8 sleep in its forward, and twice as long in its backward; the clocks of ranks differ."""
+    """Let layer 8 take time in its forward, and twice as long in its backward; the clocks of ranks differ."""
     initialize_by_layer(chunks)
-    ahead = 1000 * torch.distributed.get_rank()
-    clock_offset.now = lambda: time.perf_counter() + ahead
+    clock = clock_offset.now = Clock(1000.0 * torch.distributed.get_rank())
 
-    def backward_sleeps(gradient: torch.Tensor) -> None:
-        time.sleep(2 * SLEEP)
-
-    def sleep(module: torch.nn.Module, args, output) -> None:
-        time.sleep(SLEEP)
+    def take_time(module: torch.nn.Module, args, output) -> None:
+        clock.pass_by(SLOW)
         if output[0].requires_grad:
-            output[0].register_hook(backward_sleeps)
+            output[0].register_hook(lambda gradient: clock.pass_by(2 * SLOW))
 
     for chunk in unwrap_model(chunks):
         for layer in chunk.decoder.layers:
             if layer.layer_number == 8:
-                layer.mlp.register_forward_hook(sleep)
+                layer.mlp.register_forward_hook(take_time)
 
 
 def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The stage that sleeps costs its sleep in F and in I; its W and the other stages do not."""
+    """A slow layer makes its stage cost more in F and in I, not in W, and the other stage nothing."""
     simulate = profile_guided.simulate
 
     def keep(schedule: Schedule, costs: Costs) -> Timeline:
@@ -130,14 +121,14 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     train(2, [*flags, *MEASURED, "--pipeline-trace", str(file)], initialize=slow_last_stage)
     costs = pickle.loads((tmp_path / "costs").read_bytes())
     first, last = costs.stages
-    assert last.forward > SLEEP
-    assert last.input_gradient > 2 * SLEEP
-    assert max(first.input_gradient, last.weight_gradient) < last.input_gradient
+    # Between the readings at its begin and its end an action looks at no clock.
+    assert (last.forward, last.input_gradient) == pytest.approx((SLOW, 2 * SLOW), abs=2 * TICK, rel=0)
+    assert max(first.forward, first.input_gradient, first.weight_gradient, last.weight_gradient) <= 2 * TICK
     assert 0 < first.released_by_input_gradient < first.activation
     # Equal layers; the last stage keeps the logits, too.
     assert first.activation < last.activation
     assert costs.message == 4 * 32 * 32
-    # On one clock, a message and a step take no 1000 seconds.
+    # On one clock, a message and a step take no 1000 seconds, by which the clocks of the ranks differ.
     assert costs.hop < 100
     step = trace_file.read(file)
     assert step.timeline().makespan < 100
@@ -162,12 +153,12 @@ def test_growing_batches_evaluation_and_checkpoints(log: Path, uneven: None, tmp
     expected = stock(2, *flags, "--train-iters", "7")
     assert_same_bits(whole, expected)
     assert whole.validation == expected.validation
-    told = log.read_text()
-    assert len(re.findall("m = [45], measured in steps 2-3: predicted", told)) == 2
+    lines = log.read_text()
+    assert len(re.findall("m = [45], measured in steps 2-3: predicted", lines)) == 2
     load = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", "5")
     resumed = train(2, [*flags, "--train-iters", "7", *ours, *load])
     assert resumed[-1].losses == expected.losses[5:]
-    assert "are over in step" in log.read_text().removeprefix(told)
+    assert "are over in step" in log.read_text().removeprefix(lines)
 
 
 def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +177,7 @@ def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> Non
     assert limits("auto") == (1e9, measured)
 
 
-def test_measured_steps_that_are_skipped_are_told_of(log: Path) -> None:
+def test_measured_steps_that_are_skipped_are_logged(log: Path) -> None:
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b"]
     train(2, [*flags, "--pipeline-profile-steps", "2-3", "--iterations-to-skip", "2", "3"])
     assert "2-3 are over in step 4, and none of them was run" in log.read_text()
@@ -201,19 +192,19 @@ def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch
 
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", *MEASURED]
     flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "2"]
-    for activation, told in ((100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")):
+    for activation, reason in ((100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")):
         monkeypatch.setattr(profile_guided, "measured_costs", partial(costs, activation))
         train(2, flags)
         (line,) = log.read_text().splitlines()
-        assert re.search(f"m = 1, measured in steps 2-3: flex stays, {told}", line)
+        assert re.search(f"m = 1, measured in steps 2-3: flex stays, {reason}", line)
         log.write_text("")
 
 
 FLAG = "--pipeline-profile-steps"
 REFUSED = {
-    "one number": (f"--pipeline-schedule v-half {FLAG} 5", "wants two numbers of training steps .* got '5'"),
-    "words": (f"--pipeline-schedule v-half {FLAG} a-b", "wants two numbers .* got 'a-b'"),
-    "negative": (f"--pipeline-schedule v-half {FLAG}=-1-2", "wants two numbers .* got '-1-2'"),
+    "one number": (f"--pipeline-schedule v-half {FLAG} 5", "needs two numbers of training steps .* got '5'"),
+    "words": (f"--pipeline-schedule v-half {FLAG} a-b", "needs two numbers .* got 'a-b'"),
+    "negative": (f"--pipeline-schedule v-half {FLAG}=-1-2", "needs two numbers .* got '-1-2'"),
     "step 0": (f"--pipeline-schedule v-half {FLAG} 0-2", "0-2 starts before the first step; set it to 1-2"),
     "backwards": (f"--pipeline-schedule v-half {FLAG} 2-1", "2-1 ends before it starts; set it to 1-2"),
     "beyond the end": (
@@ -240,9 +231,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as error:
-        read(monkeypatch, f"{PP4} {flags}")
-    assert "\n" not in str(error.value)
+    assert_refused(monkeypatch, f"{PP4} {flags}", message)
 
 
 def test_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

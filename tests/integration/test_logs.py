@@ -1,4 +1,4 @@
-"""What Megatron tells of a run (log lines, event files, timers, memory report) is as right as under stock.
+"""Megatron's reports of a run (log lines, event files, timers, memory) are as right as under stock.
 
 Under a V the first rank has the loss and the last rank prints it, and both copies of a tied weight are on one
 rank, where norms and counts must take one of them.
@@ -116,16 +116,16 @@ def count_starts(chunks: list[torch.nn.Module]) -> None:
 
 
 def test_timers() -> None:
-    """A whole backward is timed once, one in two halves twice, and nothing escapes forward-backward."""
+    """A whole backward is timed once, one in two halves twice, and forward-backward covers them all."""
     for name, flags in SCHEDULES.items():
-        told = train(
+        ranks = train(
             2,
             [*PIPELINE, *flags, "--timing-log-level", "2", "--timing-log-option", "all"],
             initialize=count_starts,
             grab=starts_of_timers,
         )
         chunks, halves = (2 if name == "v-half" else 1), (1 if name == "stock" else 2)
-        for rank in told:
+        for rank in ranks:
             assert rank.grabbed["forward-backward"] == 1
             assert rank.grabbed["forward-compute"] == 8 * chunks
             assert rank.grabbed["backward-compute"] == 8 * chunks * halves
@@ -143,18 +143,18 @@ def report(chunks: list[torch.nn.Module]) -> tuple[float, float, float, Namespac
 
 
 def test_theoretical_memory() -> None:
-    told = {}
+    reported = {}
     for name in ("stock", "1f1b", "v-half", "interleaved"):
         flags = () if name == "stock" else ("--pipeline-schedule", name)
-        told[name] = train(
+        reported[name] = train(
             4, ["--pipeline-model-parallel-size", "4", "--train-iters", "1", *flags], grab=report
         )[0].grabbed
-    *stock, args = told["stock"]
-    assert told["1f1b"][:3] == tuple(stock)
+    *stock, args = reported["stock"]
+    assert reported["1f1b"][:3] == tuple(stock)
     # V-Half keeps floor((p + 2) / 2) whole stages of its four ranks' 1F1B; 1F1B keeps p.
-    weights, *activations, _ = told["v-half"]
+    weights, *activations, _ = reported["v-half"]
     assert activations == pytest.approx([3 / 4 * bytes for bytes in stock[1:]])
     # 18 bytes a parameter: bf16 weight, fp32 gradient, weight and two moments.
     assert weights == stock[0] + 18 * args.hidden_size * args.padded_vocab_size
     # Megatron's own estimate of its interleaved schedule: 1 + (p - 1) / (p v) of 1F1B.
-    assert told["interleaved"][1:3] == pytest.approx([11 / 8 * bytes for bytes in stock[1:]])
+    assert reported["interleaved"][1:3] == pytest.approx([11 / 8 * bytes for bytes in stock[1:]])

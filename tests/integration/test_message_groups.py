@@ -26,12 +26,12 @@ FILES = {
 }
 
 
-Asked = Callable[..., GroupOptions]
+Options = Callable[..., GroupOptions]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """What NCCL is asked for under some flags."""
+def options(monkeypatch: pytest.MonkeyPatch) -> Options:
+    """The options for NCCL groups under some flags."""
 
     def read(flags: str = "") -> GroupOptions:
         monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
@@ -40,23 +40,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return read
 
 
-def test_defaults_are_ours(asked: Asked) -> None:
-    assert asked() == GroupOptions(is_high_priority_stream=True, max_ctas=4)
+def test_defaults_are_ours(options: Options) -> None:
+    assert options() == GroupOptions(is_high_priority_stream=True, max_ctas=4)
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_file_of_communicators(text: str, asked: Asked, tmp_path: Path) -> None:
+def test_file_of_communicators(text: str, options: Options, tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text(text)
-    assert asked(f"--nccl-communicator-config-path {file}") == FILES[text]
+    assert options(f"--nccl-communicator-config-path {file}") == FILES[text]
 
 
-def test_named_groups_have_a_high_priority(asked: Asked, tmp_path: Path) -> None:
+def test_named_groups_have_a_high_priority(options: Options, tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text("pp: {is_high_priority_stream: false}")
     path = f"--nccl-communicator-config-path {file}"
-    assert not asked(f"{path} --high-priority-stream-groups dp_cp").is_high_priority_stream
-    assert asked(f"{path} --high-priority-stream-groups dp_cp pp").is_high_priority_stream
+    assert not options(f"{path} --high-priority-stream-groups dp_cp").is_high_priority_stream
+    assert options(f"{path} --high-priority-stream-groups dp_cp pp").is_high_priority_stream
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Megatron makes NCCL's own options")

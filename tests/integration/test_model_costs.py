@@ -10,17 +10,17 @@ from typing import NamedTuple
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
-from megatron.training import arguments as megatron_arguments
 
-from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.request import model_costs
 from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
-from tests.support.training import TINY, train
+from tests.support.flags import arguments
+from tests.support.flags import estimated_costs as costs
+from tests.support.training import train
 
 TOKENS = SEQUENCE = HIDDEN = 32
 VOCABULARY = 64
@@ -28,17 +28,6 @@ ATTENTION = 4 * HIDDEN**2
 SCORES = 4 * TOKENS * SEQUENCE * HIDDEN
 ROUGHLY = TOKENS * HIDDEN  # for what every stage has beside its layers
 UNIT = 1e-15  # seconds an operation
-
-
-def arguments(flags: str) -> Namespace:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
-        args: Namespace = megatron_arguments.parse_args()
-    return args
-
-
-def costs(flags: str, stages: int) -> Costs:
-    return estimate(arguments(flags), stages)
 
 
 def assert_operations(stage: StageCosts, weights: int, scores: int, repeated: int = 0) -> None:

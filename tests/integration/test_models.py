@@ -126,7 +126,7 @@ def test_the_prediction_starts_with_the_embedding(schedule: str) -> None:
     train(2, [*flags, "--pipeline-schedule", schedule], initialize=_require_copies)
 
 
-HYBRID = "--spec hybrid_layers stack --position-embedding-type rope --hybrid-layer-pattern"
+HYBRID = "--spec tests.support.hybrid_layers stack --position-embedding-type rope --hybrid-layer-pattern"
 BUILDS_HYBRIDS = since((0, 19), "megatron-core before 0.19 leaves building a hybrid model to its scripts")
 HYBRID_EXPERTS = f"{EXPERTS} --moe-aux-loss-coeff 0.01 {HYBRID} *E|E*|-E|E*/*-"
 

@@ -10,7 +10,7 @@ import torch
 from megatron_pp_ext.integration.runners.paged_stash import begin_step
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from tests.integration.test_refusals import read
+from tests.support.flags import assert_refused
 
 stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="Megatron 0.18 and later")
 
@@ -154,7 +154,7 @@ def test_another_order_later_is_what_it_cannot_do():
             gradients(catalog.build(name, 2, 4), 0)
 
 
-def test_without_the_flag_nothing_is_asked_for():
+def test_without_the_flag_there_are_no_pages():
     begin_step(SimpleNamespace(moe_paged_stash=False), forward_only=False)
     begin_step(SimpleNamespace(), forward_only=False)
     assert stash.PagedStashManager.STASH_MGR is None
@@ -163,5 +163,4 @@ def test_without_the_flag_nothing_is_asked_for():
 @pytest.mark.parametrize("flags", ["auto", "1f1b --pipeline-profile-steps 1-2"])
 def test_a_schedule_that_changes_is_refused(flags, monkeypatch):
     flags = f"--pipeline-model-parallel-size 4 --moe-paged-stash --pipeline-schedule {flags}"
-    with pytest.raises(ValueError, match="--moe-paged-stash: it holds all steps to the order of its first"):
-        read(monkeypatch, flags)
+    assert_refused(monkeypatch, flags, "--moe-paged-stash: it holds all steps to the order of its first")

@@ -6,7 +6,6 @@ The table is in ``features``; a row that fails runs alone with ``-k`` and its na
 from itertools import combinations
 
 import pytest
-import torch
 
 from tests.support import rounding
 from tests.support.comparison import assert_same_bits, assert_same_gradients, run
@@ -25,7 +24,7 @@ from tests.support.features import (
 ROWS = covering_rows(FACTORS, EXCLUDED)
 CLIPPED_ABOVE = float(FLAGS["clipping"]["engages"].split()[-1])
 TOKENS = SEQUENCE * min(min(counts) for counts in MICROBATCHES.values())
-HALF_PRECISION = rounding.relative(3 * 10 * 8, torch.bfloat16) / TOKENS
+HALF_PRECISION = rounding.relative(3 * 10 * 8, rounding.BFLOAT16) / TOKENS
 """Later losses, once the last bit of a clipped update has decided how a weight is rounded.
 
 From then on every tensor may be rounded otherwise: ten a layer in eight layers, and twice as many backwards.

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request.launch_flags import layers_by_stage, read_flags, stages_asked_for
+from megatron_pp_ext.integration.request.launch_flags import read_flags
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.plan import plan_of
+from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.view import trace_file
 from tests.support.training import TINY, train
 
@@ -63,10 +63,9 @@ def measured(ranks: int, flags: str, folder: Path) -> list[int]:
 def predicted(ranks: int, flags: str) -> tuple[float, ...]:
     """The planner's, but for what a whole backward computes again and drops: that is not recorded."""
     args = read_flags(cpu.with_cpu_flags([*TINY, *LARGER.split(), *flags.split()]))
-    plan = plan_of(args, ranks, stages_asked_for(args))
-    layers = layers_by_stage(args, plan.placement.stages)
-    work = Workload(args, system.read("h100"), plan.placement, plan.data, layers)
-    order = program(plan.schedule, plan.placement.ranks, plan.microbatches, plan.placement.chunks)
+    request = for_world(args, ranks)
+    work = Workload(args, system.read("h100"), request.placement, request.data)
+    order = program(request.schedule, request.ranks, request.microbatches, request.placement.chunks)
     return order.in_flight.peaks([replace(part, brief_in_whole=0.0) for part in work.parts])
 
 

@@ -1,8 +1,8 @@
 """--profile-pipeline: every layer once and in order, and what a layer costs is its own."""
 
-import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +10,20 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cli.profile import training_flags
-from megatron_pp_ext.integration.runners.layer_profiler import refuse_flags
+from megatron_pp_ext.cpu import streams
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.request.measurements import refuse_profile
 from tests.support import rounding
+from tests.support.clock import TICK, Clock
 from tests.support.training import initialize_by_layer, train
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 8, 32, 32, 64
 HIDDEN_BYTES = 4 * HIDDEN * SEQUENCE
+SLOW = 0.1
 
 
 def profile(ranks: int, flags: str, file: Path) -> Profile:
@@ -58,18 +61,20 @@ def test_every_layer_once(ranks: int, flags: str, tmp_path: Path) -> None:
 
 
 def slow_layer(chunks: list[torch.nn.Module]) -> None:
-    """Make the feed-forward of layer 5 sleep, in its forward and for longer in its backward."""
+    """Let the feed-forward of layer 5 take time in its forward, and twice as long in its backward."""
     initialize_by_layer(chunks)
+    clock = Clock()
+
+    def take_time(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
+        clock.pass_by(SLOW)
+        if output[0].requires_grad:
+            output[0].register_hook(lambda gradient: clock.pass_by(2 * SLOW))
+
+    streams.time = SimpleNamespace(perf_counter=clock)
     for chunk in unwrap_model(chunks):
         for layer in chunk.decoder.layers:
             if layer.layer_number == 5:
-                layer.mlp.register_forward_hook(sleep)
-
-
-def sleep(module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> None:
-    time.sleep(0.1)
-    if output[0].requires_grad:
-        output[0].register_hook(lambda gradient: time.sleep(0.2))
+                layer.mlp.register_forward_hook(take_time)
 
 
 def test_time_goes_to_the_layer_that_takes_it(tmp_path: Path) -> None:
@@ -77,9 +82,11 @@ def test_time_goes_to_the_layer_that_takes_it(tmp_path: Path) -> None:
     pipeline = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"]
     train(2, [*pipeline, "--profile-pipeline", str(file)], initialize=slow_layer)
     layers = profile_file.read(file).layers
-    assert max(layers, key=lambda layer: layer.forward_seconds).name == "layer 5"
-    assert max(layers, key=lambda layer: layer.backward_seconds).name == "layer 5"
-    assert layers[5].backward_seconds > layers[5].forward_seconds
+    for layer in layers:
+        slow = SLOW if layer.name == "layer 5" else 0.0
+        measured = layer.forward_seconds, layer.backward_seconds
+        # Pieces that run meanwhile read the clock as well, and each of their readings is a tick.
+        assert measured == pytest.approx((slow, 2 * slow), abs=LAYERS * TICK, rel=0), layer.name
 
 
 def test_the_layout_trains(tmp_path: Path) -> None:
@@ -119,8 +126,8 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
         mtp_num_layers=None,
         train_iters=3,
     )
-    refuse_flags(args)
+    refuse_profile(args)
     vars(args).update(changed)
     with pytest.raises(ValueError, match="--profile-pipeline ") as error:
-        refuse_flags(args)
+        refuse_profile(args)
     assert message in str(error.value)

@@ -6,12 +6,7 @@ Transformer Engine's own classes are in tests/engine.
 import pytest
 import torch
 
-from megatron_pp_ext.integration.hooks.engine_linear import DeferringStore
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
-
-ROWS, WIDTH = 8, 4
-SLOT = Owner(0, 0)
+from tests.support.deferred import ROWS, WIDTH, put
 
 
 def numbers():
@@ -78,36 +73,9 @@ class FromAutograd(torch.Tensor):
         self.copies.update_usage(**usage)
 
 
-class Layer(torch.nn.Module):
-    fuse_wgrad_accumulation = True
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-
 def copies(operand):
     """How many copies of its numbers ``operand`` holds."""
     return sum(tensor is not None for tensor in operand.get_data_tensors())
-
-
-def put(*operands):
-    """Hand ``operands`` over; returns how many bytes wait, and the operands that the product was given."""
-    given = []
-
-    def product(*those):
-        given.extend(those)
-        return None, None
-
-    STORE.meter = ActivationMeter([])
-    try:
-        with STORE.collecting(SLOT):
-            DeferringStore(Layer()).put(operands, product)
-        waiting = STORE.meter.live_bytes
-        STORE.run(SLOT)
-    finally:
-        STORE.meter = None
-    return waiting, given
 
 
 @pytest.mark.parametrize(

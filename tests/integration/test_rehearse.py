@@ -10,8 +10,8 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
-from megatron_pp_ext.integration.runners.rehearsing import refuse_flags
 from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
+from megatron_pp_ext.request.measurements import refuse_rehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
 from tests.support import ranks, training
@@ -59,8 +59,8 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
     if "--sequence-parallel" in flags:
         # Of a stage of two layers: two gathers and two scatters a layer, forward and back, of fp32.
         gather = Collective(0, "F", "gather", 4 * SEQUENCE * HIDDEN, ranks=2, stride=1)
-        heard = found[1].collectives
-        assert heard.count(gather) == heard.count(gather._replace(kind="I")) == 8
+        collectives = found[1].collectives
+        assert collectives.count(gather) == collectives.count(gather._replace(kind="I")) == 8
         assert found[1].message_bytes == gather.size // 2
     schedule = csv_file.read(tmp_path / "0.csv")
     assert schedule.orders == real.timeline().schedule.orders
@@ -95,8 +95,8 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
         profile_pipeline=None,
         fake_process_group=True,
     )
-    refuse_flags(args)
+    refuse_rehearsal(args)
     vars(args).update(changed)
     with pytest.raises(ValueError, match="rehears") as error:
-        refuse_flags(args)
+        refuse_rehearsal(args)
     assert message in str(error.value)

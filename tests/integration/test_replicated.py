@@ -128,8 +128,8 @@ def alone() -> dict:
 @pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2, 1)])
 def test_gradients_are_those_of_one_process(counts: tuple[int, ...], alone: dict) -> None:
     ranks = run_ranks(partial(train, counts=counts), sum(counts))
-    told = sorted(loss for rank in ranks for loss in rank["losses"])
-    assert told == alone["losses"]
+    losses = sorted(loss for rank in ranks for loss in rank["losses"])
+    assert losses == alone["losses"]
     for rank in ranks:
         for name, gradient in rank["gradients"].items():
             expected = alone["gradients"][name]

@@ -1,4 +1,4 @@
-"""What a script can ask of the forward-backward function itself, and the schedules cannot do."""
+"""What a script may request of the forward-backward function and schedules refuse, in one line."""
 
 import pytest
 import torch.distributed as dist
@@ -6,8 +6,8 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request import sources
 from megatron_pp_ext.integration.runners import flushed
+from megatron_pp_ext.request import source
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import linear
 from tests.support.ranks import run_ranks
@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture
 def pipeline():
-    chosen = requested.Pipeline(sources.from_catalogue("1f1b", linear(2)), linear(2))
+    chosen = requested.Pipeline(source.from_catalogue("1f1b", linear(2)), linear(2))
     requested.activate(chosen)
     yield chosen
     requested.activate(None)
@@ -28,7 +28,7 @@ def contract(**changed):
 
 def test_distillation_is_refused(pipeline):
     runner = stock_schedules.get_forward_backward_func()
-    assert isinstance(runner, flushed.PipelineRunner)
+    assert isinstance(runner, flushed.FlushedRunner)
     with pytest.raises(ValueError, match="does not support modelopt's distillation"):
         runner(**contract(adjust_tensor_shapes_fn=lambda *shapes: shapes))
 
@@ -51,5 +51,5 @@ def compare(rank: int) -> str:
 
 
 def test_all_pipelines_of_a_job_run_one_schedule() -> None:
-    for said in run_ranks(compare, 4):
-        assert "ranks 0 and 2 of this job built different schedules" in said
+    for error in run_ranks(compare, 4):
+        assert "ranks 0 and 2 of this job built different schedules" in error

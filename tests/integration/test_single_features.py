@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.integration.request.refusals import refuse_unsupported_config
+from megatron_pp_ext.request.refusals import refuse_config
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
 from tests.support.training import initialize_by_layer, since, train
@@ -130,8 +130,8 @@ def test_sequences_of_several_lengths(schedule: str) -> None:
 )
 def test_what_goes_by_stocks_order_is_refused(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
-        refuse_unsupported_config(SimpleNamespace(**{setting: value}))
-    refuse_unsupported_config(SimpleNamespace(cuda_graph_impl="none"))
+        refuse_config(SimpleNamespace(**{setting: value}))
+    refuse_config(SimpleNamespace(cuda_graph_impl="none"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half"])

@@ -10,7 +10,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
-from tests.integration.test_parity import MAIN_FAMILIES
+from tests.support.comparison import MAIN_FAMILIES
 from tests.support.training import train
 
 RANKS, MICROBATCHES = 4, 9

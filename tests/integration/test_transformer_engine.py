@@ -10,13 +10,14 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import RowParallelLinear
 
-from megatron_pp_ext.compiler.compile import compile_schedule, least_limits
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.integration.hooks.engine_linear import (
     DeferringStore,
-    require_first_first,
     split_backwards,
 )
-from megatron_pp_ext.integration.request.refusals import refuse_unsupported
+from megatron_pp_ext.request.csv_schedule import require_first_first
+from megatron_pp_ext.request.refusals import refuse
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -24,8 +25,8 @@ from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
-from tests.integration.test_refusals import read
 from tests.support import training
+from tests.support.flags import assert_refused, read
 
 ROWS, WIDTH, OUT, GROUPS = 6, 4, 3, 2
 
@@ -232,8 +233,8 @@ ARGS = Namespace(
 
 def test_without_transformer_engine_a_split_is_refused():
     with pytest.raises(ValueError, match=r"Engine 0\.0\.0 cannot .*install transformer-engine 2\.3 or newer"):
-        refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=True)
-    refuse_unsupported(ARGS, Placement(Shape.LINEAR, 2), splits_backward=False)
+        refuse(ARGS, Placement(Shape.LINEAR, 2), splits_backward=True, engine="0.0.0")
+    refuse(ARGS, Placement(Shape.LINEAR, 2), splits_backward=False, engine="0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -243,8 +244,8 @@ def test_without_transformer_engine_a_split_is_refused():
 def test_what_transformer_engine_cannot_cut(flag):
     args = Namespace(**{**vars(ARGS), "transformer_impl": "local", flag: True})
     with pytest.raises(ValueError, match=f"does not support --{flag.replace('_', '-')}"):
-        refuse_unsupported(args, Placement(Shape.LINEAR, 2), splits_backward=True)
-    refuse_unsupported(args, Placement(Shape.LINEAR, 2), splits_backward=False)
+        refuse(args, Placement(Shape.LINEAR, 2), splits_backward=True)
+    refuse(args, Placement(Shape.LINEAR, 2), splits_backward=False)
 
 
 def all_schedules():
@@ -303,8 +304,6 @@ def test_a_file_that_begins_with_another_microbatch_is_refused(late, tmp_path, m
     file = tmp_path / "late.csv"
     file.write_text(cells)
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule csv:{file} --transformer-impl"
-    with pytest.raises(
-        ValueError, match=message + ".*put microbatch 0 first, or add --transformer-impl local"
-    ):
-        read(monkeypatch, f"{flags} transformer_engine")
+    message += ".*put microbatch 0 first, or add --transformer-impl local"
+    assert_refused(monkeypatch, f"{flags} transformer_engine", message)
     assert read(monkeypatch, f"{flags} local") is not None

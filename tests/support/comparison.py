@@ -12,6 +12,9 @@ from megatron.core import mpu
 
 from tests.support import rounding, training
 
+MAIN_FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "v-min", "v-half", "v-zb")
+"""The schedules that are trained in every layout; the others differ from them in their order alone."""
+
 
 class Result(NamedTuple):
     """Losses of every step and evaluation, and all gradients of the first step by global name.

@@ -10,9 +10,11 @@ from ortools.sat.python import cp_model
 from megatron_pp_ext.schedule.actions import Kind
 
 
-def shortest(placement, microbatches, costs, limits, *, seconds, hint=None):
-    """(lower bound, best makespan found) after at most ``seconds`` on one core.
+def shortest(placement, microbatches, costs, limits, *, effort, hint=None):
+    """(lower bound, best makespan found) after at most ``effort`` on one core.
 
+    The solver counts its effort in steps of its own, about a second each, so that the answer is the same on
+    any machine.
     The two agree where the optimum is proved.  ``hint`` is a makespan that is known to be reached.
     Every stage takes its microbatches in order, as the project's schedules do.
     """
@@ -69,7 +71,7 @@ def shortest(placement, microbatches, costs, limits, *, seconds, hint=None):
         model.add_reservoir_constraint(times, [-change for change in changes], -int(limits[rank]), 0)
     model.minimize(makespan)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = effort
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     status = solver.solve(model)

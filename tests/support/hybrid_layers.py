@@ -1,4 +1,4 @@
-"""HybridModel's layers without Transformer Engine, for ``--spec hybrid_layers stack``.
+"""HybridModel's layers without Transformer Engine, for ``--spec tests.support.hybrid_layers stack``.
 
 Megatron's own hybrid specs are made of Transformer Engine's modules, and its Mamba layers of CUDA kernels.
 What is left for a CPU is attention (``*``), MLP (``-``), experts (``E``) and multi-token prediction.

@@ -33,13 +33,17 @@ if hasattr(dist.Backend, "_ensure_backend_registered"):
 
 OUTPUT_LINES = 30
 GRACE_SECONDS = 2.0
+HANG_SECONDS = 600.0
+"""A job takes seconds; one that has not ended after so many hangs, however slow the machine is."""
 
 
 class RankError(AssertionError):
     """A rank failed, or did not finish in time."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_SECONDS
+) -> list[Any]:
     """Call ``fn(rank, *args)`` in ``world_size`` forked processes and return what each of them returned.
 
     The environment of torch.distributed is set; ``fn`` makes the process group. Results are pickled, so

@@ -35,7 +35,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
-from megatron_pp_ext.integration import patching, seams
+from megatron_pp_ext.integration import patching, releases, seams
 
 patching.apply(seams.launch_seams(cpu=True))
 
@@ -57,17 +57,15 @@ megatron_flags()
 # It would parse all flags once more, for a package that is not there.
 ft_integration.setup = lambda: None
 
-NEWEST = (0, 19)
-
 # Before 0.18 the tokenizer adds a token to mark the end of a document: so the model is the same on all.
-TOKENS = 63 if patching.megatron_release() < (0, 18) else 64
+TOKENS = 63 if releases.megatron_release() < releases.CORE_0_18 else 64
 
 TINY = shlex.split(
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
     f"--lr 0.01 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {TOKENS} "
     "--make-vocab-size-divisible-by 1 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
-    "--distributed-timeout-minutes 2"
+    "--distributed-timeout-minutes 5"
 )
 
 
@@ -91,7 +89,7 @@ def train(
     *,
     initialize: Callable[[list[torch.nn.Module]], None] | None = None,
     grab: Grab | None = None,
-    timeout: float = 120,
+    timeout: float = ranks.HANG_SECONDS,
 ) -> list[Run]:
     """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
 
@@ -105,7 +103,7 @@ def train(
     """
     for flag in flags:
         if flag.startswith("--") and not has_flag(flag):
-            pytest.skip(f"megatron-core {patching.megatron_version()} has no {flag}")
+            pytest.skip(f"megatron-core {releases.megatron_version()} has no {flag}")
     data = [] if "--data-path" in flags else ["--mock-data"]
     tiny = [*TINY]
     if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two
@@ -117,12 +115,12 @@ def train(
 @functools.cache
 def has_flag(flag: str) -> bool:
     """Whether this Megatron has ``flag``; on the newest release yes, since there its absence is an error."""
-    return patching.megatron_release() >= NEWEST or flag in megatron_flags()
+    return releases.megatron_release() >= releases.NEWEST or flag in megatron_flags()
 
 
-def since(release: patching.Release, why: str) -> pytest.MarkDecorator:
+def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
     """A mark for tests that older releases of Megatron cannot pass, ``why`` being what they lack."""
-    return pytest.mark.skipif(patching.megatron_release() < release, reason=why)
+    return pytest.mark.skipif(releases.megatron_release() < release, reason=why)
 
 
 def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) -> Run:
