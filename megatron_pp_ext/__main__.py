@@ -17,7 +17,7 @@ HELP = f"""{USAGE}
 
 Runs a Megatron-LM training script with this package's pipeline schedules installed, for example
 
-    torchrun --nproc-per-node 8 -m megatron_pp_ext pretrain_gpt.py --pipeline-schedule zbv ...
+    torchrun --nproc-per-node 8 -m megatron_pp_ext pretrain_gpt.py --pipeline-schedule v-half ...
 
   --cpu     run on CPUs with gloo: put stand-ins for torch.cuda in place and add the flags that a CPU needs
   --help    show this text; --help after SCRIPT.py shows the flags of the script
@@ -27,8 +27,8 @@ Runs a Megatron-LM training script with this package's pipeline schedules instal
 def prepare(cpu: bool = False) -> None:
     """Install the schedules into Megatron, and before that, on a CPU, the stand-ins for torch.cuda.
 
-    Has to run before anything imports Megatron. Takes ``--cpu`` out of sys.argv, and puts the flags that a
-    CPU needs in.
+    This has to run before anything imports Megatron. It takes ``--cpu`` out of sys.argv, and puts the flags
+    that a CPU needs in.
     """
     if "--cpu" in sys.argv[1:]:
         cpu = True
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.path.isfile(script):
         _fail(f"{script} does not exist; give the path of a Megatron-LM training script")
 
-    # What python does for "python SCRIPT.py". With -m the first entry is the current folder, and a folder
-    # called megatron there would win over the script's own.
+    # "python SCRIPT.py" puts the script's folder first. With -m the first entry is the current folder, and a
+    # folder called megatron there would win over the script's own.
     if not sys.flags.safe_path:
         sys.path.pop(0)
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(problem: str) -> None:
-    """End with one line that says what is wrong, and the status of a usage error."""
+    """End with one line that describes the problem, and the status of a usage error."""
     print(f"{problem} ({USAGE})", file=sys.stderr)
     raise SystemExit(2)
 

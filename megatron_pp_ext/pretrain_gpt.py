@@ -10,7 +10,7 @@ prediction and distillation, start the checkout's pretrain_gpt.py with ``python 
 if __name__ == "__main__":
     from megatron_pp_ext.__main__ import prepare
 
-    prepare()  # has to come before Megatron is imported
+    prepare()  # this has to come before Megatron is imported
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from megatron_pp_ext.integration import pretraining
 Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
-# Flags whose batches look different from what get_batch below knows.
+# The batches of these flags differ from those that get_batch below returns.
 UNSUPPORTED = (
     "sft",
     "fim_data",
@@ -42,7 +42,7 @@ UNSUPPORTED = (
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Describe the data. The config's fields are named as Megatron's flags are, but for these few."""
+    """Describe the data. The fields of the config are named as Megatron's flags are, except for these."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     values = {
         **vars(args),
@@ -116,7 +116,7 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 
 
 def main() -> None:
-    """Train as sys.argv says."""
+    """Train the model that sys.argv describes."""
     pretraining.pretrain_gpt(datasets, forward_step, UNSUPPORTED)
 
 

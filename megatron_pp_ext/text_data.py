@@ -28,7 +28,7 @@ TESTS_AND_INSTALLED = {"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written."""
+    """The data that were written, in numbers."""
 
     documents: int
     tokens: int
@@ -36,18 +36,18 @@ class Prepared:
 
 
 class TextDataError(ValueError):
-    """The source cannot become training data; the message says why in one line."""
+    """The source cannot become training data; the message gives the reason in one line."""
 
 
 def prepare(source: Path | None, prefix: Path) -> Prepared:
     """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
 
-    Both are replaced once they are whole, and what Megatron has kept beside data of that name is removed; a
-    --data-cache-path of one's own is not. Each file is a document. Megatron splits training from validation
-    data by document, so a source that is one file is cut into pieces first.
+    Both files are replaced once the new ones are whole. The indices that Megatron has cached beside data of
+    that name are removed; those in another --data-cache-path are not. Each file is a document. Megatron
+    splits training from validation data by document, so a source that is one file is cut into pieces first.
     """
-    # Imports Megatron, which takes seconds: after the checks that need nothing.
     files, skipped = _text_files(source)
+    # Importing Megatron takes seconds, so the checks that do not need it come first.
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from rich.console import Console
     from rich.progress import track
@@ -65,7 +65,7 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
             documents += 1
             tokens += len(document)
     builder.finalize(f"{unfinished}.idx")
-    # Megatron keeps its shuffled order of the documents there, and would go on reading by the old one.
+    # Megatron keeps its shuffled order of the documents there, and would read the new ones in the old order.
     for indices in prefix.glob("cache/*_indices"):
         shutil.rmtree(indices)
     for suffix in ("bin", "idx"):
@@ -101,7 +101,7 @@ def _walk(folder: Path, leave_out: set[str], suffix: str = "") -> Iterator[Path]
 
 
 def _is_text(path: Path) -> bool:
-    """Whether the file has something in it and no zero byte near its start, which is git's rule."""
+    """Return whether the file is not empty and has no zero byte near its start, which is git's rule."""
     try:
         with path.open("rb") as file:
             start = file.read(8192)

@@ -32,7 +32,8 @@ def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: S
         stages = placement.stages_of(rank)
         own = [costs.stages[stage] for stage in stages]
         head = route.starts[stages[0]]
-        bounds.append(head + microbatches * sum(_seconds(cost) for cost in own))
+        work = sum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
+        bounds.append(head + microbatches * work)
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
     return max(bounds)
@@ -132,7 +133,3 @@ def _most(limit: float, each: float, seconds: float) -> float:
 def _whole(value: float) -> int:
     """Round ``value`` down, unless rounding errors alone keep it below the next whole number."""
     return math.floor(value * (1 + 1e-9))
-
-
-def _seconds(cost: StageCosts) -> float:
-    return cost.forward + cost.input_gradient + cost.weight_gradient

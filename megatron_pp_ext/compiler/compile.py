@@ -88,11 +88,11 @@ def compile_schedule(
     if not feasible:
         raise InfeasibleLimit(_infeasible(least, limits, costs))
 
-    rooms = [rooms_beside_messages(placement, microbatches, cut, limits) for placement, cut in feasible]
-    bounds = [
-        lower_bound(placement, microbatches, cut, room)
-        for (placement, cut), room in zip(feasible, rooms, strict=True)
-    ]
+    bounds, problems = [], []
+    for placement, cut in feasible:
+        rooms = rooms_beside_messages(placement, microbatches, cut, limits)
+        bounds.append(lower_bound(placement, microbatches, cut, rooms))
+        problems.append(problem_of(placement, microbatches, cut, rooms))
     spelled = [_as_json(*cut) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
     found = cache.load(name)
@@ -104,10 +104,6 @@ def compile_schedule(
                 if all(map(at_most, timeline.peak_memory, limits)):
                     return Compiled(timeline, min(*bounds, timeline.makespan), str(notes.get("origin")))
 
-    problems = [
-        problem_of(placement, microbatches, cut, room)
-        for (placement, cut), room in zip(feasible, rooms, strict=True)
-    ]
     timeline, origin = _shortest(feasible, problems, bounds, limits, trials)
     check(timeline.schedule)
     cache.store(name, timeline.schedule, {"origin": origin})

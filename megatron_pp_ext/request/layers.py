@@ -1,4 +1,4 @@
-"""How a model's layers are cut into pipeline stages, as Megatron's flags request it.
+"""The cut of a model's layers into pipeline stages, as Megatron's flags request it.
 
 Stages are counted in model order.  The functions here return, before anything is built, the layers that
 ``get_num_layers_to_build`` (``megatron.core.transformer.transformer_block``),

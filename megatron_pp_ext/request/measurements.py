@@ -43,7 +43,7 @@ def profile_steps(args: Namespace) -> ProfileSteps | None:
         )
     match = re.fullmatch(r"(\d+)-(\d+)", given)
     if match is None:
-        raise ValueError(f"{_STEPS} wants two numbers of training steps such as 5-10, got {given!r}")
+        raise ValueError(f"{_STEPS} needs two numbers of training steps such as 5-10, got {given!r}")
     steps = ProfileSteps(*map(int, match.groups()))
     if steps.first < 1:
         raise ValueError(f"{_STEPS} {given} starts before the first step; set it to 1-{max(1, steps.last)}")

@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, N
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v, wave
 
 _COMPILED_CHUNKS = 2
-"""The chunks a rank into which a compiled schedule may cut a model where no flag says otherwise."""
+"""The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Re
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (given_ends and placement.is_mirrored(chunks - 1))
+            if placement.chunks == chunks and not (given_ends and placement.is_mirrored(1))
         )
         request = replace(request, placements=fixed)
     return request

@@ -15,7 +15,7 @@ from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """How a pipeline that never flushes updates its weights: every ``interval`` microbatches.
+    """The updates of a pipeline that never flushes, one every ``interval`` microbatches.
 
     With ``waits`` the stages may wait for each other at every update, as under Megatron's own schedules.
     """
@@ -36,9 +36,9 @@ _WAITING = (
         "--mtp-num-layers",
         "the first and the last stage would add up the embedding's gradients at every update",
     ),
-    Refusal("--fp16", "its overflow check asks all stages before every update", "use --bf16"),
+    Refusal("--fp16", "its overflow check needs all stages before every update", "use --bf16"),
     Refusal("--calculate-per-token-loss", "all stages would wait for the last one's count of tokens"),
-    Refusal("--exit-signal-handler", "all ranks would ask each other for signals after every update"),
+    Refusal("--exit-signal-handler", "all ranks would exchange signals after every update"),
     Refusal("--exit-duration-in-mins", "all ranks would compare their clocks after every update"),
     Refusal(
         "--timing-log-level",

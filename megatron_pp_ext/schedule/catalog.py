@@ -25,10 +25,6 @@ from megatron_pp_ext.schedule.names import ALIASES, AUTO, FLEX, NO_PIPELINE, NOT
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
-def _always(p: int, m: int) -> bool:
-    return True
-
-
 def _from_p(p: int, m: int) -> bool:
     return m >= p
 
@@ -49,8 +45,7 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         gpipe.build,
-        splits_backward=False,
-        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: m, _always),
+        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: m),
     ),
     Entry(
         "1f1b",
@@ -59,8 +54,7 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         one_f_one_b.build,
-        splits_backward=False,
-        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: min(p, m), _always),
+        promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: min(p, m)),
     ),
     Entry(
         "interleaved",
@@ -69,7 +63,6 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         interleaved.build,
-        splits_backward=False,
         more_chunks=True,
         promise=Promise(lambda p, m: 6 * m + 3 * (p - 1), lambda p, m: min(3 * p - 1, 2 * m), _whole_groups),
     ),
@@ -80,7 +73,6 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         gpipe.build_breadth_first,
-        splits_backward=False,
         more_chunks=True,
         promise=Promise(lambda p, m: 6 * m + 3 * (p - 1), lambda p, m: 2 * m, _from_p),
     ),
@@ -91,7 +83,6 @@ _ENTRIES = (
         Shape.V,
         2,
         one_f_one_b_v.build,
-        splits_backward=False,
         promise=Promise(
             lambda p, m: 6 * m + {2: 4, 3: 8, 6: 22}.get(p, 5 * p - (9, 5, 7)[p % 3]),
             lambda p, m: 2 * min((2 * p + 3) // 3, m),
@@ -187,7 +178,7 @@ NAMES = tuple(ENTRIES)
 
 
 def register(entry: Entry) -> None:
-    """Add a schedule of your own, which every command and every flag then knows by its name.
+    """Add a schedule of your own, whose name all commands and flags then accept.
 
     It has to be called in every process, before Megatron reads its flags.  Raises ValueError for a name
     that is taken, and for an entry that contradicts the schedule that it builds.

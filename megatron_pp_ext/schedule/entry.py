@@ -19,7 +19,7 @@ class Promise:
 
     makespan: Callable[[int, int], int]
     peak: Callable[[int, int], int]
-    holds: Callable[[int, int], bool]
+    holds: Callable[[int, int], bool] = lambda p, m: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Entry:
     shape: Shape
     chunks: int
     make: Callable[..., Schedule]
-    splits_backward: bool
+    splits_backward: bool = False
     more_chunks: bool = False
     promise: Promise | None = None
 

@@ -1,7 +1,7 @@
 """Names of schedules that are no entries of the catalogue.
 
-They are the names that ``--pipeline-schedule`` accepts beside those of the entries, what other projects
-call the entries, and what is offered nowhere here.
+They are the names that ``--pipeline-schedule`` accepts beside those of the entries, the names that other
+projects give to the entries, and the names of schedules that are not offered here.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,7 @@ OTHERS = (
         "arXiv 2006.09503, section 3.1",
     ),
 )
-"""What ``--pipeline-schedule`` accepts beside a schedule of the catalogue."""
+"""The names that ``--pipeline-schedule`` accepts beside those of the catalogue."""
 
 ALIASES = {
     # arXiv 2401.10241 and its fork of Megatron-LM
@@ -91,4 +91,4 @@ NOT_HERE = {
     "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "
     "to save memory use v-half or v-min",
 }
-"""Why the catalogue lacks a schedule: only training runs it, or only another project has it."""
+"""The reasons why the catalogue lacks schedules that only training runs or only another project has."""

@@ -19,7 +19,7 @@ _KINDS = {kind: at for at, kind in enumerate(Kind)}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank starts its first action and ends its last one, and how long it works in between."""
+    """The times at which a rank starts its first action and ends its last one, and its working time."""
 
     start: float
     end: float

@@ -1,1 +1,1 @@
-"""How the compiler finds schedules: integers and lists inside, ``Schedule`` and ``Costs`` outside."""
+"""The compiler's search for schedules: integers and lists inside, ``Schedule`` and ``Costs`` outside."""

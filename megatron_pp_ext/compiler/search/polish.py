@@ -57,7 +57,9 @@ def polish(
         to = at + random.choice(_DISTANCES)
         if not 0 <= to < len(order) or order[at] == order[to]:
             continue
-        changed = _mended(problem, _moved(order, at, to), problem.limits[rank])
+        moved = list(order)
+        moved.insert(to, moved.pop(at))
+        changed = _mended(problem, moved, problem.limits[rank])
         if changed is None:
             continue
         current[rank] = changed
@@ -102,12 +104,6 @@ def critical_path(
         if not before:
             return path
         at -= 1
-
-
-def _moved(order: list[int], at: int, to: int) -> list[int]:
-    changed = list(order)
-    changed.insert(to, changed.pop(at))
-    return changed
 
 
 def _mended(problem: Problem, order: list[int], limit: int) -> list[int] | None:

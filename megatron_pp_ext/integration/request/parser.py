@@ -20,6 +20,7 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = stock(parser)
         group = parser.add_argument_group(title="pipeline schedules (megatron_pp_ext)")
+        add_file = functools.partial(group.add_argument, metavar="FILE", type=Path)
         group.add_argument(
             "--pipeline-schedule",
             metavar="NAME",
@@ -35,17 +36,13 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             f"{LARGEST_FRACTION:g} it is a fraction of the activations that 1F1B keeps on its first "
             "rank, and messages come on top; a larger one is bytes, for activations and messages.",
         )
-        group.add_argument(
+        add_file(
             "--pipeline-costs",
-            metavar="FILE",
-            type=Path,
             help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
             "from the model's arithmetic.",
         )
-        group.add_argument(
+        add_file(
             "--pipeline-trace",
-            metavar="FILE",
-            type=Path,
             help="Record what every pipeline rank did in the last training step into FILE, which opens "
             "in Perfetto; works for Megatron's own schedules too.",
         )
@@ -55,17 +52,13 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             help="Measure the stages in training steps A to B, compile a shorter schedule for the same "
             "placement and memory from that, and go on with it.",
         )
-        group.add_argument(
+        add_file(
             "--profile-pipeline",
-            metavar="FILE",
-            type=Path,
             help="Measure seconds and bytes of every layer into FILE, for `mpp partition` to read; "
             "under Megatron's own schedules.",
         )
-        group.add_argument(
+        add_file(
             "--rehearse-pipeline",
-            metavar="FILE",
-            type=Path,
             help="Run this pipeline rank without the others and write what its actions cost to FILE; "
             "`mpp rehearse` sets it.",
         )

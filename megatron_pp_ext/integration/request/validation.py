@@ -90,7 +90,9 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         return None
     if args.pipeline_trace is not None:
         pipeline.require_pipeline("--pipeline-trace", args)
-    request = pipeline.read(args, _data_parallel_size(args), str(get_te_version()))
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
+    request = pipeline.read(args, data, str(get_te_version()))
     if request.is_stock or args.pipeline_schedule is None:
         return requested.Pipeline(
             None, request.placement, args.pipeline_trace, profile=args.profile_pipeline, request=request
@@ -117,12 +119,6 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         layers=rehearsed,
         request=request,
     )
-
-
-def _data_parallel_size(args: Namespace) -> int:
-    """Return the size, 1 at least; Megatron itself refuses sizes that do not divide."""
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    return max(1, args.world_size // model)
 
 
 def _costs(args: Namespace, stages: int) -> Costs:

@@ -45,17 +45,14 @@ def group_options(args: Any) -> GroupOptions:
     ``--high-priority-stream-groups`` has a high priority whatever the file of
     ``--nccl-communicator-config-path`` sets.
     """
-    given = _read_options(args.nccl_communicator_config_path)
+    given: dict[str, Any] = {}
+    if args.nccl_communicator_config_path is not None:
+        import yaml  # type: ignore[import-untyped]  # as in Megatron, only where there is such a file
+
+        settings = yaml.safe_load(Path(args.nccl_communicator_config_path).read_text())
+        given = dict(settings.get(PIPELINE) or {})
     if PIPELINE in (args.high_priority_stream_groups or ()):
         given["is_high_priority_stream"] = True
     if "min_ctas" in given:
         given.setdefault("max_ctas", max(MAX_CTAS, given["min_ctas"]))
     return GroupOptions(**{name: given[name] for name in GroupOptions.__slots__ if name in given})
-
-
-def _read_options(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import yaml  # type: ignore[import-untyped]  # as in Megatron, only where there is such a file
-
-    return dict(yaml.safe_load(Path(path).read_text()).get(PIPELINE) or {})

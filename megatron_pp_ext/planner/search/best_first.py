@@ -181,7 +181,7 @@ class Search:
                 infeasible = str(error)
                 continue
             work = self._work(cut, schedule.placement)
-            found = estimate(work, Program.of(schedule), FLEX, cut.microbatches, self._margin)
+            found = estimate(work, Program(schedule), FLEX, cut.microbatches, self._margin)
             self.result.replayed += 1
             if found.fullest.total <= self._limit:
                 self._offer(Evaluated(replace(cut, limit=limit), found))
@@ -204,8 +204,7 @@ class Search:
             progress("bounding", number, len(cuts))
             for chunks, names in self._space.orders(cut):
                 for recompute in self._space.recomputes(cut, chunks):
-                    one = replace(cut, recompute=recompute, chunks=chunks)
-                    yield from self._sizes(one, names)
+                    yield from self._sizes(replace(cut, recompute=recompute, chunks=chunks), names)
 
     def _sizes(self, cut: Candidate, names: Sequence[str]) -> Iterator[Bounded]:
         """Yield ``cut`` with all microbatches and schedules that may fit, with their bounds.

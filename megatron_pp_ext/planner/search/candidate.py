@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def placement(self) -> Placement:
-        """Where its stages live; for ``flex`` a V, until the compiler has chosen a placement."""
+        """The placement of its stages; for ``flex`` a V, until the compiler has chosen one."""
         if self.schedule == FLEX:
             return v(self.pipeline)
         return placement_of(self.schedule, self.pipeline, self.chunks)

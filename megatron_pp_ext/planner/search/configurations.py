@@ -12,7 +12,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE
 
 _NEIGHBOURS = 64
-"""How many nodes fewer or more are tried for a number of GPUs that works."""
+"""The number of nodes, fewer and more, among which a number of GPUs that works is looked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,11 +163,11 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
         )
     if name == FLEX:
         schedule = request.compile(work_on(request.finest).costs).timeline.schedule
-        return estimate(work_on(schedule.placement), Program.of(schedule), name, microbatches, margin)
+        return estimate(work_on(schedule.placement), Program(schedule), name, microbatches, margin)
     placement = request.placement
     if request.from_file is not None:
         require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)
-        order = Program.of(request.from_file)
+        order = Program(request.from_file)
     else:
         order = program(name, request.ranks, microbatches, placement.chunks)
     return estimate(work_on(placement), order, name, microbatches, margin)

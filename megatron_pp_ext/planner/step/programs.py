@@ -1,6 +1,5 @@
 """Schedules prepared for the estimates of time and memory; each is built once."""
 
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
@@ -12,17 +11,11 @@ from megatron_pp_ext.schedule.simulate import peak_messages
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 
-@dataclass(frozen=True)
 class Program:
-    """A schedule with what an estimate derives from it: its clock and the activations in flight."""
+    """A schedule with all that an estimate derives from it: its timer and the activations in flight."""
 
-    timer: ScheduleTimer
-    in_flight: InFlight
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "Program":
-        """Return ``schedule``, prepared."""
-        return cls(ScheduleTimer(schedule), InFlight(schedule))
+    def __init__(self, schedule: Schedule) -> None:
+        self.timer, self.in_flight = ScheduleTimer(schedule), InFlight(schedule)
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
@@ -53,7 +46,7 @@ def program(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
     """
     if ranks == 1:
         alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
-        return Program.of(Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),)))
+        return Program(Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),)))
     if name in FLUSH_FREE:
         name = "1f1b"
-    return Program.of(catalog.entry(name).build(ranks, microbatches, chunks))
+    return Program(catalog.entry(name).build(ranks, microbatches, chunks))
