@@ -121,9 +121,10 @@ def show(found: "Estimate", request: "Request", machine: "System", gpus: int) ->
     tokens = found.tokens_per_second / gpus
     console.print(
         f"{request.schedule} on {gpus} x {machine.name}, {request.data} data-parallel, "
-        f"{request.microbatches} microbatches\nstep {found.step_seconds:.4g} s: pipeline "
-        f"{found.pipeline_seconds:.4g} s, reductions and update {found.other_seconds:.4g} s\nMFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, "
-        f"{tokens:,.0f} tokens/s a GPU"
+        f"{request.microbatches} microbatches\n"
+        f"step {found.step_seconds:.4g} s: pipeline {found.pipeline_seconds:.4g} s, reductions and update "
+        f"{found.other_seconds:.4g} s\n"
+        f"MFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
     names = [name for name, _ in found.fullest.components()]
     used = [name for name in names if any(getattr(rank, name) for rank in found.ranks)]
