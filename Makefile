@@ -10,9 +10,9 @@ PYTHON := $(shell for python in python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 UV := $(BIN)/python -m uv
-# Four workers, also on two cores: while the ranks of a job wait for each other, another job runs.  Tests of a file
-# stay together, since they share runs of stock Megatron; a worker that is done takes over half of what another has.
-PARALLEL := -n 4 --dist worksteal
+# A worker a core: more of them repeat the runs of stock Megatron that neighbouring tests share, and four on two cores
+# take a quarter longer.  A worker that is done takes over half of what another one has left.
+PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
 packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
