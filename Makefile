@@ -10,8 +10,8 @@ PYTHON := $(shell for python in python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 UV := $(BIN)/python -m uv
-# A worker a core: more of them repeat the runs of stock Megatron that neighbouring tests share, and four on two cores
-# take a quarter longer.  A worker that is done takes over half of what another one has left.
+# A worker a core: more of them repeat the runs of stock Megatron that neighbouring tests share (on two cores, four took
+# 18 minutes and two took 15).  A worker that is done takes over half of what another one has left.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
