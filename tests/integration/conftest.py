@@ -4,6 +4,7 @@ Without --pipeline-schedule the patches must change nothing; ``test_seams`` hold
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,10 +20,15 @@ SHORT = 100
 
 
 @pytest.fixture(autouse=True)
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with few trials, and keep these schedules apart from those of a whole search."""
+def short_search() -> Iterator[None]:
+    """Compile with few trials, and keep these schedules apart from those of a whole search.
+
+    The patch is its own, so that the ``monkeypatch`` of a test ends before the fixtures that it follows.
+    """
     whole = proposals.search
-    monkeypatch.setattr(
-        proposals, "search", lambda problem, trials, floor: whole(problem, min(trials, SHORT), floor)
-    )
-    monkeypatch.setenv(CACHE, os.path.join(os.environ[CACHE], "short"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            proposals, "search", lambda problem, trials, floor: whole(problem, min(trials, SHORT), floor)
+        )
+        patch.setenv(CACHE, os.path.join(os.environ[CACHE], "short"))
+        yield

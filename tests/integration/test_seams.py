@@ -98,6 +98,9 @@ def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
     assert not is_any_applied()
 
 
+@pytest.mark.skipif(
+    releases.megatron_release() < releases.CORE_0_19, reason="an older release lacks the newest signatures"
+)
 def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, monkeypatch):
     """The steps of docs/extending.md, for a release that gave one of the patched functions a parameter."""
 
