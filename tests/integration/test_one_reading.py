@@ -25,7 +25,7 @@ from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.request import layers
 from megatron_pp_ext.request.pipeline import Request, for_world, permitted
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import wave
 from tests.support.flags import read
@@ -59,6 +59,9 @@ ACCEPTED = {
     "flex, layout": f"{FLEX} 0.75 --num-layers 6 {LAYOUT} E|t|t|t*2|t|t||L",
     "flex, ends": f"{FLEX} 0.75 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1",
     "auto": f"{P4} --pipeline-schedule auto",
+    "auto, layout of four chunks": f"{P4} --num-layers 14 {LAYOUT} E|(t|)*14L --pipeline-schedule auto",
+    "flex, ends, three chunks": f"{FLEX} 2 --num-layers 24 --num-virtual-stages-per-pipeline-rank 3 "
+    "--decoder-first-pipeline-num-layers 6",
     "pipedream": f"{P4} {UNTIED} --global-batch-size 1 --pipeline-schedule pipedream",
     "pipedream-2bw": f"{P4} --pipeline-allow-waits --global-batch-size 4 --pipeline-schedule pipedream-2bw",
     "stock": f"{P4} --pipeline-trace trace.json",
@@ -244,6 +247,15 @@ def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_
         assert (args.virtual_pipeline_model_parallel_size or 1) in {p.chunks for p in request.placements}, (
             name
         )
+
+
+def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> None:
+    csv_file.write(catalog.build("v-zb", 4, 8), tmp_path / "mine.csv")
+    found = []
+    for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
+        args = read_words(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
+        found.append(estimate_request(args, system.read("h100"), for_world(args, 4)))
+    assert found[0] == found[1]
 
 
 def test_a_search_needs_no_other_reading() -> None:
