@@ -141,7 +141,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
         highest = timeline.peak_activations[rank]
         height = (_FLOOR - _CEILING) * peak / (highest * most) if highest else 0.0
         floor = rank + _FLOOR
-        # Of several values at one moment only the last counts: others would be spikes.
+        # Where several values fall on one moment only the last counts: the others would be spikes.
         steps = {time - timeline.start: floor - live * height for time, live in timeline.memory(rank)}
         curve = [(0.0, floor)]
         for time, level in (*steps.items(), (timeline.makespan, floor)):
