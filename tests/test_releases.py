@@ -59,9 +59,9 @@ def test_each_checkout_has_a_patch() -> None:
     assert rows == [(f"megatron-{checkout}.patch", f"core_v{checkout}") for checkout in CHECKOUTS]
 
 
-def test_the_readme_says_what_was_tried() -> None:
-    readme = (ROOT / "README.md").read_text()
-    table = readme.partition("\n| megatron-core | |\n|---|---|\n")[2].partition("\n\n")[0]
+def test_the_documents_say_what_was_tried() -> None:
+    compatibility = (ROOT / "docs" / "compatibility.md").read_text()
+    table = compatibility.partition("\n| megatron-core | |\n|---|---|\n")[2].partition("\n\n")[0]
     assert table.splitlines() == [
         *(
             f"| {release.wheel or f'{dotted(release)} (development)'} | {release.tried} |"
@@ -70,7 +70,8 @@ def test_the_readme_says_what_was_tried() -> None:
         "| others | refused by name |",
     ]
     published = [dotted(release) for release in PUBLISHED.values()]
-    assert f"megatron-core {published[0]} to {published[-1]}" in readme
-    assert f"\nOn megatron-core {published[-1]}. " in readme
-    assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in readme
-    assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in readme
+    for document in (compatibility, (ROOT / "README.md").read_text()):
+        assert f"megatron-core {published[0]} to {published[-1]}" in " ".join(document.split())
+    assert f"\nOn megatron-core {published[-1]}. " in compatibility
+    assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in compatibility
+    assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in compatibility

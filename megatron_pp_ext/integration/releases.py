@@ -1,13 +1,14 @@
 """The releases of Megatron-LM for which this package is made.
 
 A new release of Megatron is one row of ``RELEASES``; ``docs/extending.md`` lists the steps around it.  What
-has to agree with the table (the range in pyproject.toml, requirements.lock, the Makefile's matrix, the README
-and patches/) is compared with it by ``tests/test_releases.py``.  The signatures that each release has stand
-beside what is patched, in ``seams`` and ``cpu_seams``.
+has to agree with the table (the range in pyproject.toml, requirements.lock, the Makefile's matrix, the
+documents and patches/) is compared with it by ``tests/test_releases.py``.  The signatures that each release
+has stand beside what is patched, in ``seams`` and ``cpu_seams``.
 """
 
 import importlib
 import re
+import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -31,7 +32,7 @@ class Release:
     """The Megatron-LM whose unmodified pretrain_gpt.py runs in the tests and for which ``patches/`` has a
     patch; None before the release."""
     tried: str
-    """What was tried, in the words of the README's table."""
+    """What was tried, in the words of the table in docs/compatibility.md."""
 
 
 _ON_OLDER = (
@@ -64,6 +65,22 @@ def megatron_version() -> str:
         return str(importlib.import_module("megatron.core").__version__)
     except (ImportError, AttributeError):
         return version("megatron-core")
+
+
+def own_megatron_version() -> str:
+    """Return ``megatron_version`` with the commit only where it is Megatron's own.
+
+    Megatron adds the commit of the git repository around its folder.  For an installed wheel that is the
+    repository of whatever project the virtual environment lies in.
+    """
+    found = megatron_version()
+    try:
+        folder = importlib.import_module("megatron.core").__path__[0]
+        tracks = ["git", "-C", folder, "ls-files", "--error-unmatch", "__init__.py"]
+        is_tracked = subprocess.run(tracks, capture_output=True, check=False).returncode == 0
+    except (ImportError, AttributeError, OSError):
+        is_tracked = False
+    return found if is_tracked else found.partition("+")[0]
 
 
 def megatron_release() -> Number:
