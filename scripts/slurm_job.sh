@@ -1,12 +1,16 @@
 # shellcheck shell=bash
-# The common part of both batch scripts, which source it. Settings, in the environment of sbatch:
+# The common part of both batch scripts, which source it. Settings, in the environment of sbatch (docs/slurm.md):
 #
-#   SCRIPT         the training script, such as Megatron-LM/pretrain_gpt.py (required)
+#   SCRIPT         the training script, such as Megatron-LM/pretrain_gpt.py (this package's own pretrain_gpt)
 #   PYTHON         the interpreter in which megatron_pp_ext is installed (python3)
 #   GPUS_PER_NODE  ranks a node (what SLURM gave the job, else 8)
 #   MASTER_PORT    (by job number)
-#   CONTAINER      an image for pyxis; MOUNTS what it sees, as in --container-mounts
-#   DRY_RUN        1 prints the command instead of running it
+#   CONTAINER      an image for pyxis
+#   MOUNTS         what the container sees, as in --container-mounts (the working folder, under its own path)
+#   RANK_LOGS      a folder that gets the output of each rank as rank-NUMBER.log, beside the job's own log (none)
+#   DRY_RUN        1, yes, true or on prints the command instead of running it
+#
+# All other variables reach the ranks too, those of NCCL also where the container's image sets its own.
 #
 # Arguments are the training script's. With --save and --load on one folder a job that reaches its time limit
 # saves, is queued again and continues: SLURM signals the batch script (--signal there), that signals the ranks,
@@ -15,11 +19,22 @@
 
 set -euo pipefail
 
-if [[ "${DRY_RUN:-0}" == 1 && -z "${SLURM_JOB_ID:-}" ]]; then # outside a job: one node, whose name is not known yet
+# shellcheck source-path=SCRIPTDIR source=print_command.sh
+source "$(dirname "${BASH_SOURCE[0]}")/print_command.sh"
+
+dry_run=0
+if is_true DRY_RUN; then
+    dry_run=1
+fi
+if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+    if ! ((dry_run)); then
+        echo "$0 has to run as a job: submit it with sbatch, or set DRY_RUN=1 to see its command" >&2
+        exit 2
+    fi
+    # Outside a job the nodes have no names yet.
     SLURM_JOB_ID=0 SLURM_JOB_NUM_NODES="${SLURM_JOB_NUM_NODES:-1}" MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
 fi
 
-: "${SCRIPT:?set it to the training script, such as Megatron-LM/pretrain_gpt.py}"
 : "${PYTHON:=python3}"
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-8}}"
 : "${MASTER_ADDR:=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
@@ -32,13 +47,33 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # How long torchrun lets its ranks save before it kills them; a little less than the signal is early.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}"
+export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
+exported=(
+    MASTER_ADDR MASTER_PORT CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT PYTHONUNBUFFERED
+)
 
 container=()
 if [[ -n "${CONTAINER:-}" ]]; then
-    container=("--container-image=$CONTAINER" "--container-workdir=$PWD")
-    if [[ -n "${MOUNTS:-}" ]]; then
-        container+=("--container-mounts=$MOUNTS")
+    container=("--container-image=$CONTAINER" "--container-mounts=${MOUNTS:-$PWD:$PWD}" "--container-workdir=$PWD")
+    # A container takes over all variables, except those that its image sets to something else.
+    mapfile -t network < <(compgen -e | grep -E '^(TORCH_)?NCCL_' || true)
+    if ((${#network[@]})); then
+        container+=("--container-env=$(IFS=, && echo "${network[*]}")")
     fi
+fi
+
+# What a rank runs: this package in front of the script, whose arguments follow.
+rank=("$PYTHON" -m)
+if [[ -n "${SCRIPT:-}" ]]; then
+    rank+=(megatron_pp_ext "$SCRIPT")
+else
+    rank+=(megatron_pp_ext.pretrain_gpt)
+fi
+if [[ -n "${RANK_LOGS:-}" ]]; then
+    # A shell that has the output copied into a file, and then becomes the rank. SIGINT, which makes the rank save,
+    # reaches tee as well, and must not end it.
+    # shellcheck disable=SC2016
+    rank=(bash -c 'exec > >(exec tee -ia "$0/rank-$RANK.log") 2>&1; exec "$@"' "$RANK_LOGS" "${rank[@]}")
 fi
 
 interrupted=0
@@ -52,10 +87,17 @@ interrupt() {
 # Run a step of the job, with the ranks' command as arguments, and queue the job again if time ran out.
 run() {
     local command=(srun --kill-on-bad-exit=1 --label "${container[@]}" "$@")
-    if [[ "${DRY_RUN:-0}" == 1 ]]; then
-        printf '%q ' "${command[@]}"
-        printf '\n'
+    if ((dry_run)); then
+        local name settings=()
+        for name in "${exported[@]}"; do
+            settings+=("$name=${!name}")
+        done
+        print_command export "${settings[@]}"
+        print_command "${command[@]}"
         return
+    fi
+    if [[ -n "${RANK_LOGS:-}" ]]; then
+        mkdir -p "$RANK_LOGS"
     fi
     trap interrupt USR1
     "${command[@]}" &

@@ -1,0 +1,135 @@
+"""The examples: the one for a laptop runs; Megatron accepts the flags of the others, whose models fit."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_pp_ext.cli import app
+from megatron_pp_ext.planner import system
+from tests.support.flags import validated
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPUS = {"llama3_8b_8gpus.sh": 8, "llama3_70b_64gpus.sh": 64, "mixtral_8x7b_32gpus.sh": 32}
+ON_GPUS = pytest.mark.parametrize("name", GPUS)
+
+
+def printed(name: str, settings: dict[str, str], *arguments: str) -> list[str]:
+    """The words that the example prints in a dry run."""
+    environment = {"PATH": os.environ["PATH"], "CONTAINER": "image:1", "DRY_RUN": "yes", **settings}
+    shown = subprocess.run(
+        [EXAMPLES / name, *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    return shlex.split(shown.stdout.replace("\\\n", ""))
+
+
+def flags(words: list[str]) -> list[str]:
+    """What stands behind the package's training script."""
+    return words[words.index("megatron_pp_ext.pretrain_gpt") + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "schedule"),
+    [*((name, {}, "v-half") for name in GPUS), ("llama3_8b_8gpus.sh", {"MEMORY_LIMIT": "0.8"}, "flex")],
+)
+def test_megatron_accepts_the_flags(
+    name: str, settings: dict[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Grouped kernels for experts need a GPU that has them.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    args, request = validated(flags(printed(name, settings)), GPUS[name])
+    assert request is not None and request.schedule == schedule
+    used = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.data_parallel_size
+    assert used == GPUS[name]
+
+
+@ON_GPUS
+def test_the_model_fits(name: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    words = ["estimate", "--system", "h100", "--world-size", GPUS[name], "--json", found, "--"]
+    shown = CliRunner().invoke(app, [*map(str, words), *flags(printed(name, {}))])
+    assert shown.exit_code == 0, shown.output
+    machine = system.read("h100")
+    parts = ("weights", "gradients", "optimizer", "activations", "messages", "loss", "margin")
+    ranks = [sum(rank[part] for part in parts) for rank in json.loads(found.read_text())["ranks"]]
+    assert max(ranks) < 0.9 * machine.memory_bytes
+    # The table in README.md has these numbers.
+    row = next(
+        line for line in (EXAMPLES / "README.md").read_text().splitlines() if line.startswith(f"| {name}")
+    )
+    assert f"{max(ranks) / 1e9:.1f} GB" in row
+    assert f"{json.loads(found.read_text())['bubble']:.1%}" in row
+
+
+@ON_GPUS
+def test_settings_reach_the_command(name: str) -> None:
+    own = {"DATA": "my data", "TOKENIZER": "my tokenizer", "OUT": "my runs"}
+    words = printed(name, own, "--seed", "7")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in words
+    text = "\n".join(words)
+    assert (
+        "--data-path\nmy data\n--tokenizer-type\nHuggingFaceTokenizer\n--tokenizer-model\nmy tokenizer"
+        in text
+    )
+    assert "--mock-data" not in words
+    assert "--save\nmy runs/checkpoints" in text
+    assert "--seed\n7" in text
+
+
+def test_data_need_their_tokenizer() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        printed("mixtral_8x7b_32gpus.sh", {"DATA": "data"})
+    assert "TOKENIZER: has to name the Hugging Face tokenizer that made DATA" in error.value.stderr
+
+
+def test_jobs_of_several_nodes_are_in_their_container() -> None:
+    words = printed("llama3_70b_64gpus.sh", {})
+    assert {"--nodes=8", "--container-image=image:1"} <= set(words)
+    assert "--nodes=4" in printed("mixtral_8x7b_32gpus.sh", {})
+
+
+def test_the_laptop_trains_on_own_text_and_goes_on(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text(
+            "".join(f"{number} and {n} are {number + n}.\n" for n in range(500))
+        )
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(out), "STEPS": "4"}
+    command = [EXAMPLES / "laptop.sh", text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    # The second start begins where the first one saved.
+    assert "at iteration 2" in (out / "second-half.log").read_text()
+    losses = [float(loss) for loss in re.findall(r"validation set .*?value: (\S+)", done.stdout)]
+    assert losses and all(0 < loss < 10 for loss in losses)  # 5.5 is a guess among 257 tokens
+    assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 2 and "delete it, or set OUT to another folder" in again.stderr
+
+
+def test_the_python_api(tmp_path: Path) -> None:
+    script = EXAMPLES / "python_api.py"
+    assert len(script.read_text().splitlines()) <= 30
+    command = [sys.executable, str(script), "steps.png"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    lengths = {
+        name: float(length) for name, length in re.findall(r"^(\S+) +([\d.]+) ms", shown, re.MULTILINE)
+    }
+    assert lengths["compiled"] <= lengths["V-Half"] < lengths["1F1B"]
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".sh", ".py")]
+    assert len(files) >= 6
+    assert [name for name in files if f"[{name}]({name})" not in table] == []

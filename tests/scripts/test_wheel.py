@@ -1,0 +1,63 @@
+"""The wheel holds all that the package reads: it is built, installed elsewhere and used there."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the project: building leaves files beside the sources."""
+    pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
+    copy = tmp_path_factory.mktemp("project")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_pp_ext", copy / "megatron_pp_ext", ignore=ignored)
+    program = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+    built = subprocess.run(
+        [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return copy / "dist" / built.stdout.split()[-1]
+
+
+def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
+    package = ROOT / "megatron_pp_ext"
+    files = (file for file in package.rglob("*") if file.is_file() and file.parent.name != "__pycache__")
+    ours = {str(file.relative_to(ROOT)) for file in files}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == ours
+
+
+def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(installed)
+    elsewhere.mkdir()
+
+    def python(*words: str) -> str:
+        """What a Python prints that finds the package in ``installed`` alone."""
+        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        shown = subprocess.run(
+            [sys.executable, *words],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        return shown.stdout
+
+    assert python("-c", "import megatron_pp_ext; print(megatron_pp_ext.__file__)").startswith(str(installed))
+    assert "v-half" in python("-m", "megatron_pp_ext.cli", "list")
+    words = "estimate --model llama3-8b --system a100-80g --world-size 8 -- --pipeline-model-parallel-size 4"
+    batch = "--micro-batch-size 1 --global-batch-size 16 --pipeline-schedule v-half"
+    assert "a100-80g" in python("-m", "megatron_pp_ext.cli", *words.split(), *batch.split())
