@@ -2,25 +2,28 @@
 
 Each seam names the place, the parameters that it has since which release, the hook that goes there, and what
 the hook is for.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.  Those that only a machine
-without a GPU needs are in ``cpu_seams``.  Importing this module imports Megatron.
+without a GPU needs are in ``cpu_seams``, those of seeds by layer in ``seed_seams``, and those that
+only write something down in ``record_seams``.  Importing this module imports Megatron.
 """
 
 from megatron_pp_ext.integration.cpu_seams import CPU
 from megatron_pp_ext.integration.hooks import (
-    action_recording,
     checkpoint_placement,
     data_parallel,
     dataset_helpers,
     local_linear,
     memory_report,
     mirrored_chunks,
+    resumed_learning_rate,
     skipped_steps,
     stage_optimizer,
 )
 from megatron_pp_ext.integration.patching import Seam
+from megatron_pp_ext.integration.record_seams import RECORDS
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
 from megatron_pp_ext.integration.request import parser, validation
 from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.seed_seams import LAYER_SEEDS
 
 
 def all_seams(cpu: bool = False) -> tuple[Seam, ...]:
@@ -35,7 +38,16 @@ def launch_seams(cpu: bool) -> tuple[Seam, ...]:
 
 def schedule_seams() -> tuple[Seam, ...]:
     """Return what brings schedules into a training run."""
-    return (*FLAGS, *PLACEMENT, *SCHEDULE, *UPDATES, *CHECKPOINTS, *RECORDS, *MEMORY_REPORT)
+    return (
+        *FLAGS,
+        *PLACEMENT,
+        *LAYER_SEEDS,
+        *SCHEDULE,
+        *UPDATES,
+        *CHECKPOINTS,
+        *RECORDS,
+        *MEMORY_REPORT,
+    )
 
 
 LAUNCH = (
@@ -50,6 +62,12 @@ LAUNCH = (
         {CORE_0_17: "data_iterator"},
         skipped_steps.pass_over,
         "--iterations-to-skip on every rank that reads samples, and on those that do not",
+    ),
+    Seam(
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
+        {CORE_0_17: "self cls_value sd_value name"},
+        resumed_learning_rate.name_the_flag,
+        "the flag that allows a resumed run another --train-iters",
     ),
 )
 """What Megatron needs under any schedule."""
@@ -210,38 +228,6 @@ CHECKPOINTS = (
     ),
 )
 """Checkpoints that know where stages live."""
-
-RECORDS = (
-    Seam(
-        "megatron.core.pipeline_parallel.schedules:forward_step",
-        {
-            CORE_0_17: "forward_step_func data_iterator model num_microbatches input_tensor "
-            "forward_data_store config cp_group_size collect_non_loss_data "
-            "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage is_last_stage"
-        },
-        action_recording.record_forward,
-        "--pipeline-trace of stock's schedules",
-    ),
-    Seam(
-        "megatron.core.pipeline_parallel.schedules:backward_step",
-        {CORE_0_17: "input_tensor output_tensor output_tensor_grad config"},
-        action_recording.record_backward,
-        "--pipeline-trace of stock's schedules",
-    ),
-    Seam(
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        {CORE_0_17: "self force_all_reduce"},
-        action_recording.record_reduction_start,
-        "--pipeline-trace of gradient reduction",
-    ),
-    Seam(
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
-        {CORE_0_17: "self force_all_reduce"},
-        action_recording.record_reduction_end,
-        "--pipeline-trace of gradient reduction",
-    ),
-)
-"""What a trace records where our executor does not run."""
 
 MEMORY_REPORT = (
     Seam(

@@ -27,8 +27,6 @@ import pytest
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-from megatron.core.utils import unwrap_model
 from megatron.training import ft_integration, training
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.global_vars import get_tensorboard_writer
@@ -36,6 +34,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
+from megatron_pp_ext.integration.hooks.global_names import global_parameters
 
 patching.apply(seams.launch_seams(cpu=True))
 
@@ -202,43 +201,6 @@ def initialize_by_layer(chunks: list[torch.nn.Module]) -> None:
     with torch.no_grad():
         for name, parameter in global_parameters(chunks):
             parameter.copy_(_shard(_full(name, parameter), parameter))
-
-
-def global_parameters(chunks: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
-    """Name the parameters of this rank as a model on one rank would, layers counted from 1.
-
-    A tied output weight goes by the name of the embedding that it copies, so a name can come twice.
-    """
-    named = []
-    for chunk in unwrap_model(chunks):
-        layers = {
-            name: f"decoder.layers.{module.layer_number}"
-            for name, module in chunk.named_modules()
-            if isinstance(module, BaseTransformerLayer) and name.startswith("decoder.")
-        }
-        for name, parameter in chunk.named_parameters():
-            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-            if layer is not None:
-                name = layers[layer] + name[len(layer) :]
-            elif name == "output_layer.weight" and _is_tied(chunk):
-                name = "embedding.word_embeddings.weight"
-            named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
-    return named
-
-
-def _global_expert(name: str, experts: int | None) -> str:
-    """Count experts from the first expert-parallel rank on."""
-    before, dot, expert = name.partition(".local_experts.")
-    if not dot:
-        return name
-    index, _, after = expert.partition(".")
-    here = experts // mpu.get_expert_model_parallel_world_size()
-    return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * here + int(index)}.{after}"
-
-
-def _is_tied(chunk: torch.nn.Module) -> bool:
-    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
-    return chunk.share_embeddings_and_output_weights and not chunk.mtp_process
 
 
 def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,222 @@
+"""The runs of ``mpp verify``: stock's 1F1B and a schedule, for a few steps from one checkpoint.
+
+Both start as a fine-tuning does (``--finetune``): with the checkpoint's weights, and with a new optimizer,
+learning-rate schedule, random state and data order, which are then the same for both.  So neither the
+iteration at which the checkpoint was saved nor the way in which optimizer states are cut matters.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pp_ext.jobs import process
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
+from megatron_pp_ext.jobs.failure import reason
+from megatron_pp_ext.request import layers
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.placement import Shape
+from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.verification.run_record import RunRecord
+
+CHECKPOINT, STOCK, AGAIN, SCHEDULE = "checkpoint", "stock", "stock-again", "schedule"
+
+SCHEDULE_FLAGS: Mapping[str, int] = {
+    "--pipeline-schedule": 1,
+    "--pipeline-memory-limit": 1,
+    "--pipeline-costs": 1,
+    "--pipeline-profile-steps": 1,
+    "--pipeline-update-interval": 1,
+    "--pipeline-vertical-sync": 0,
+    "--pipeline-allow-waits": 0,
+    "--num-virtual-stages-per-pipeline-rank": 1,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+    "--microbatch-group-size-per-virtual-pipeline-stage": 1,
+}
+"""The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One of the runs: its name, what it does in words, and its flags.  ``folder`` holds what it writes."""
+
+    name: str
+    what: str
+    flags: tuple[str, ...]
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        """All output of the run."""
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def records(self) -> Path:
+        """The folder for what its ranks record."""
+        return self.folder / self.name
+
+
+def schedule_of(flags: Sequence[str]) -> str:
+    """Return the schedule that ``flags`` request.
+
+    Raises ValueError where there is none, where it is unknown, and where it cannot be compared with stock.
+    """
+    words = words_of(flags)
+    if "--pipeline-schedule" not in words[:-1]:
+        raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME behind --")
+    name = words[len(words) - words[::-1].index("--pipeline-schedule")]
+    if name in FLUSH_FREE:
+        raise ValueError(
+            f"{name} never flushes, so its microbatches meet older weights than stock's and its losses "
+            "differ by design: verify a schedule that flushes"
+        )
+    if name not in (FLEX, AUTO) and not name.startswith(CSV_PREFIX):
+        name = catalog.entry(name).name
+    if whole_number(words, "--pipeline-model-parallel-size") < 2:
+        raise ValueError("a schedule needs a pipeline: set --pipeline-model-parallel-size to 2 or more")
+    if "--ckpt-step" in words:
+        raise ValueError(
+            "--ckpt-step cannot be resumed as a fine-tuning, which takes the latest step: leave it out, and "
+            "give a folder whose latest checkpoint is the one to start from"
+        )
+    return name
+
+
+def differs_with_dropout(name: str) -> str | None:
+    """Return why schedule ``name`` differs from stock's 1F1B with dropout; None where it does not."""
+    if name in catalog.NAMES and catalog.entry(name).shape is Shape.LINEAR:
+        return None
+    may = "differ" if name in catalog.NAMES else "differ wherever it places layers unlike 1F1B"
+    return (
+        f"with dropout, losses under {name} {may}: dropout masks are drawn from a rank's random state, which "
+        "Megatron seeds by pipeline rank, and other layers are on each rank"
+    )
+
+
+def planned(
+    flags: Sequence[str],
+    folder: Path,
+    steps: int,
+    *,
+    checkpoint: Path | None = None,
+    keep_dropout: bool = False,
+    gradients: bool = False,
+    repeat: bool = False,
+) -> list[Run]:
+    """Return the runs in the order in which they start.
+
+    Without a ``checkpoint``, which may also stand behind --load, one step of stock's 1F1B makes it.
+    ``repeat`` runs stock a second time.  Raises ValueError for flags that cannot be compared.
+    """
+    name = schedule_of(flags)
+    load = checkpoint or _given_checkpoint(flags)
+    if load is not None and not (load / "latest_checkpointed_iteration.txt").is_file():
+        raise ValueError(
+            f"{load} holds no checkpoint (no latest_checkpointed_iteration.txt): correct --load or "
+            "--checkpoint, or leave it out, and one is made"
+        )
+    no_dropout = {} if keep_dropout else {"--attention-dropout": 0, "--hidden-dropout": 0}
+    ours = list(without_files(flags))
+    theirs = list(stock_flags(ours))
+    runs = []
+    if load is None:
+        load = folder / "weights"
+        made = short_run(theirs, 1, {**no_dropout, "--save": load, "--save-interval": 1})
+        made += ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-save-rng"]
+        runs.append(Run(CHECKPOINT, "one step of stock's 1F1B makes the checkpoint", tuple(made), folder))
+
+    def resumed(run: str, what: str, chosen: Sequence[str]) -> Run:
+        changed = {**no_dropout, "--load": load, "--verify-pipeline": folder / run}
+        switches = ["--finetune", *["--verify-pipeline-gradients"] * gradients]
+        return Run(run, what, (*short_run(chosen, steps, changed), *switches), folder)
+
+    # The schedule first: flags that it refuses are then found before stock has run.
+    runs.append(resumed(SCHEDULE, f"{name} from the checkpoint on", ours))
+    runs.append(resumed(STOCK, "stock's 1F1B from the checkpoint on", theirs))
+    if repeat:
+        runs.append(resumed(AGAIN, "stock's 1F1B once more, for its own spread", theirs))
+    return runs
+
+
+def start(
+    runs: Iterable[Run],
+    ranks: int,
+    script: Path | None,
+    cpu: bool,
+    report: Callable[[Run], None],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Start ``runs`` one after the other on ``ranks`` ranks of this machine, and ``report`` each before.
+
+    ``environment`` is added to this process's own.  Raises ValueError, naming the log, for a run that fails.
+    """
+    for run in runs:
+        for left in (run.log, *run.records.glob("*")):
+            left.unlink(missing_ok=True)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        report(run)
+        if status := process.run(training(run.flags, ranks, script, cpu), run.log, environment):
+            why = reason(run.log.read_text(encoding="utf-8", errors="replace"))
+            raise ValueError(f"the run {run.name} ended with status {status}: {why} ({run.log})")
+
+
+def recorded(runs: Iterable[Run], steps: int) -> dict[str, RunRecord]:
+    """Return what the runs that were resumed recorded; ValueError, naming the log, where one did not."""
+    found = {}
+    for run in runs:
+        if run.name != CHECKPOINT:
+            try:
+                found[run.name] = run_record.read(run.records, steps)
+            except ValueError as error:
+                raise ValueError(f"the run {run.name}: {error} ({run.log})") from error
+    return found
+
+
+def stock_flags(flags: Sequence[str]) -> Iterator[str]:
+    """Yield ``flags`` for stock's 1F1B: without what only a schedule needs, and with a stage on each rank."""
+    ranks = whole_number(words_of(flags), "--pipeline-model-parallel-size")
+    following = iter(flags)
+    for flag in following:
+        name, equals, value = flag.partition("=")
+        if name in SCHEDULE_FLAGS:
+            if not equals:
+                for _ in range(SCHEDULE_FLAGS[name]):
+                    next(following, None)
+        elif name in (_LAYOUT, *_PATTERNS):
+            cut = value if equals else next(following, "")
+            merged = _merged_layout(cut, ranks) if name == _LAYOUT else _merged_pattern(cut, ranks)
+            yield from (name, merged)
+        else:
+            yield flag
+
+
+def _merged_layout(text: str, ranks: int) -> str:
+    """A layout in which each rank has, as one stage, as many consecutive stages as it had chunks."""
+    stages = layers.layout(Namespace(pipeline_model_parallel_layout=text)) or []
+    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks))
+
+
+def _merged_pattern(text: str, ranks: int) -> str:
+    """The same for the layers of a hybrid model; multi-token prediction stays behind its slash."""
+    main, slash, prediction = text.partition("/")
+    stages = main.split("|")
+    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks)) + slash + prediction
+
+
+def _merged(stages: Sequence[str], ranks: int) -> Iterator[str]:
+    each, left = divmod(len(stages), ranks)
+    if left:
+        raise ValueError(f"{len(stages)} stages cannot be shared evenly by {ranks} ranks: correct the layout")
+    for rank in range(ranks):
+        yield "".join(stages[rank * each : (rank + 1) * each])
+
+
+def _given_checkpoint(flags: Sequence[str]) -> Path | None:
+    words = words_of(flags)
+    if "--load" not in words[:-1]:
+        return None
+    return Path(words[len(words) - words[::-1].index("--load")])

@@ -1,0 +1,141 @@
+"""How far a schedule may differ from stock's 1F1B, and why.
+
+Both run the same kernels on the same numbers and sum each gradient over the microbatches in the same order,
+so most numbers have to agree to the last bit.  Each exception below is a sum that is taken in another order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_pp_ext.jobs.command import whole_number
+from megatron_pp_ext.verification.run_record import RunRecord
+
+_CLIP_BY_DEFAULT = 1.0
+
+_LOW_PRECISION = {
+    "--bf16": "bf16",
+    "--fp16": "fp16",
+    "--fp8": "fp8",
+    "--fp8-format": "fp8",
+    "--fp4": "fp4",
+    "--fp4-format": "fp4",
+}
+
+NORM = 1e-5
+"""The relative distance of two norms: roundings in series of some thousand sums in fp32, five times over.
+
+A rounding moves a number by 2**-23 / sqrt(12) as a standard deviation, 4096 of them in series by 2.2e-6 and
+two such sums are 3.1e-6 apart.
+"""
+
+NOISE = 4.0
+"""By how much two runs may differ, as a multiple of the distance of two runs of stock from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest relative difference that is allowed, and the reason; 0 is bit for bit."""
+
+    allowed: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"within {self.allowed:.3g}" if self.allowed else "bit for bit"
+
+    def accepts(self, difference: float) -> bool:
+        """Whether ``difference`` is allowed; one that is not a number never is."""
+        return difference <= self.allowed
+
+    def with_noise(self, spread: float) -> "Tolerance":
+        """Return the tolerance where two runs of stock differ by ``spread``."""
+        if NOISE * spread <= self.allowed:
+            return self
+        why = f"stock differs from stock by {spread:.3g} on this machine, of which {NOISE:g} times is allowed"
+        return Tolerance(NOISE * spread, why)
+
+
+BITS = Tolerance(0.0, "the same kernels on the same numbers, summed in the same order")
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What of a job's flags decides about its last bits.
+
+    ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
+    over which each gradient is summed.
+    """
+
+    precision: str = "fp32"
+    clip: float = _CLIP_BY_DEFAULT
+    experts: bool = False
+    prediction: bool = False
+    replicas: int = 1
+
+    @classmethod
+    def of_flags(cls, words: Sequence[str], ranks: int) -> "Arithmetic":
+        """Return that of a job of ``ranks`` ranks; ValueError for a flag without its number."""
+        parallel = whole_number(words, "--tensor-model-parallel-size")
+        parallel *= whole_number(words, "--pipeline-model-parallel-size")
+        return cls(
+            next((name for flag, name in _LOW_PRECISION.items() if flag in words), "fp32"),
+            _clip(words),
+            "--num-experts" in words,
+            whole_number(words, "--mtp-num-layers", 0) > 0,
+            max(1, ranks // parallel),
+        )
+
+    def losses(self, stock: RunRecord, step: int) -> Tolerance:
+        """The tolerance for the losses of ``step``, counted from 0."""
+        why = list(self._reasons(stock, step))
+        if not why:
+            return BITS
+        if self.precision == "fp32":
+            allowed = 1e-6 if why == [_CLIPPED] else 1e-4
+        else:
+            allowed = 1e-2 if self.experts else 1e-3
+            why.append(f"and in {self.precision} that last bit decides how a weight rounds")
+            if self.experts:
+                why.append("and may send a token to another expert")
+        return Tolerance(allowed, ", ".join(why))
+
+    def norms(self, stock: RunRecord, step: int) -> Tolerance:
+        """The tolerance for the gradient norm of ``step``, counted from 0."""
+        # An update moves a norm by about four times as much as a loss.
+        later = self.losses(stock, step)
+        if 4 * later.allowed > NORM:
+            return Tolerance(4 * later.allowed, later.why)
+        return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
+
+    def gradient(self, name: str) -> Tolerance:
+        """The tolerance for the first step's gradient of the parameter ``name``."""
+        if self.prediction and name.startswith(("output_layer.", "embedding.word_embeddings.")):
+            return Tolerance(1e-5, "multi-token prediction uses this weight twice, in another order")
+        if self.replicas > 2:
+            return Tolerance(1e-5 if self.precision == "fp32" else 2e-2, _REPLICAS)
+        return BITS
+
+    def _reasons(self, stock: RunRecord, step: int) -> list[str]:
+        if step == 0:
+            return []
+        reasons = []
+        if any(norm is not None and 0 < self.clip < norm for norm in stock.norms[:step]):
+            reasons.append(_CLIPPED)
+        if self.prediction:
+            reasons.append("multi-token prediction uses the output weight twice, in another order")
+        if self.replicas > 2:
+            reasons.append(_REPLICAS)
+        return reasons
+
+
+_CLIPPED = "updates were clipped by a norm, which is summed rank by rank"
+_REPLICAS = "more than two replicas are summed in an order that goes by a gradient's place in its buffer"
+
+
+def _clip(words: Sequence[str]) -> float:
+    if "--clip-grad" not in words:
+        return _CLIP_BY_DEFAULT
+    at = len(words) - 1 - words[::-1].index("--clip-grad")
+    try:
+        return float(words[at + 1])
+    except (IndexError, ValueError):
+        raise ValueError("--clip-grad needs a number behind it: correct the job's flags") from None

@@ -1,0 +1,118 @@
+"""Compare what two runs recorded: every loss, gradient norm and gradient, each with its tolerance."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.verification.tolerances import Arithmetic, Tolerance
+
+if TYPE_CHECKING:
+    import torch
+
+LOSS, NORM, GRADIENT = "loss", "gradient norm", "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of both runs.
+
+    ``step`` counts from 1.  ``stock`` and ``ours`` are None where a step was skipped, and for a gradient,
+    which is a whole tensor.  ``difference`` is relative: to the larger number, or to the largest of a
+    tensor; it is infinite where only one run has the number, or where it is not finite.
+    """
+
+    kind: str
+    name: str
+    step: int
+    stock: float | None
+    ours: float | None
+    difference: float
+    tolerance: Tolerance
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the difference is allowed."""
+        return self.tolerance.accepts(self.difference)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All rows of a comparison."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every difference is allowed."""
+        return all(row.is_equal for row in self.rows)
+
+    def of(self, kind: str) -> list[Row]:
+        """Return the rows of one kind."""
+        return [row for row in self.rows if row.kind == kind]
+
+    def largest(self, kind: str) -> Row:
+        """Return the row of ``kind`` that is furthest apart; the first one of several."""
+        return max(self.of(kind), key=lambda row: row.difference)
+
+
+def compare(
+    stock: RunRecord,
+    ours: RunRecord,
+    arithmetic: Arithmetic,
+    again: RunRecord | None = None,
+    gradients: bool = False,
+) -> Verdict:
+    """Return how ``ours`` differs from ``stock``.
+
+    ``again`` is a second run of stock, whose distance from the first widens the tolerances.  With
+    ``gradients``, those of the first step are compared too, if the runs recorded them.
+    """
+    rows = list(_rows(stock, ours, arithmetic, gradients))
+    if again is not None:
+        spread = {(row.name, row.step): row.difference for row in _rows(stock, again, arithmetic, gradients)}
+        rows = [_with_noise(row, spread.get((row.name, row.step), 0.0)) for row in rows]
+    return Verdict(tuple(rows))
+
+
+def relative(one: float | None, other: float | None) -> float:
+    """Return the distance of two numbers relative to the larger; two skipped steps are equal."""
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    return _part(abs(one - other), max(abs(one), abs(other)))
+
+
+def _with_noise(row: Row, spread: float) -> Row:
+    return replace(row, tolerance=row.tolerance.with_noise(spread)) if math.isfinite(spread) else row
+
+
+def _rows(stock: RunRecord, ours: RunRecord, arithmetic: Arithmetic, gradients: bool) -> Iterator[Row]:
+    for step, (theirs, mine) in enumerate(zip(stock.losses, ours.losses, strict=False)):
+        for name in dict.fromkeys([*theirs, *mine]):
+            one, other = theirs.get(name), mine.get(name)
+            tolerance = arithmetic.losses(stock, step)
+            yield Row(LOSS, name, step + 1, one, other, relative(one, other), tolerance)
+    for step, (one, other) in enumerate(zip(stock.norms, ours.norms, strict=False)):
+        yield Row(NORM, NORM, step + 1, one, other, relative(one, other), arithmetic.norms(stock, step))
+    if gradients:
+        for name, whole, part in run_record.common_gradients(stock, ours):
+            yield Row(GRADIENT, name, 1, None, None, _apart(whole, part), arithmetic.gradient(name))
+
+
+def _apart(one: "torch.Tensor | None", other: "torch.Tensor | None") -> float:
+    """Return the largest distance of two numbers of two gradients, relative to the largest number."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    if one.numel() == 0:
+        return 0.0
+    largest = max(one.abs().max().item(), other.abs().max().item())
+    return _part((one.double() - other.double()).abs().max().item(), largest)
+
+
+def _part(distance: float, largest: float) -> float:
+    """Return ``distance`` as a part of ``largest``; infinite where one of them is not finite."""
+    if not (math.isfinite(largest) and math.isfinite(distance)):
+        return math.inf
+    return distance / largest if distance else 0.0

@@ -1,0 +1,91 @@
+"""--pipeline-layer-seeds: a fresh run starts from the same weights under every placement."""
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_pp_ext.cpu import flags as cpu_flags
+from megatron_pp_ext.integration.hooks.layer_seeds import FLAG, draw_model
+from tests.support.comparison import Result, assert_same_bits, run
+from tests.support.ranks import RankError
+from tests.support.training import train
+
+PIPELINE = (
+    *("--pipeline-model-parallel-size", "2", "--num-layers", "4"),
+    *("--global-batch-size", "4", "--train-iters", "2", "--clip-grad", "0"),
+)
+UNTIED = "--untie-embeddings-and-output-weights"
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-router-topk 2"
+MODELS = {
+    "tied": (2, ()),
+    "tp2-untied-experts": (
+        4,
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel", *EXPERTS.split(), UNTIED),
+    ),
+    "prediction": (2, ("--mtp-num-layers", "2", "--position-embedding-type", "rope", UNTIED)),
+}
+
+
+def fresh(world_size: int, *flags: str) -> Result:
+    """Train from the weights that Megatron itself draws."""
+    return run(world_size, [*PIPELINE, *flags], initialize=lambda chunks: None)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fresh_runs_start_from_the_same_weights(model: str) -> None:
+    world_size, flags = MODELS[model]
+    stock = fresh(world_size, *flags, FLAG)
+    ours = fresh(world_size, *flags, FLAG, "--pipeline-schedule", "v-half")
+    assert ours.losses[0] == stock.losses[0]
+    if model == "tied":
+        assert_same_bits(ours, stock)
+        assert_same_bits(fresh(world_size, *flags, FLAG, "--pipeline-schedule", "interleaved"), stock)
+        assert fresh(4, "--pipeline-model-parallel-size", "4", FLAG).losses[0] == stock.losses[0]
+        # Without the flag the placement decides.
+        assert fresh(2, "--pipeline-schedule", "v-half").losses[0] != fresh(2).losses[0]
+
+
+def test_weights_drawn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a tensor's parts are drawn from states of Megatron's tracker, not the default generator."""
+    on_a_gpu = tuple(flag for flag in cpu_flags.CPU_FLAGS if flag[0] != "--use-cpu-initialization")
+    monkeypatch.setattr(cpu_flags, "CPU_FLAGS", on_a_gpu)
+    flags = ("--tensor-model-parallel-size", "2", UNTIED)
+    stock = fresh(4, *flags, FLAG)
+    ours = fresh(4, *flags, FLAG, "--pipeline-schedule", "v-half")
+    assert_same_bits(ours, stock)
+    weight = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert not torch.equal(*(stock.gradients[weight, rank] for rank in (0, 1)))
+
+
+def _draw_part(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """Draw a part of a model, and require that all generators are put back to where they were."""
+    tracker, drawn = get_cuda_rng_tracker(), []
+
+    def init(model: object) -> None:
+        with tracker.fork():
+            drawn.append(torch.rand(3))
+        drawn.append(torch.rand(3))
+
+    before, states, seeds = torch.get_rng_state(), tracker.get_states(), set(tracker.seeds_)
+    draw_model(init)(None)
+    assert torch.equal(before, torch.get_rng_state())
+    assert tracker.seeds_ == seeds
+    assert tracker.get_states().keys() == states.keys()
+    assert all(torch.equal(state, states[name]) for name, state in tracker.get_states().items())
+    return drawn
+
+
+def test_generators_are_put_back() -> None:
+    flags = [*PIPELINE, FLAG, "--pipeline-schedule", "v-half", "--tensor-model-parallel-size", "2"]
+    runs = train(4, flags, grab=_draw_part)
+    tracked, plain = zip(*(run.grabbed for run in runs), strict=True)
+    assert all(torch.equal(plain[0], other) for other in plain)
+    # Ranks 0 and 1 share a layer, ranks 2 and 3 are next in the pipeline.
+    assert torch.equal(tracked[0], tracked[2])
+    assert torch.equal(tracked[1], tracked[3])
+    assert not torch.equal(tracked[0], tracked[1])
+
+
+def test_weights_that_are_drawn_later_are_refused() -> None:
+    with pytest.raises(RankError, match="cannot go with --init-model-with-meta-device"):
+        train(2, [*PIPELINE, FLAG, "--init-model-with-meta-device"])

@@ -1,0 +1,124 @@
+"""The comparison of two recorded runs, from records written here."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.verification.tolerances import BITS, NORM, Arithmetic
+from megatron_pp_ext.verification.verdict import compare
+
+LAST_BIT = 4.0 + 2.0**-21
+
+
+def record(*losses: float, norms: tuple[float | None, ...] = (0.5, 0.5, 0.5)) -> RunRecord:
+    return RunRecord(tuple({"lm loss": loss} for loss in losses), norms)
+
+
+STOCK = record(4.0, 4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "flags", "equal"),
+    [
+        (STOCK, "", True),
+        (record(LAST_BIT, 4.0, 4.0), "", False),
+        (record(4.0, 4.0, LAST_BIT), "", False),
+        # Norms of 0.5 are clipped at 0.1, which excuses the later steps and not the first.
+        (record(4.0, 4.0, LAST_BIT), "--clip-grad 0.1", True),
+        (record(LAST_BIT, 4.0, 4.0), "--clip-grad 0.1", False),
+        (record(4.0, 4.0, 4.0001), "--clip-grad 0.1", False),
+        (record(4.0, 4.0, 4.0001), "--clip-grad 0.1 --bf16", True),
+        (record(4.0, 4.0, 4.01), "--clip-grad 0.1 --bf16", False),
+        (record(4.0, 4.0, 4.01), "--clip-grad 0.1 --bf16 --num-experts 8", True),
+        (record(4.0, 4.0, 4.0001), "--bf16", False),
+        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM / 2), 0.5)), "", True),
+        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM * 2), 0.5)), "", False),
+        (record(4.0, 4.0, 4.0, norms=(0.5, None, 0.5)), "", False),
+        (record(4.0, 4.0, math.nan), "--clip-grad 0.1", False),
+        (RunRecord(({"lm loss": 4.0}, {}, {"lm loss": 4.0}), STOCK.norms), "", False),
+    ],
+)
+def test_what_counts_as_equal(ours: RunRecord, flags: str, equal: bool) -> None:
+    assert compare(STOCK, ours, Arithmetic.of_flags(flags.split(), 2)).is_equal is equal
+
+
+def test_two_runs_that_fail_alike_are_not_equal() -> None:
+    broken = record(math.nan, 4.0, 4.0)
+    assert not compare(broken, broken, Arithmetic()).is_equal
+
+
+def test_a_step_that_both_skip_is_equal() -> None:
+    skipped = record(4.0, 4.0, 4.0, norms=(None, 0.5, 0.5))
+    assert compare(skipped, skipped, Arithmetic("fp16")).is_equal
+
+
+def test_stock_s_own_spread_is_allowed_and_named() -> None:
+    """A GPU whose kernels add in any order: stock differs from itself, by a millionth here."""
+    ours, again = record(4.0, 4.00001, 4.0), record(4.0, 4.000004, 4.0)
+    assert not compare(STOCK, ours, Arithmetic()).is_equal
+    verdict = compare(STOCK, ours, Arithmetic(), again)
+    assert verdict.is_equal
+    first, second, _ = verdict.of("loss")
+    assert first.tolerance == BITS
+    assert "stock differs from stock by 1e-06" in second.tolerance.why
+    assert not compare(STOCK, record(4.0, 4.00002, 4.0), Arithmetic(), again).is_equal
+    # A spread that is not finite allows nothing.
+    assert not compare(STOCK, ours, Arithmetic(), record(4.0, math.nan, 4.0)).is_equal
+
+
+def written(folder: Path, gradients: dict[str, torch.Tensor], rank: int = 0) -> RunRecord:
+    run_record.write(folder, rank, STOCK.losses, STOCK.norms)
+    run_record.write_gradients(folder, rank, gradients)
+    return run_record.read(folder, 3)
+
+
+def test_gradients_by_name(tmp_path: Path) -> None:
+    weight = torch.linspace(-2, 1, 7)
+    stock = written(tmp_path / "stock", {"a": weight, "b": weight})
+    # The other placement has them on other ranks.
+    written(tmp_path / "ours", {"b": weight})
+    ours = written(tmp_path / "ours", {"a": weight * (1 + 2.0**-20)}, rank=1)
+    verdict = compare(stock, ours, Arithmetic(), gradients=True)
+    largest = verdict.largest("gradient")
+    assert (largest.name, largest.is_equal) == ("a", False)
+    assert largest.difference == pytest.approx(2.0**-20, rel=1e-3)
+    assert [row.difference for row in verdict.of("gradient") if row.name == "b"] == [0.0]
+    # More than two replicas are summed in another order.
+    assert compare(stock, ours, Arithmetic(replicas=4), gradients=True).is_equal
+    missing = written(tmp_path / "missing", {"a": weight})
+    assert compare(stock, missing, Arithmetic(), gradients=True).largest("gradient").difference == math.inf
+
+
+def test_a_record_keeps_every_digit(tmp_path: Path) -> None:
+    run_record.write(tmp_path, 0, [{}], [0.1])
+    run_record.write(tmp_path, 1, [{"lm loss": LAST_BIT}], [0.1])
+    read = run_record.read(tmp_path, 1)
+    assert read.losses == ({"lm loss": LAST_BIT},)
+    assert read.norms == (0.1,)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"losses": [{"lm loss": 5.0}], "norms": [0.1]}, "do not tell the same losses"),
+        ({"losses": [{}], "norms": [0.2]}, "do not tell the same gradient norms"),
+    ],
+)
+def test_ranks_that_disagree(tmp_path: Path, others: dict[str, object], message: str) -> None:
+    run_record.write(tmp_path, 0, [{"lm loss": 4.0}], [0.1])
+    (tmp_path / "steps-of-rank-1.json").write_text(json.dumps(others))
+    with pytest.raises(ValueError, match=message):
+        run_record.read(tmp_path, 1)
+
+
+def test_a_run_that_ended_early(tmp_path: Path) -> None:
+    run_record.write(tmp_path, 0, [{"lm loss": 4.0}], [0.1])
+    with pytest.raises(ValueError, match="recorded 1 of 3 steps"):
+        run_record.read(tmp_path, 3)
+    with pytest.raises(ValueError, match="recorded 0 of 3 steps"):
+        run_record.read(tmp_path / "nothing", 3)
