@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files
 from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
-from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT
+from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
 
 PLACES = ("local", "slurm")
 
@@ -38,18 +39,19 @@ class Where(NamedTuple):
                     f"--measure would run {self.gpus} ranks here, where {here} have a device: set --submit "
                     "slurm, or search for fewer with --gpus"
                 )
-        elif self.script is None:
-            raise ValueError("--submit slurm needs your training script: set --script")
         elif not Path(BATCH_SCRIPT).is_file():
-            raise ValueError(f"there is no {BATCH_SCRIPT} here: run it in the folder of this project")
+            raise ValueError(
+                f"there is no {BATCH_SCRIPT}: install the project from its sources (pip install -e)"
+            )
 
     def words(self, flags: Sequence[str]) -> list[str]:
         """Return a job's command line; see ``jobs.job.Job``."""
         if self.place == "local":
-            return training(flags, self.gpus, self.script)
+            variables = [f"{name}={value}" for name, value in environment(flags).items()]
+            return [*(["env", *variables] if variables else []), *training(flags, self.gpus, self.script)]
         nodes = -(-self.gpus // self.gpus_per_node)
         each = min(self.gpus, self.gpus_per_node)
-        set_up = f"--export=ALL,SCRIPT={self.script},GPUS_PER_NODE={each}"
+        set_up = f"--export=ALL,SCRIPT={self.script or ''},GPUS_PER_NODE={each}"
         # The batch script's own signal, ten minutes ahead of the limit, would save and queue the job again.
         signal = "--signal=B:CONT@1"
         return ["--nodes", str(nodes), f"--gpus-per-node={each}", signal, set_up, BATCH_SCRIPT, *flags]
@@ -89,7 +91,8 @@ def ranked(results: Mapping[str, Result]) -> list[Result]:
 
 def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
     """Print a table of measured and estimated steps; ``estimates`` are seconds by name."""
-    table = Table("candidate", "state", "step s", "estimated s", "error", "peak GB", "what went wrong")
+    names = ("candidate", "state", "step s", "estimated s", "error", "peak GB")
+    table = Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
     for result in ranked(results):
         step, estimate = result.step_seconds, estimates[result.name]
         peak = result.device_bytes or max(result.activation_bytes or (0,))
@@ -100,9 +103,11 @@ def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
             f"{estimate:.4g}",
             f"{estimate / step - 1:+.1%}" if step else "",
             f"{peak / 1e9:.2f}" if peak else "",
-            result.problem,
         )
     console.print(table)
+    for result in ranked(results):
+        if result.problem:
+            console.print(f"{result.name}: {result.problem}")
 
 
 def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int) -> Job:

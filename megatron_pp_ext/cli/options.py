@@ -16,18 +16,27 @@ import typer
 
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.costs_file import read as read_costs
+from megatron_pp_ext.schedule.recorded import SECONDS, Units
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
 
-Forward = Annotated[float | None, typer.Option("--f", help="Seconds of a chunk's forward.  [default: 1]")]
+Forward = Annotated[
+    float | None, typer.Option("--f", help="Time of a rank's forward of one microbatch.  [default: 1]")
+]
 InputGradient = Annotated[
-    float | None, typer.Option("--i", help="Seconds of a chunk's input gradient.  [default: 1]")
+    float | None, typer.Option("--i", help="Time of a rank's input gradient of one.  [default: 1]")
 ]
 WeightGradient = Annotated[
-    float | None, typer.Option("--w", help="Seconds of a chunk's weight gradient.  [default: 1]")
+    float | None, typer.Option("--w", help="Time of a rank's weight gradient of one.  [default: 1]")
 ]
-Hop = Annotated[float | None, typer.Option(help="Seconds of a message between ranks.  [default: 0]")]
+Hop = Annotated[float | None, typer.Option(help="Time of a message between ranks.  [default: 0]")]
+ChunkUnits = Annotated[
+    bool,
+    typer.Option(
+        "--chunk-units", help="Times and limits of one chunk, as papers print them, not of a whole rank."
+    ),
+]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", help="Measured costs of every stage, as JSON.", metavar="FILE")
 ]
@@ -47,30 +56,49 @@ def require_at_least(flag: str, value: float, least: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The cost options of a command: the same seconds for every stage, or a file."""
+    """The cost options of a command: the same times for every rank, or a file with those of every stage.
+
+    The times are a whole rank's, of which each of its chunks takes an equal part, so that schedules with
+    different numbers of chunks compare; with ``chunk_units`` they are those of one chunk.
+    """
 
     f: Forward = None
     i: InputGradient = None
     w: WeightGradient = None
     hop: Hop = None
     costs_file: CostsFile = None
+    chunk_units: ChunkUnits = False
 
     def __post_init__(self) -> None:
         flags = {"f": self.f, "i": self.i, "w": self.w, "hop": self.hop}
         given = {flag: value for flag, value in flags.items() if value is not None}
-        if self.costs_file is not None and given:
-            raise ValueError(f"--costs and --{next(iter(given))} contradict each other: leave one out")
+        others = [*given, *(["chunk-units"] if self.chunk_units else [])]
+        if self.costs_file is not None and others:
+            raise ValueError(f"--costs and --{others[0]} contradict each other: leave one out")
         for flag, value in given.items():
             if not math.isfinite(value) or value < 0 or (value == 0 and flag != "hop"):
                 rule = "0 or more" if flag == "hop" else "above 0"
                 raise ValueError(f"--{flag} is {value:g}, but must be a finite number {rule}: correct it")
 
-    def costs(self, stages: int) -> Costs:
-        """Return the costs of a pipeline of ``stages`` stages."""
+    def costs(self, ranks: int, chunks: int) -> Costs:
+        """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks."""
         if self.costs_file is not None:
-            return read_costs(self.costs_file, stages)
-        seconds = (1.0 if value is None else value for value in (self.f, self.i, self.w))
-        return Costs((StageCosts(*seconds),) * stages, self.hop or 0.0)
+            return read_costs(self.costs_file, ranks * chunks)
+        f, i, w = (1.0 if value is None else value for value in (self.f, self.i, self.w))
+        hop = self.hop or 0.0
+        if self.chunk_units:
+            return Costs((StageCosts(f, i, w),) * (ranks * chunks), hop)
+        return Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+
+    @property
+    def units(self) -> Units:
+        """What 1 stands for in the costs."""
+        if self.costs_file is not None:
+            return SECONDS
+        whole, kept = ("chunk", "chunks") if self.chunk_units else ("rank", "microbatches")
+        if (self.f, self.i, self.w) == (None, None, None):
+            return Units(f"1 = a {whole}'s F, I or W of one microbatch", kept)
+        return Units(f"the unit of --f, --i and --w, which are a {whole}'s", kept)
 
 
 @dataclass(frozen=True, slots=True)

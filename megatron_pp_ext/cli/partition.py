@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
@@ -121,7 +122,8 @@ def _explain_straight(replicated: "Partition", straight: "Partition") -> None:
 
 
 def _show(found: "Partition", model: "Profile") -> None:
-    table = Table("stage", "layers", "replicas", "seconds", "in flight", "bytes a worker")
+    names = ("replicas", "seconds", "in flight", "bytes a worker")
+    table = Table("stage", Column("layers", overflow="fold"), *names, box=SIMPLE_HEAD)
     for number, stage in enumerate(found.stages):
         first, last = model.layers[stage.layers[0]].name, model.layers[stage.layers[-1]].name
         count = f" ({len(stage.layers)})" if len(stage.layers) > 1 else ""

@@ -1,19 +1,23 @@
 """``mpp profile``: measures or shows the cost of each layer of a model."""
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from megatron_pp_ext.cli.commands import app
+from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
+from megatron_pp_ext.cli.model import words_of as model_flags
+from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, words_of
-from megatron_pp_ext.jobs.process import started
+from megatron_pp_ext.jobs.failure import reason
+from megatron_pp_ext.jobs.process import run
 
 if TYPE_CHECKING:
     from megatron_pp_ext.partition.profile import Profile
@@ -30,6 +34,8 @@ def profile(
     flags: Annotated[
         list[str] | None, typer.Argument(help="Behind --, the flags of a Megatron model to measure.")
     ] = None,
+    model: Model = None,
+    print_only: PrintFlags = False,
     script: Annotated[
         Path | None,
         typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
@@ -40,20 +46,24 @@ def profile(
 ) -> None:
     """Measure every layer of a Megatron model in a few training steps of one process, or show a profile.
 
-    mpp profile gpt.json -- --num-layers 8 --hidden-size 512 ...   measures, on the GPU or else the CPU
+    mpp profile gpt.json --model llama3-8b -- --num-layers 2   measures, on the GPU or else the CPU; the
+    training log goes to gpt.log
 
     mpp profile graph.txt   shows a profile; PipeDream's format is read too
     """
     from megatron_pp_ext.partition import profile_file
 
-    if flags:
-        _measure(file, flags, script)
+    if print_only:
+        print_flags(model_flags(flags, model))
+        return
+    if flags or model is not None:
+        _measure(file, model_flags(flags, model, script), script)
     elif script is not None:
-        raise ValueError(f"--script {script} is for measuring: give the model's flags behind --")
-    model = profile_file.read(file)
+        raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
+    found = profile_file.read(file)
     if json is not None:
-        model.write(json)
-    _show(model)
+        found.write(json)
+    _show(found)
 
 
 def training_flags(file: Path, flags: list[str]) -> list[str]:
@@ -73,31 +83,36 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
-    """Train for a few steps; ValueError if the run fails."""
+    """Train for a few steps, with the log beside ``file``; ValueError if the run fails."""
     require_folder(file)
+    log = file.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         written = Path(folder, file.name)
         words = training_flags(written, flags)
-        with started(training(words, ranks=1, script=script), sys.stderr) as run:
-            status = run.wait()
+        with waiting(f"training for {_STEPS} steps, with the log in {log}"):
+            status = run(training(words, ranks=1, script=script), log)
         if status or not written.exists():
+            why = reason(log.read_text(encoding="utf-8", errors="replace"))
             raise ValueError(
-                f"the profiled run ended with status {status} and no profile: read its output above, and "
-                "correct the model's flags"
+                f"the profiled run ended with status {status} and no profile: {why} ({log}); correct the "
+                "model's flags"
             )
         shutil.copyfile(written, file)
+    console.print(f"The training log is in {log}", style="dim")
 
 
 def _show(model: "Profile") -> None:
-    table = Table("layer", "forward s", "backward s", "output bytes", "kept bytes", "parameter bytes")
+    names = ("forward ms", "backward ms", "output MB", "kept MB", "weights MB")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(Column("layer", overflow="fold"), *columns, box=SIMPLE_HEAD)
     for layer in model.layers:
         table.add_row(
             layer.name,
-            f"{layer.forward_seconds:.4g}",
-            f"{layer.backward_seconds:.4g}",
-            f"{layer.activation_bytes:,.0f}",
-            f"{layer.kept_bytes:,.0f}",
-            f"{layer.parameter_bytes:,.0f}",
+            f"{layer.forward_seconds * 1e3:.4g}",
+            f"{layer.backward_seconds * 1e3:.4g}",
+            f"{layer.activation_bytes / 1e6:.4g}",
+            f"{layer.kept_bytes / 1e6:.4g}",
+            f"{layer.parameter_bytes / 1e6:.4g}",
         )
     console.print(table)
     shape = "a chain" if model.is_chain else f"a graph with {len(model.edges)} edges"

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
-from rich.table import Table
 
+from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
+from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
+from megatron_pp_ext.cli.model import words_of as model_flags
+from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
@@ -28,7 +30,11 @@ _WARM_UP = 1
 
 @app.command()
 def rehearse(
-    flags: Annotated[list[str], typer.Argument(help="Behind --, the flags of the planned job.")],
+    flags: Annotated[
+        list[str] | None, typer.Argument(help="Behind --, the flags of the planned job.")
+    ] = None,
+    model: Model = None,
+    print_only: PrintFlags = False,
     ranks: Annotated[
         str, typer.Option(help="Pipeline ranks to run: first, middle, last, all or numbers, with commas.")
     ] = "first,middle,last",
@@ -63,13 +69,19 @@ def rehearse(
     Each rank runs its own share of the job for a few steps, on made-up tensors from its neighbours.
     Checkpoints are neither read nor written.  A rank that is not run is assumed to be like the middle one.
 
-    mpp rehearse -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half --num-layers 32 ...
+    mpp rehearse --model llama3-8b -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...
     """
+    from megatron_pp_ext.planner.search import launch_lines  # which imports numpy
+
+    job = model_flags(flags, model, script)
+    if print_only:
+        print_flags(job)
+        return
     for output in (json, costs, trace):
         if output is not None:
             require_folder(output)
     machine = systems.read(system) if system is not None else None
-    words = words_of(flags)
+    words = words_of(job)
     size = whole_number(words, "--pipeline-model-parallel-size")
     if size < 2:
         raise ValueError(
@@ -83,18 +95,19 @@ def rehearse(
     chosen = chosen_ranks(ranks, size)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         files = {rank: Path(folder, f"{rank}.json") for rank in chosen}
-        environments = {rank: environment(words, rank, world) for rank in chosen}
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("rehearsing", total=len(chosen))
-            for some in batched(chosen, at_once):
-                progress.update(task, description=f"rank {', '.join(map(str, some))} of {size}")
-                words_for = {rank: rehearsal_flags(flags, iterations, files[rank]) for rank in some}
-                runs = {
-                    rank: (training(words_for[rank], ranks=None, script=script), environments[rank])
-                    for rank in some
-                }
-                run_together(runs, {rank: files[rank].with_suffix(".log") for rank in some})
-                progress.advance(task, len(some))
+        environments = {
+            rank: {**launch_lines.environment(words), **environment(words, rank, world)} for rank in chosen
+        }
+        for some in batched(chosen, at_once):
+            commands = {
+                rank: (
+                    training(rehearsal_flags(job, iterations, files[rank]), ranks=None, script=script),
+                    environments[rank],
+                )
+                for rank in some
+            }
+            with waiting(f"rehearsing rank {', '.join(map(str, some))} of {size}"):
+                run_together(commands, {rank: files[rank].with_suffix(".log") for rank in some})
         found = {rank: RankRehearsal.read(file) for rank, file in files.items()}
         first = found[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
@@ -173,23 +186,14 @@ def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
 
     timeline = rehearsal.timeline
     console.print(terminal.Sketch(timeline))
-    table = Table(
-        "rank", "as rank", "weights", "gradients", "optimizer", "activations", "messages", "MiB in all"
-    )
-    if any(one.device_bytes for one in found.values()):
-        table.add_column("device peak")
-    for rank, held in enumerate(rehearsal.ranks):
-        parts = (
-            held.weights, held.gradients, held.optimizer, held.activations, held.messages, held.total,
-        )  # fmt: skip
-        device = found[rank].device_bytes if rank in found else None
-        table.add_row(
-            str(rank),
-            str(held.rehearsed_on),
-            *(f"{part / 2**20:,.1f}" for part in parts),
-            *([f"{device / 2**20:,.1f}"] if device else []),
-        )
-    console.print(table)
+    rows: dict[str, list[str]] = {"run as rank": [str(held.rehearsed_on) for held in rehearsal.ranks]}
+    for name in ("weights", "gradients", "optimizer", "activations", "messages", "total"):
+        rows[name] = [f"{getattr(held, name) / 2**20:,.1f}" for held in rehearsal.ranks]
+    device = {rank: one.device_bytes for rank, one in found.items() if one.device_bytes}
+    if device:
+        peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
+        rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]
+    rank_table.show("MiB on rank", rows)
     console.print(
         f"a step takes {rehearsal.step_seconds:.4g} s: {rehearsal.pipeline_seconds:.4g} s of pipeline "
         f"(bubble {timeline.bubble:.1%}, {timeline.schedule.microbatches} microbatches) and "

@@ -12,7 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.estimate import Flags, Margin, ModelFile, SystemName, described
+from megatron_pp_ext.cli.estimate import Margin, SystemName
+from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
+from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
 
@@ -27,7 +29,8 @@ def search(
     global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step.")] = None,
     seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None,
     system: SystemName = "h100",
-    model: ModelFile = None,
+    model: Model = None,
+    print_only: PrintFlags = False,
     memory: Annotated[
         float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: all]")
     ] = None,
@@ -54,7 +57,7 @@ def search(
     script: Annotated[
         Path | None,
         typer.Option(
-            help="Your training script, for --measure.  [default: this package's pretrain_gpt]",
+            help="Your training script.  [default: this package's pretrain_gpt]",
             metavar="FILE",
         ),
     ] = None,
@@ -65,14 +68,18 @@ def search(
 
     What a flag behind -- sets stays as it is, such as --tensor-model-parallel-size 4.
 
-    mpp search --gpus 64 --global-batch-size 256 --seq-length 4096 -- --num-layers 32 --hidden-size 4096 ...
+    mpp search --model llama3-8b --gpus 64 --global-batch-size 256 -- --recompute-granularity selective ...
     """
+    if print_only:
+        print_flags(words_of(flags, model))
+        return
     from megatron_pp_ext.cli import search_report as report
     from megatron_pp_ext.cli.measure import Where, ranked, run
     from megatron_pp_ext.cli.measure import show as show_measured
+    from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.search.best_first import Compiles, Search
-    from megatron_pp_ext.planner.search.candidate import settled_in
+    from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
     from megatron_pp_ext.request.layers import stages_flag
@@ -90,14 +97,15 @@ def search(
     ):
         ask.require_at_least(name, value, least)
     machine = systems.read(system)
+    where = Where(submit, gpus, machine.gpus_per_node, script)
+    if measure:
+        where.check(steps, timeout)
+    _known(schedules)
     sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
     args, words = described(flags, model, sizes)
     batch = args.global_batch_size
     if not batch:
         raise ValueError("no batch: give --global-batch-size")
-    where = Where(submit, gpus, machine.gpus_per_node, script)
-    if measure:
-        where.check(steps, timeout)
     names, compiles = _schedules(schedules, args)
     flag = stages_flag(args)
     if flag is not None:
@@ -111,7 +119,8 @@ def search(
     space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed)
     limit = memory or machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))
-    whole = report.Report(found, words, machine, gpus, limit)
+    filled_in = tuple(strip(missing(words)))
+    whole = report.Report(found, [*words, *filled_in], machine, gpus, limit, script, filled_in)
     whole.show()
     for path in pictures:
         whole.draw(path)
@@ -121,7 +130,7 @@ def search(
         commands: dict[str, list[str]] = {}
         for one in found.best:
             estimated.setdefault(one.candidate.name, one.estimate.step_seconds)
-            commands.setdefault(one.candidate.name, flags_of(one.candidate, words))
+            commands.setdefault(one.candidate.name, flags_of(one.candidate, [*words, *filled_in]))
         measured = run(commands, where, jobs, steps, timeout)
         show_measured(measured, estimated)
         fastest = ranked(measured)[0]
@@ -140,6 +149,9 @@ def search(
 
 def run_with_bar(search: "Search") -> "Result":
     """Search, with a progress bar on a terminal."""
+    if not console.is_terminal:
+        with waiting("searching"):
+            return search.run()
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
@@ -151,6 +163,15 @@ def run_with_bar(search: "Search") -> "Result":
             bar.update(task, description=what, completed=done, total=total)
 
         return search.run(progress)
+
+
+def _known(schedules: str | None) -> list[str]:
+    """Return the names in --schedules; ValueError for one that is unknown."""
+    from megatron_pp_ext.schedule import catalog
+    from megatron_pp_ext.schedule.names import FLEX
+
+    named = [name.strip() for name in (schedules or "").split(",") if name.strip()]
+    return [FLEX if catalog.canonical(name) == FLEX else catalog.entry(name).name for name in named]
 
 
 def _schedules(given: str | None, args: Namespace) -> tuple[Sequence[str], "Compiles"]:
@@ -165,11 +186,7 @@ def _schedules(given: str | None, args: Namespace) -> tuple[Sequence[str], "Comp
         raise ValueError(
             f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
         )
-    requested = [name.strip() for name in (given or flag or "").split(",") if name.strip()]
-    if not requested:
-        requested = [*catalog.NAMES, FLEX]
-    requested = [FLEX if name == FLEX else catalog.entry(name).name for name in requested]
-    names = permitted(args, requested)
+    names = permitted(args, _known(given or flag) or [*catalog.NAMES, FLEX])
     families = [name for name in names if name != FLEX]
     if not families:
         return catalog.NAMES, Compiles.ONLY

@@ -5,8 +5,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from megatron_pp_ext.cli.estimate import show_launch
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Evaluated, Result
@@ -18,13 +20,18 @@ _COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "messag
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each."""
+    """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
+
+    ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give.
+    """
 
     result: Result
     words: list[str]
     system: System
     gpus: int
     limit: float
+    script: Path | None = None
+    filled_in: tuple[str, ...] = ()
 
     def show(self) -> None:
         """Print the table, the frontier, and the command that starts the best."""
@@ -34,9 +41,9 @@ class Report:
             f"{result.legal:,} configurations of {machines}: {result.unfit:,} cannot fit, "
             f"{result.replayed:,} were replayed; none of the others can be among the best"
         )
-        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS))
-        for row in self._rows():
-            table.add_row(*row)
+        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS[:-2]), box=SIMPLE_HEAD)
+        for number, name, *numbers, _, behind in self._rows():
+            table.add_row(number, f"{name}\n  behind: {behind}" if behind else name, *numbers)
         console.print(table)
         console.print("The shortest steps for less memory:")
         for one in result.frontier:
@@ -53,8 +60,7 @@ class Report:
 
     def show_command(self, title: str, one: Evaluated) -> None:
         """Print ``title`` and the command that starts ``one``."""
-        console.print(title)
-        console.print(self._command(one), soft_wrap=True)
+        show_launch(title, self._launch(one), self.filled_in)
 
     def content(self) -> dict[str, Any]:
         """Return the numbers for a JSON file."""
@@ -72,9 +78,7 @@ class Report:
                     "candidate": asdict(one.candidate),
                     "estimate": asdict(one.estimate),
                     "behind": why(best, one),
-                    "torchrun": launch_lines.torchrun(
-                        one.candidate, self.words, self.gpus, self.system.gpus_per_node
-                    ),
+                    **self._launch(one).record(),
                 }
                 for one in result.best
             ],
@@ -100,7 +104,7 @@ class Report:
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows()
         )
         commands = "".join(
-            f"<h3>{escape(one.candidate.name)}</h3><pre>{escape(self._command(one))}</pre>"
+            f"<h3>{escape(one.candidate.name)}</h3><pre>{escape(self._launch(one).text)}</pre>"
             for one in self.result.best
         )
         style = (
@@ -146,10 +150,9 @@ class Report:
             for number, one in enumerate(self.result.best, 1)
         ]
 
-    def _command(self, one: Evaluated) -> str:
-        return launch_lines.line(
-            launch_lines.torchrun(one.candidate, self.words, self.gpus, self.system.gpus_per_node)
-        )
+    def _launch(self, one: Evaluated) -> launch_lines.Launch:
+        flags = launch_lines.flags(one.candidate, self.words)
+        return launch_lines.Launch(flags, self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point

@@ -1,12 +1,17 @@
 """The command lines of training runs, and the flags of short ones that measure something."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _FILES = ("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline")
 """Flags that name files of the real run, which a short one must not touch."""
+
+_DATA = (
+    "--mock-data", "--data-path", "--data-args-path", "--train-data-path", "--valid-data-path",
+    "--test-data-path", "--per-split-data-args-path",
+)  # fmt: skip
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -47,17 +52,39 @@ def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
         raise ValueError(f"{name} needs a whole number behind it: correct the model's flags") from None
 
 
+def missing(flags: Sequence[str]) -> list[str]:
+    """Return stand-ins for the flags that Megatron needs for training and ``flags`` lack.
+
+    None of them changes what a step costs.  The model's sizes are not among them.
+    """
+    words = words_of(flags)
+    given = set(words)
+    length = words[words.index("--seq-length") + 1 :][:1] if "--seq-length" in given else []
+    stand_ins: tuple[tuple[Collection[str], list[str]], ...] = (
+        (("--micro-batch-size",), ["--micro-batch-size", "1"]),
+        (("--max-position-embeddings",), ["--max-position-embeddings", *length] if length else []),
+        (("--train-iters", "--train-samples"), ["--train-iters", "100"]),
+        (("--lr",), ["--lr", "0.0001"]),
+        (("--eval-interval",), ["--eval-interval", "1000"]),
+        (("--eval-interval", "--eval-iters"), ["--eval-iters", "0"]),
+        (("--tokenizer-type", "--vocab-file"), ["--tokenizer-type", "NullTokenizer"]),
+        (_DATA, ["--mock-data"]),
+        (("--save-interval",), ["--save-interval", "1000"] if "--save" in given else []),
+    )
+    return [word for names, stand_in in stand_ins if not given.intersection(names) for word in stand_in]
+
+
 def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> list[str]:
     """Return ``flags`` for a run of ``steps`` steps without evaluation, overridden by those of ``changed``.
 
-    If a flag is given twice, Megatron takes the last.  Mock data is used if the flags name none.
+    If a flag is given twice, Megatron takes the last.  Flags that Megatron misses are filled in.
     """
     words = words_of(flags)
-    data = [] if {"--data-path", "--mock-data"} & set(words) else ["--mock-data"]
     is_long = "--train-samples" in words or whole_number(words, "--train-iters", 0) >= steps
     length = [] if is_long else ["--train-iters", str(steps)]
     changed = {**changed, "--exit-interval": steps, "--eval-iters": 0, "--eval-interval": 1000}
-    return [*flags, *data, *length, *(str(word) for change in changed.items() for word in change)]
+    whole = [*flags, *length]
+    return [*whole, *missing(whole), *(str(word) for change in changed.items() for word in change)]
 
 
 def without_files(flags: Iterable[str]) -> Iterator[str]:

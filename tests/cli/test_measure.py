@@ -31,12 +31,23 @@ def test_a_local_job_is_a_short_run_of_torchrun(tmp_path: Path) -> None:
     assert words[words.index("--log-interval") + 1] == "1"
 
 
+def test_a_job_has_the_variable_that_megatron_asserts(tmp_path: Path) -> None:
+    """One hardware queue under tensor or context parallelism, save where another feature needs more."""
+    for size in ("--tensor-model-parallel-size", "--context-parallel-size"):
+        job = measure._job("a", [*FLAGS, f"{size}=2"], Where("local", 4, 8, None), tmp_path / "a", 5)
+        assert job.command[:3] == ("env", "CUDA_DEVICE_MAX_CONNECTIONS=1", sys.executable)
+    assert measure.environment([size, "2", "--overlap-moe-expert-parallel-comm"]) == {}
+    assert measure.environment([size, "1"]) == {}
+
+
 def test_a_slurm_job_is_what_follows_sbatch(tmp_path: Path) -> None:
     job = measure._job("a", FLAGS, Where("slurm", 16, 8, Path("train.py")), tmp_path / "a", 5)
     at = job.command.index(measure.BATCH_SCRIPT)
     assert job.command[:3] == ("--nodes", "2", "--gpus-per-node=8")
     assert "--export=ALL,SCRIPT=train.py,GPUS_PER_NODE=8" in job.command[:at]
     assert list(job.command[at + 1 : at + 5]) == FLAGS
+    own = measure._job("a", FLAGS, Where("slurm", 16, 8, None), tmp_path / "a", 5)
+    assert "--export=ALL,SCRIPT=,GPUS_PER_NODE=8" in own.command
 
 
 def test_measure_runs_them_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +114,11 @@ def test_a_search_ranks_its_best_by_measurement(mpp, tmp_path: Path, monkeypatch
     [
         (Where("cloud", 2, 8, None), "--submit got 'cloud', but takes local or slurm"),
         (Where("local", 4096, 8, None), "would run 4096 ranks here, where .* set --submit slurm"),
-        (Where("slurm", 2, 8, None), "needs your training script: set --script"),
-        (Where("slurm", 2, 8, Path("train.py")), "run it in the folder of this project"),
+        (Where("slurm", 2, 8, Path("train.py")), "install the project from its sources"),
     ],
 )
 def test_refusals(where: Where, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "BATCH_SCRIPT", str(tmp_path / "a wheel has none"))
     with pytest.raises(ValueError, match=message):
         measure.run({"a": FLAGS}, where, tmp_path, 3, 60)
     with pytest.raises(ValueError, match="--steps wants 1 or more"):

@@ -3,10 +3,12 @@
 import json
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.cli import measure
+from megatron_pp_ext.cli import measure, report
 from megatron_pp_ext.jobs.job import Result, State
 
 MODEL = {
@@ -68,8 +70,10 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
         subprocess.run(["bash", "-n", str(script)], check=True)
         words = shlex.split(script.read_text().splitlines()[-1])
         assert "--nodes=2" in words
-        flags = one["torchrun"][one["torchrun"].index("pretrain_gpt.py") + 1 :]
-        assert words[words.index("scripts/slurm_one_task_per_node.sbatch") + 1 : -1] == flags
+        (batch,) = (word for word in words if word.endswith("scripts/slurm_one_task_per_node.sbatch"))
+        assert Path(batch).is_file()
+        assert words[words.index(batch) + 1 : -1] == one["flags"]
+        assert shlex.split(one["command"])[-len(one["flags"]) :] == one["flags"]
 
 
 def test_what_flags_settle_stays(mpp, model, tmp_path):
@@ -92,7 +96,6 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         (("estimate", "--margin", "nan"), {"seq_length": 512}, "--margin is nan"),
         (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "changes: leave every | of it out"),
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
-        (SEARCH, {"seq_length": 1024}, "--seq-length is 512, but 1024 in"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
         (("search", "--gpus", 7, *SIZES), {}, "no combination of parallel sizes divides --gpus 7"),
         ((*SEARCH, "--png", "x.svg"), {}, "--png got x.svg: end the file's name in .png"),
@@ -130,12 +133,52 @@ def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
     monkeypatch.setattr(measure.Where, "check", lambda *_: None)
     output = mpp(*SEARCH, "--top", 2, "--measure", "--model", model()).output
     estimated, measured = output.split("To run the best:")[1].split("To run the fastest measured:")
-    best, fastest = (text.strip().splitlines()[0] for text in (estimated, measured))
-    assert best.startswith("torchrun ")
-    assert fastest.startswith("torchrun ")
+    best, fastest = (text.split("Stand-ins")[0] for text in (estimated, measured))
+    assert "torchrun " in best
+    assert "torchrun " in fastest
     assert best != fastest
 
 
-def test_a_model_is_given_once(mpp, model):
-    assert "contradict each other" in mpp("estimate", "--model", model(), "--", "--num-layers", 8).stderr
-    assert "no model: give Megatron's flags behind --" in mpp("estimate").stderr
+def test_flags_go_before_the_models_own(mpp, model):
+    """And it is said, where nothing that is to be pasted stands."""
+    result = mpp(
+        "estimate", "--model", model(**PIPELINE), "--print-flags", "--", "--num-layers", 16, "--fp16"
+    )
+    assert result.exit_code == 0, result.output
+    words = result.stdout.split()
+    assert (words.count("--num-layers"), words.count("--bf16"), words.count("--fp16")) == (1, 0, 1)
+    assert words[words.index("--num-layers") + 1] == "16"
+    assert "--num-layers 16 (8)" in result.stderr
+    assert "no model: give --model NAME" in mpp("estimate").stderr
+
+
+def test_what_is_printed_is_read_by_a_shell_and_fits_80_columns(mpp, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(report.console, "width", 80)
+    sizes = "--pipeline-model-parallel-size 16 --tensor-model-parallel-size 2 --global-batch-size 64"
+    words = [*sizes.split(), "--pipeline-schedule", "v-half", "--num-layers", 64]
+    shown = mpp("estimate", "--model", "llama3-8b", "--json", tmp_path / "a.json", "--", *words)
+    assert shown.exit_code == 0, shown.output
+    searched = mpp(*SEARCH, "--model", "mixtral-8x7b", "--top", 3)
+    for output in (shown.output, searched.output, mpp("models").output):
+        assert "…" not in output
+        assert max(map(len, output.splitlines())) <= 80
+    assert any(line.split()[-1:] == ["15"] for line in shown.output.splitlines())
+    content = json.loads((tmp_path / "a.json").read_text())
+    command = shown.stdout.split("To train it:\n")[1].split("Stand-ins")[0]
+    asked = "torchrun() { echo $CUDA_DEVICE_MAX_CONNECTIONS; printf '%s\\n' \"$@\"; }\nMASTER_ADDR=a\n"
+    heard = subprocess.run(["bash", "-c", asked + command], capture_output=True, text=True, check=True)
+    queues, *given = heard.stdout.splitlines()
+    assert queues == "1"
+    assert given[-len(content["flags"]) :] == content["flags"]
+
+
+def test_a_named_model_is_estimated_without_torch_and_a_typo_refused_at_once():
+    code = "import sys\nfrom megatron_pp_ext.cli import app\n"
+    code += "try:\n    app(sys.argv[1:])\nfinally:\n    print(*sys.modules)"
+    for words, status in (("--tensor-model-parallel-size", 0), ("--tensor-model-paralel-size", 2)):
+        line = [sys.executable, "-c", code, "estimate", "--model", "llama3-8b", "--", words, "2"]
+        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert ended.returncode == status, ended.stderr
+        assert not {"torch", "megatron.core"} & set(ended.stdout.split())
+    assert "did you mean '--tensor-model-parallel-size'?" in ended.stderr

@@ -1,22 +1,31 @@
-"""``mpp profile``: a run that fails leaves what was there."""
+"""``mpp profile``: a run that fails leaves what was there, and says where its log is."""
 
-import subprocess
+from megatron_pp_ext.cli import profile
 
 
 def test_a_run_that_fails_leaves_the_profile_that_was_there(mpp, tmp_path, monkeypatch):
-    real = subprocess.Popen
-
-    def fail(words, **_):
+    def fail(words, log):
         assert str(file) not in words
-        return real(["sh", "-c", "exit 7"], start_new_session=True)
+        log.write_text("much\nValueError: too small\n")
+        return 7
 
     file = tmp_path / "gold.json"
     file.write_text("precious")
-    monkeypatch.setattr(subprocess, "Popen", fail)
+    monkeypatch.setattr(profile, "run", fail)
     result = mpp("profile", file, "--", "--num-layers", 2)
     assert result.exit_code == 2
-    assert "the profiled run ended with status 7 and no profile" in result.stderr
+    assert "ended with status 7 and no profile: ValueError: too small" in result.stderr
+    assert str(file.with_suffix(".log")) in result.stderr
     assert file.read_text() == "precious"
+
+
+def test_what_a_profile_does_not_need_is_filled_in(tmp_path):
+    """Megatron takes the last of a flag that is given twice, so the user's own stay as they are."""
+    words = profile.training_flags(tmp_path / "a.json", ["--num-layers", "2", "--seq-length", "64", "--lr=3"])
+    for flag in ("--micro-batch-size", "--train-iters", "--eval-interval", "--mock-data", "--tokenizer-type"):
+        assert flag in words
+    assert "--lr" not in words
+    assert words[words.index("--max-position-embeddings") + 1] == "64"
 
 
 def test_a_profile_needs_a_folder(mpp, tmp_path):

@@ -1,6 +1,8 @@
 """What a line of flags means, read as a job reads it but without one."""
 
+import shlex
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -10,9 +12,12 @@ from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, be
 from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.schedule.costs import Costs
+from tests.support.ranks import run_ranks
 from tests.support.training import TINY
 
 PP4 = "--pipeline-model-parallel-size 4"
@@ -30,6 +35,43 @@ def read(monkeypatch: pytest.MonkeyPatch, flags: str):
     """Return the pipeline that ``flags`` request on four ranks; None where they request none."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     return read_flags(arguments(flags))
+
+
+def validated(
+    flags: Sequence[str], world_size: int, variables: Mapping[str, str] | None = None
+) -> tuple[Namespace, Request | None]:
+    """Return Megatron's validated arguments of a job on a CPU, and the request that this package reads there.
+
+    Megatron's own parser and validation run in a process of their own; this package's hooks have to be
+    installed in this one.  With ``variables``, the environment of a printed command, Megatron asserts what
+    it asserts on a GPU before Blackwell, and the tests' own variables do not help.
+    """
+    ((args, request),) = run_ranks(_validate, 1, cpu.with_cpu_flags(flags), world_size, variables)
+    return args, request
+
+
+def pasted(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and the flags of a printed torchrun command, as a shell reads it."""
+    words = shlex.split(command.replace("\\\n", ""))  # a shell joins lines there
+    variables = dict(word.split("=", 1) for word in words[: words.index("torchrun")])
+    return variables, words[words.index("megatron_pp_ext.pretrain_gpt") + 1 :]
+
+
+def _validate(
+    rank: int, flags: list[str], world_size: int, variables: Mapping[str, str] | None
+) -> tuple[Namespace, Request | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if variables is not None:
+            patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+            patch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+        patch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
+        patch.setenv("WORLD_SIZE", str(world_size))
+        args = megatron_arguments.parse_args()
+        megatron_arguments.validate_args(args)
+    pipeline = requested.pipeline()
+    return args, pipeline and pipeline.request
 
 
 def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:

@@ -8,7 +8,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
-from megatron_pp_ext.planner.step.model_description import require_complete
+from megatron_pp_ext.planner.step.model_description import require_complete, settle
 
 _NOT_COUNTED = (
     ("multi_latent_attention", "the compressed keys of --multi-latent-attention are not modelled"),
@@ -37,10 +37,7 @@ def read_flags(words: Sequence[str]) -> Namespace:
     for name, reason in _NOT_COUNTED:
         if getattr(args, name, None):
             raise ValueError(f"{reason}: leave it out of the estimate")
-    if args.recompute_activations and args.recompute_granularity is None:
-        args.recompute_granularity = "selective"
-    if args.tensor_model_parallel_size == 1:
-        args.sequence_parallel = False
+    settle(args)
     args.num_layers = args.num_layers or getattr(args, "encoder_num_layers", None)
     args.seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     require_complete(args, "the model")

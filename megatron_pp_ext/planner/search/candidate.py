@@ -1,10 +1,11 @@
 """One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pp_ext.planner.step.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
@@ -125,24 +126,3 @@ def strip(words: Sequence[str]) -> list[str]:
         if not is_dropping:
             kept.append(word)
     return kept
-
-
-_OFF = {"add_bias_linear": "--disable-bias-linear"}
-"""Arguments that are true by default, with the flag that turns each off."""
-
-_OTHER_FLAGS = {"fp8": "--fp8-format"}
-"""Arguments whose flag has another name."""
-
-
-def spelled(values: Mapping[str, Any]) -> list[str]:
-    """Return arguments as words of a command line; None, and what is off without a flag, is left out."""
-    words = []
-    for name, value in values.items():
-        if value is False and name in _OFF:
-            words.append(_OFF[name])
-        if value is None or value is False or (value is True and name in _OFF):
-            continue
-        words.append(_OTHER_FLAGS.get(name, flag(name)))
-        if value is not True:
-            words += map(str, value if isinstance(value, list) else [value])
-    return words

@@ -1,11 +1,81 @@
-"""The commands that start a candidate: a torchrun line, or a script that submits it to SLURM."""
+"""The commands that start training: a torchrun line, or a script that submits it to SLURM."""
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_pp_ext.planner.search.candidate import Candidate, strip
+from megatron_pp_ext.planner.step.flag_words import by_name
 
-BATCH_SCRIPT = "scripts/slurm_one_task_per_node.sbatch"
+BATCH_SCRIPT = str(Path(__file__).parents[3] / "scripts/slurm_one_task_per_node.sbatch")
+"""The project's own batch script, so that jobs can be submitted from any folder; a wheel comes without it."""
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WITHOUT_QUEUES = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--overlap-moe-expert-parallel-comm"}
+"""Flags under which Megatron does not ask for one hardware queue (validate_args in its arguments.py)."""
+
+_COLUMNS = 79
+
+
+def environment(flags: Sequence[str]) -> dict[str, str]:
+    """Return the variables that Megatron asserts for ``flags`` on GPUs before Blackwell, where none harm.
+
+    With tensor or context parallelism it demands a single hardware queue.
+    """
+    given = dict(by_name(flags))
+    sizes = (given.get(f"--{kind}-parallel-size") for kind in ("tensor-model", "context"))
+    is_cut = any(size not in (None, [], ["1"]) for size in sizes)
+    return {_QUEUES: "1"} if is_cut and not _WITHOUT_QUEUES & given.keys() else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Training with Megatron's ``flags`` on ``gpus`` GPUs, by ``script`` or this package's pretrain_gpt."""
+
+    flags: Sequence[str]
+    gpus: int
+    gpus_per_node: int
+    script: Path | None = None
+
+    @property
+    def torchrun(self) -> list[str]:
+        """The command to run on each node; several nodes meet at ``$MASTER_ADDR``."""
+        nodes = -(-self.gpus // self.gpus_per_node)
+        while self.gpus % nodes:
+            nodes += 1
+        words = ["torchrun"]
+        if nodes > 1:
+            words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
+            words += ["--rdzv-endpoint", "$MASTER_ADDR:29500"]
+        words += ["--nproc-per-node", str(self.gpus // nodes), "-m"]
+        if self.script is None:
+            return [*words, "megatron_pp_ext.pretrain_gpt", *self.flags]
+        return [*words, "megatron_pp_ext", str(self.script), *self.flags]
+
+    @property
+    def line(self) -> str:
+        """The command as one line for a shell; variables stay variables."""
+        return " ".join(self._words())
+
+    @property
+    def text(self) -> str:
+        """The command for a shell, in lines that are continued and fit 80 columns."""
+        return _continued(self._words())
+
+    def record(self) -> dict[str, Any]:
+        """Return the command and its parts for a JSON file."""
+        return {
+            "command": self.line,
+            "environment": environment(self.flags),
+            "torchrun": self.torchrun,
+            "flags": list(self.flags),
+        }
+
+    def _words(self) -> list[str]:
+        variables = [f"{name}={value}" for name, value in environment(self.flags).items()]
+        return [*variables, *map(_quoted, self.torchrun)]
 
 
 def flags(candidate: Candidate, model: Sequence[str]) -> list[str]:
@@ -13,37 +83,47 @@ def flags(candidate: Candidate, model: Sequence[str]) -> list[str]:
     return [*strip(model), *candidate.flags()]
 
 
-def torchrun(
-    candidate: Candidate, model: Sequence[str], gpus: int, gpus_per_node: int, script: str = "pretrain_gpt.py"
-) -> list[str]:
-    """Return the command to run on each node; several nodes meet at ``$MASTER_ADDR``."""
-    words = ["torchrun"]
-    if gpus >= 2 * gpus_per_node:
-        words += ["--nnodes", str(gpus // gpus_per_node), "--rdzv-backend", "c10d"]
-        words += ["--rdzv-endpoint", "$MASTER_ADDR:29500"]
-    words += ["--nproc-per-node", str(min(gpus, gpus_per_node)), "-m", "megatron_pp_ext", script]
-    return [*words, *flags(candidate, model)]
-
-
-def line(command: Sequence[str]) -> str:
-    """Return a command as a shell reads it; variables stay variables."""
-    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in command)
+def one_a_line(words: Sequence[str]) -> str:
+    """Return flags for a shell, one with its values in each line; all but the last are continued."""
+    return " \\\n".join(" ".join(map(_quoted, (name, *behind))) for name, behind in by_name(words))
 
 
 def batch_file(
     candidate: Candidate, model: Sequence[str], gpus: int, gpus_per_node: int, comment: str
 ) -> str:
-    """Return a shell script that submits the candidate, to be run from the folder of this project."""
+    """Return a shell script that submits the candidate, from whatever folder it is called in."""
     nodes, ranks = max(1, gpus // gpus_per_node), min(gpus, gpus_per_node)
     submit = ["sbatch", f"--job-name={candidate.name}", f"--nodes={nodes}", f"--gpus-per-node={ranks}"]
     return "\n".join(
         (
             "#!/bin/bash",
             f"# {comment}",
-            "# Run it from the folder of this project; scripts/slurm_job.sh lists what else can be set.",
-            'export SCRIPT="${SCRIPT:?set it to the training script, such as Megatron-LM/pretrain_gpt.py}"',
+            "# Without SCRIPT=Megatron-LM/pretrain_gpt.py in front, the package's own pretrain_gpt trains.",
+            "# The folder that it is called in becomes the job's; docs/slurm.md lists what else can be set.",
             f"export GPUS_PER_NODE={ranks}",
             f'exec {shlex.join([*submit, BATCH_SCRIPT, *flags(candidate, model)])} "$@"',
             "",
         )
     )
+
+
+def _quoted(word: str) -> str:
+    return word if word.startswith("$") else shlex.quote(word)
+
+
+def _continued(words: Sequence[str]) -> str:
+    """Return ``words``, quoted already, in continued lines; a flag stays beside its first value."""
+    pieces: list[str] = []
+    for word in words:
+        if pieces and not word.startswith("-") and pieces[-1].startswith("-") and " " not in pieces[-1]:
+            pieces[-1] += f" {word}"
+        else:
+            pieces.append(word)
+    indent, lines = "", [pieces[0]]
+    for piece in pieces[1:]:
+        if len(f"{indent}{lines[-1]} {piece} \\") <= _COLUMNS:
+            lines[-1] += f" {piece}"
+        else:
+            indent = "  "
+            lines.append(piece)
+    return " \\\n  ".join(lines)

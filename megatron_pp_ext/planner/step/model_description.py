@@ -8,15 +8,14 @@ Megatron at hand it is made from a JSON object: ``{"num_layers": 96, "hidden_siz
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.json_input import did_you_mean, is_number, naming
-from megatron_pp_ext.json_input import read as read_json
+from megatron_pp_ext.json_input import did_you_mean, is_number
+from megatron_pp_ext.schedule import catalog
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-_SIZES: dict[str, int | None] = {
+SIZES: dict[str, int | None] = {
     **dict.fromkeys(_NEEDED),
     # The model.
     "vocab_size": None,
@@ -26,6 +25,7 @@ _SIZES: dict[str, int | None] = {
     "kv_channels": None,
     "num_query_groups": 1,
     "max_position_embeddings": None,
+    "rotary_base": 10000,
     "num_experts": None,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": None,
@@ -51,24 +51,32 @@ _TEXTS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "pipeline_schedule",
+    "tokenizer_type",
 )
 """The names whose values are texts, or None, the default."""
 
 DEFAULTS: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     **dict.fromkeys(_TEXTS),
     # The model.
     "group_query_attention": False,
     "swiglu": False,
     "normalization": "LayerNorm",
+    "layernorm_epsilon": 1e-5,
     "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
     "position_embedding_type": "learned_absolute",
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
     "untie_embeddings_and_output_weights": False,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "transformer_impl": "transformer_engine",
     "attention_backend": "auto",
     "moe_layer_freq": 1,
+    "moe_router_pre_softmax": False,
+    "moe_token_dispatcher_type": "allgather",
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     # How it is trained.
@@ -110,37 +118,31 @@ _CHOICES = {
 """The values of names that accept few; any other value would otherwise count as the default."""
 
 
-def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
-    """Return ``values`` with the defaults for all others; ValueError, naming ``where``, for unknown names."""
+def require_known(values: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError, naming ``where``, for a name that is none of ``DEFAULTS``."""
     for name in values:
         if name not in DEFAULTS:
             hint = did_you_mean(name, DEFAULTS, "leave it out", cutoff=0.6)
             raise ValueError(f"{where}: {name!r} is unknown: {hint}")
+
+
+def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
+    """Return ``values`` with the defaults for all others; ValueError, naming ``where``, for unknown names."""
+    require_known(values, where)
     args = Namespace(**{**DEFAULTS, **values})
+    settle(args)
     require_complete(args, where)
     return args
 
 
-def read(path: Path, sizes: Mapping[str, int | None] | None = None) -> tuple[Namespace, dict[str, Any]]:
-    """Return the description in a JSON file with all defaults, and the values that the file itself gives.
-
-    ``sizes`` were given elsewhere and are added.  ValueError, naming the file, for anything that is not a
-    description, and for a size whose value in the file differs.
-    """
-    with naming(path):
-        values = read_json(path, "write an object of Megatron's names")
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: is no object: write one of Megatron's names, such as num_layers")
-    for name, value in (sizes or {}).items():
-        if value is not None:
-            if values.get(name, value) != value:
-                raise ValueError(f"{flag(name)} is {value}, but {values[name]} in {path}: leave one out")
-            values[name] = value
-    args = describe(values, str(path))
-    args.vocab_size = args.vocab_size or args.padded_vocab_size
-    if not args.vocab_size:
-        raise ValueError(f"{path} has no vocab_size: give it")
-    return args, values
+def settle(args: Namespace) -> None:
+    """Set what Megatron derives from other arguments, and the name here of the schedule."""
+    if isinstance(args.pipeline_schedule, str):
+        args.pipeline_schedule = catalog.canonical(args.pipeline_schedule)
+    if getattr(args, "recompute_activations", False) and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    if args.tensor_model_parallel_size == 1:
+        args.sequence_parallel = False
 
 
 def require_complete(args: Namespace, where: str) -> None:
@@ -150,7 +152,7 @@ def require_complete(args: Namespace, where: str) -> None:
             raise ValueError(f"{where} has no {flag(name)}: give it")
     for name, default in DEFAULTS.items():
         value = getattr(args, name, default)
-        if name in _SIZES and value is not None and not _is_size(value):
+        if name in SIZES and value is not None and not _is_size(value):
             rule = "a whole number of 1 or more"
         elif name in _TEXTS and value is not None and not isinstance(value, str):
             rule = "a text"

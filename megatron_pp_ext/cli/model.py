@@ -1,0 +1,90 @@
+"""The model that a planner's command describes: by name, by file, by flags behind ``--``, or all of them."""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from megatron_pp_ext.cli.commands import app
+from megatron_pp_ext.cli.progress import waiting
+from megatron_pp_ext.cli.report import console
+
+Flags = Annotated[list[str] | None, typer.Argument(help="Behind --: Megatron's flags.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="A name from `mpp models`, a Hugging Face config.json or its folder, or a JSON of Megatron's "
+        "names.  Flags behind -- add to it and replace its own.",
+        metavar="NAME|FILE",
+    ),
+]
+PrintFlags = Annotated[
+    bool, typer.Option("--print-flags", help="Print the model's Megatron flags, and do no more.")
+]
+
+
+@app.command()
+def models() -> None:
+    """List the models that --model knows by name."""
+    from megatron_pp_ext.planner import model_names
+
+    table = Table("--model", "model", "parameters", "tokens a sequence")
+    refused = []
+    for model in map(model_names.named, model_names.names()):
+        if model.refusal:
+            refused.append(f"{model.name} is refused: {model.refusal}")
+            continue
+        billions = f"{model.parameters / 1e9:.4g} billion"
+        table.add_row(model.name, model.title, billions, str(model.values["seq_length"]))
+    console.print(table)
+    console.print("--print-flags shows a model's flags.  A Hugging Face config.json does as well as a name.")
+    for line in refused:
+        console.print(line, style="dim")
+
+
+def described(
+    flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
+) -> tuple[Namespace, list[str]]:
+    """Return the arguments of the described model and its flags; see ``planner.described.read``."""
+    from megatron_pp_ext.planner import described as planners
+
+    found = planners.read(flags or (), model, sizes)
+    _tell(found.replaced)
+    if found.args is not None:
+        return found.args, found.words
+    import warnings
+
+    with waiting("asking Megatron's parser"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron_pp_ext.integration.request import launch_flags
+
+        return launch_flags.read_flags(found.words), found.words
+
+
+def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
+    """Return the flags of the described model, for a command that starts Megatron with them.
+
+    ``script`` is the user's training script, whose own flags cannot be checked.
+    """
+    from megatron_pp_ext.planner import described as planners
+
+    found = planners.read(flags or (), model, has_other_flags=script is not None)
+    _tell(found.replaced)
+    return found.words
+
+
+def _tell(sentence: str) -> None:
+    """Print ``sentence``, if there is one, to stderr, so that stdout has only what was asked for."""
+    if sentence:
+        typer.echo(sentence, err=True)
+
+
+def print_flags(words: Sequence[str]) -> None:
+    """Print flags for a shell, one a line."""
+    from megatron_pp_ext.planner.search.launch_lines import one_a_line
+
+    typer.echo(one_a_line(words))

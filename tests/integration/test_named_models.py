@@ -1,0 +1,84 @@
+"""Models by name, and flags that are read without Megatron: both mean what Megatron reads in them."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.request.launch_flags import read_flags
+from megatron_pp_ext.jobs.command import missing
+from megatron_pp_ext.planner import described, model_names, unknown_flags
+from megatron_pp_ext.planner.search.launch_lines import Launch
+from megatron_pp_ext.planner.step import flag_words
+from megatron_pp_ext.planner.step.model_description import describe
+from tests.support.flags import pasted, validated
+from tests.support.training import TINY
+
+GPUS = 8
+OFFERED = [name for name in model_names.names() if not model_names.named(name).refusal]
+
+
+def as_megatron_reads(words: Sequence[str], ours: Namespace) -> dict[str, Any]:
+    """What Megatron reads in ``words`` for the names of ``ours``; one value is an enumeration there."""
+    theirs = read_flags(words)
+    theirs.attention_backend = ours.attention_backend
+    return {name: getattr(theirs, name) for name in vars(ours)}
+
+
+SIZES = (
+    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--micro-batch-size 1 --global-batch-size 8"
+)
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_a_named_model_is_to_megatrons_parser_what_it_is_to_the_planner(name: str) -> None:
+    found = described.read(SIZES.split(), name)
+    assert found.args is not None
+    assert as_megatron_reads(found.words, found.args) == vars(found.args)
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-405b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_the_command_of_a_named_model_passes_megatrons_validation(name: str) -> None:
+    found = described.read(SIZES.split(), name)
+    variables, flags = pasted(Launch([*found.words, *missing(found.words)], GPUS, GPUS).text)
+    args, _ = validated(flags, GPUS, variables)
+    for size in ("num_layers", "ffn_hidden_size", "num_experts", "moe_ffn_hidden_size", "rotary_base"):
+        assert getattr(args, size) == getattr(found.args, size)
+    assert args.data_parallel_size == 2
+
+
+PP4 = "--pipeline-model-parallel-size 4"
+LINES = (
+    f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.5 --num-layers-per-virtual-pipeline-stage 1",
+    f"{PP4} --pipeline-schedule v-half --pipeline-model-parallel-layout E|t|t|t*2|t|t||L --fp16",
+    f"{PP4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers=3",
+    "--recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear --swiglu",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --sequence-parallel",
+    "--num-experts 4 --moe-router-topk 1 --moe-layer-freq 2 --bf16 --fp8-format hybrid --mock-data",
+    "--optimizer sgd --normalization RMSNorm --position-embedding-type rope --transformer-impl local",
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_flags_mean_the_same_without_megatron(line: str) -> None:
+    words = [*TINY, *line.split()]
+    values = flag_words.read(words)
+    assert values is not None
+    ours = describe(values)
+    assert as_megatron_reads(words, ours) == vars(ours)
+
+
+@pytest.mark.parametrize(
+    "line", ["--tp-comm-overlap", "--optimizer muon", "--swiglu yes", "--pipeline-schedule pipedream", "x"]
+)
+def test_what_is_left_to_megatrons_parser(line: str) -> None:
+    assert flag_words.read([*TINY, *line.split()]) is None
+
+
+def test_no_flag_of_megatrons_or_of_ours_is_called_unknown() -> None:
+    known = [flag for flag in cpu.flags.megatron_flags() if flag.startswith("--")]
+    assert len(known) > 500
+    unknown_flags.refuse([*known, "--pipeline-schedule", "--pipeline-memory-limit"])
