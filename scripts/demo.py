@@ -3,13 +3,19 @@
     python scripts/demo.py [--text FOLDER_OR_FILE] [--out FOLDER] [--iterations N]
 
 Four pipeline ranks train from one starting checkpoint through Megatron's own training loop, once as
-stock Megatron does it and once with --pipeline-schedule v-half.  At the end it prints both runs' losses
-side by side and every rank's measured peak of live activation bytes, and draws a picture of what ran.
+stock Megatron does it and once with --pipeline-schedule v-half.  At the end it prints both runs' losses side
+by side, how long their last steps took and what activations they kept, and draws a picture of both steps.
+
+Ranks that share cores wait for them, so the wall clock says little about a schedule.  Both steps are
+therefore replayed with the processor time of each action, as if every rank had a core.
 """
 
+import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,21 +34,25 @@ from rich.table import Table
 
 from megatron_pp_ext.jobs import command, process
 from megatron_pp_ext.jobs.failure import reason
-from megatron_pp_ext.schedule.recorded import RecordedStep
+from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
+from megatron_pp_ext.schedule.replay import on_own_cores
+from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
 from megatron_pp_ext.view import picture, trace_file
 
 RANKS, MICROBATCHES, MICROBATCH_SIZE = 4, 8, 2
 MODEL = (
-    f"--pipeline-model-parallel-size {RANKS} --num-layers 8 --hidden-size 128 --num-attention-heads 4 "
+    f"--pipeline-model-parallel-size {RANKS} --num-layers 8 --hidden-size 256 --num-attention-heads 4 "
     f"--seq-length 128 --max-position-embeddings 128 --micro-batch-size {MICROBATCH_SIZE} "
     f"--global-batch-size {MICROBATCHES * MICROBATCH_SIZE} --attention-dropout 0 --hidden-dropout 0 "
     "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 --log-interval 1 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 95,5,0 --eval-iters 2 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --eval-iters 2 "
     "--eval-interval 1000 --ckpt-format torch_dist --distributed-timeout-minutes 5"
 ).split()
 ITERATION = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"validation loss at iteration.*?lm loss value: ([0-9.E+-]+)")
+
+SHOWN_LOSSES = 4
 
 console = Console(highlight=False)
 
@@ -58,11 +68,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Where data, checkpoints, traces and logs go.")] = Path(
         "runs/demo"
     ),
-    iterations: Annotated[int, typer.Option(min=3, help="Training steps, the start included.")] = 16,
+    iterations: Annotated[int, typer.Option(min=3, help="Training steps, the start included.")] = 10,
 ) -> None:
     """Run the demo."""
     out = out.resolve()
     make_room(out, text)
+    show_expectation(iterations - 1)
+    # Only the run itself needs to know that there is no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     console.print(f"[bold]Text[/bold] {text or 'the sources of the Python standard library'}")
     try:
         data = prepare(text, out / "data" / "text")
@@ -70,7 +83,10 @@ def main(
         raise SystemExit(f"demo: {error}") from error
     console.print(f"  {data.documents} documents, {data.tokens:,} tokens of one byte each\n")
 
-    common = [*MODEL, "--data-path", str(out / "data" / "text"), "--train-iters", str(iterations)]
+    common = [
+        *MODEL, "--data-path", str(out / "data" / "text"), "--split", data.split,
+        "--train-iters", str(iterations),
+    ]  # fmt: skip
     start = ["--save", str(out / "start"), "--save-interval", "1000", "--exit-interval", "1"]
     with Progress(
         SpinnerColumn(),
@@ -96,11 +112,45 @@ def main(
             steps[name] = trace_file.read(trace)
 
     show_losses(losses)
-    show_peaks(steps)
-    drawing = out / "schedules.png"
-    picture.draw({f"{name}, measured (seconds)": step.timeline() for name, step in steps.items()}, drawing)
-    console.print(f"\nThe last step of both, as it really ran: [bold]{drawing}[/bold]")
-    console.print(f"The same to zoom into at ui.perfetto.dev: {out}/*.trace.json")
+    replayed = {name: on_own_cores(step).timeline() for name, step in steps.items()}
+    ran = {name: step.timeline() for name, step in steps.items()}
+    show_steps(steps, {"replay, a core per rank": replayed, f"here, {machine()}": ran})
+    picture.draw_groups(
+        [
+            {
+                f"{name}, replayed with each action's processor time, as with a core for every rank": line
+                for name, line in replayed.items()
+            },
+            {f"{name}, as it ran with {machine()}": line for name, line in ran.items()},
+        ],
+        out / "schedules.png",
+        SECONDS.time,
+    )
+    show_next(out)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> str:
+    """Describe what the ranks share."""
+    return f"{RANKS} ranks on {cores()} core{'s' * (cores() != 1)}"
+
+
+def show_expectation(steps: int) -> None:
+    """Print what is about to happen, and what it can show."""
+    console.print(
+        f"{RANKS} processes train a small GPT: one step for a starting checkpoint, then {steps} steps under "
+        f"stock 1F1B and {steps} under V-Half. On two idle cores this takes about 3 minutes, half of it for "
+        "imports.\n"
+        "Expect equal losses, less activation memory on the rank that keeps most, and a smaller bubble where "
+        "every rank has a core."
+    )
+    if cores() < RANKS:
+        console.print(f"Here they are {machine()}, so the wall clock shows mostly waits for a core.")
+    console.print()
 
 
 def make_room(out: Path, text: Path | None) -> None:
@@ -141,32 +191,67 @@ def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps
 
 
 def show_losses(losses: dict[str, Losses]) -> None:
-    """Print the losses of both runs side by side."""
+    """Print some losses of both runs side by side, and the largest difference of all."""
     stock, ours = losses.values()
     table = Table("iteration", *losses, "difference", title="Training loss", title_justify="left")
-    for iteration in stock:
-        row = stock[iteration], ours[iteration]
-        table.add_row(str(iteration), *(f"{loss:.6f}" for loss in row), f"{row[1] - row[0]:.1e}")
+    rows = {str(iteration): (stock[iteration], ours[iteration]) for iteration in stock}
+    names = list(rows)
+    last = len(names) - 1
+    for place in sorted({last * part // (SHOWN_LOSSES - 1) for part in range(SHOWN_LOSSES)}):
+        table.add_row(names[place], *loss_cells(*rows[names[place]]))
     if stock.validation is not None and ours.validation is not None:
-        row = stock.validation, ours.validation
-        table.add_section()
-        table.add_row("validation", *(f"{loss:.6f}" for loss in row), f"{row[1] - row[0]:.1e}")
+        table.add_row("validation", *loss_cells(stock.validation, ours.validation))
     console.print(table)
+    largest = max(abs(one - other) for one, other in rows.values())
+    console.print(
+        f"Largest difference in {len(rows)} steps: {shown_difference(largest)}; losses have 7 digits.\n"
+    )
 
 
-def show_peaks(steps: dict[str, RecordedStep]) -> None:
-    """Print the peak of activation bytes that each rank kept alive at one time."""
-    stock, ours = steps.values()
-    table = Table("rank", *steps, "ratio", title="Measured peak of live activations", title_justify="left")
-    for rank, pair in enumerate(zip(stock.records, ours.records, strict=True)):
-        cells = (f"{record.peak_bytes / 2**20:.2f} MiB ({record.peak_microbatches} live)" for record in pair)
-        table.add_row(str(rank), *cells, f"{pair[1].peak_bytes / pair[0].peak_bytes:.2f}")
+def loss_cells(stock: float, ours: float) -> tuple[str, str, str]:
+    """Return both losses and their difference as text."""
+    return f"{stock:.6f}", f"{ours:.6f}", shown_difference(ours - stock)
+
+
+def shown_difference(difference: float) -> str:
+    """Return ``difference`` as text, 0 without an exponent."""
+    return f"{difference:.0e}" if difference else "0"
+
+
+def show_steps(steps: dict[str, RecordedStep], timelines: dict[str, dict[str, Timeline]]) -> None:
+    """Print how long both steps are by each of ``timelines``, and every rank's peak of activation bytes."""
+    table = Table("", *steps, "ratio", title="The last step", title_justify="left")
+    for title, both in timelines.items():
+        stock, ours = both.values()
+        cells = (f"{line.makespan:.2f} s, bubble {line.bubble:.0%}" for line in (stock, ours))
+        table.add_row(title, *cells, f"{ours.makespan / stock.makespan:.2f}")
     table.add_section()
-    highest = [max(record.peak_bytes for record in step.records) for step in (stock, ours)]
-    cells = (f"{peak / 2**20:.2f} MiB" for peak in highest)
-    table.add_row("highest", *cells, f"{highest[1] / highest[0]:.2f}")
+    peaks = [[record.peak_bytes for record in step.records] for step in steps.values()]
+    rows = {f"peak activations, rank {rank}": pair for rank, pair in enumerate(zip(*peaks, strict=True))}
+    rows["peak activations, highest"] = (max(peaks[0]), max(peaks[1]))
+    for title, pair in rows.items():
+        cells = (f"{peak / 2**20:.1f} MiB" for peak in pair)
+        table.add_row(title, *cells, f"{pair[1] / pair[0]:.2f}")
     console.print(table)
-    console.print("Live: whole stages under 1F1B, half stages (chunks) under V-Half.", style="dim")
+    console.print(
+        "The replay gives each action the processor time that it took here, and messages no time: it is the "
+        "step of a machine with a core for every rank.\n"
+    )
+
+
+def show_next(out: Path) -> None:
+    """Print where the results are, and what to try next."""
+    folder = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    mpp = Path(sys.executable).with_name("mpp")
+    mpp = mpp.relative_to(Path.cwd()) if mpp.is_relative_to(Path.cwd()) else mpp
+    lines = {
+        "picture of both steps": f"{folder}/schedules.png",
+        "to zoom into at ui.perfetto.dev": f"{folder}/v-half.trace.json",
+        "what the ranks waited for": f"{mpp} trace {folder}/v-half.trace.json --processor-time",
+        "all schedules for 8 ranks": f"{mpp} compare -p 8 -m 16",
+    }
+    for title, words in lines.items():
+        console.print(f"{title:<33}[bold]{words}[/bold]", soft_wrap=True)
 
 
 if __name__ == "__main__":

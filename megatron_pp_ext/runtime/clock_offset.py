@@ -32,6 +32,16 @@ def now() -> float:
     return time.perf_counter()
 
 
+def processor_seconds() -> float:
+    """Return the seconds for which a core has worked for this thread.
+
+    Autograd runs the backward of tensors in a CPU's memory in the thread that requests it, so that this clock
+    counts forwards and backwards alike.  It leaves out the threads with which OpenMP shares an operation:
+    they work while this one does.
+    """
+    return time.thread_time()
+
+
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
     """Measure how far this rank's clock is from that of ``group``'s first rank.
 

@@ -22,6 +22,7 @@ class _Event(NamedTuple):
     start: _Mark
     end: _Mark
     live_bytes: int
+    processor_seconds: float | None
 
 
 class StepRecorder:
@@ -29,7 +30,8 @@ class StepRecorder:
 
     Times are on the machine's monotonic clock.  On a device, which runs later than the host launches, they
     are the times at which the device reached the begin and the end of an action.  The host waits for the
-    device before and after a recorded step, and never within it.
+    device before and after a recorded step, and never within it.  Without a device, the processor time of
+    each action is recorded too.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -68,11 +70,12 @@ class StepRecorder:
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
         """See ``executor.Recorder``."""
-        start = self._mark()
+        start, worked = self._mark(), clock_offset.processor_seconds()
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
-        self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes))
+        seconds = clock_offset.processor_seconds() - worked if self._origin is None else None
+        self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     def reduction_started(self, bucket: Hashable) -> None:
         """Record that the reduction of ``bucket``, any name for it, has begun; only the first call counts."""
@@ -90,8 +93,8 @@ class StepRecorder:
             torch.accelerator.synchronize()
         return RankRecord(
             tuple(
-                Measured(action, self._seconds(start), self._seconds(end), live)
-                for action, start, end, live in self._events
+                Measured(action, self._seconds(start), self._seconds(end), live, processor_seconds)
+                for action, start, end, live, processor_seconds in self._events
             ),
             self.meter.peak_bytes,
             self.meter.peak_microbatches,

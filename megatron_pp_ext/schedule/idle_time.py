@@ -43,7 +43,7 @@ def gaps(step: RecordedStep) -> list[list[Gap]]:
 
     def of_rank(rank: int, events: Sequence[Measured]) -> Iterator[Gap]:
         since = None
-        for action, start, end, _ in events:
+        for action, start, end, *_ in events:
             sent = [
                 ended[need]
                 for need in needs(action, placement)

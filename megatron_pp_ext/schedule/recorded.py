@@ -1,4 +1,4 @@
-"""A step as it really ran: the records of its ranks, and how they become a Timeline and costs."""
+"""A step as it ran: the records of its ranks, and how they become a Timeline and costs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,29 @@ type KindSeconds = dict[tuple[int, Kind], float]
 """Seconds by stage and kind of action."""
 
 
+class Units(NamedTuple):
+    """What the numbers of a step are counted in, in words for people."""
+
+    time: str
+    memory: str
+
+
+SECONDS = Units("seconds", "bytes")
+"""The units of recorded steps, and of simulated ones with measured costs."""
+
+
 class Measured(NamedTuple):
-    """One action: seconds on the machine's clock, and the bytes of activations alive at its end."""
+    """One action: seconds on the machine's clock, and the bytes of activations alive at its end.
+
+    ``processor_seconds`` is the time for which a core worked on it, in the thread that ran it.  It leaves out
+    the time in which the thread waited for a core, and is None for actions that ran on a device.
+    """
 
     action: Action
     start: float
     end: float
-    live_bytes: int
+    live_bytes: float
+    processor_seconds: float | None = None
 
 
 class Reduction(NamedTuple):
@@ -44,7 +60,7 @@ class RankRecord(NamedTuple):
     """
 
     events: tuple[Measured, ...]
-    peak_bytes: int
+    peak_bytes: float
     peak_microbatches: int
     reductions: tuple[Reduction, ...] = ()
     clock_error: float = 0.0
@@ -63,11 +79,15 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The records of all ranks of a pipeline in one step; ``records[r]`` is that of rank r."""
+    """The records of all ranks of a pipeline in one step; ``records[r]`` is that of rank r.
+
+    A simulated step has other ``units`` where its costs were not measured.
+    """
 
     name: str
     placement: Placement
     records: tuple[RankRecord, ...]
+    units: Units = SECONDS
 
     def timeline(self) -> Timeline:
         """Return the step on a clock that starts at 0, with the median seconds of each stage as costs."""
@@ -89,7 +109,7 @@ def kind_seconds(records: Iterable[RankRecord], statistic: Callable[[list[float]
     """Return ``statistic`` of the seconds of all actions in ``records``, for each stage and kind."""
     found: dict[tuple[int, Kind], list[float]] = {}
     for record in records:
-        for (stage, kind, _), start, end, _ in record.events:
+        for (stage, kind, _), start, end, *_ in record.events:
             found.setdefault((stage, kind), []).append(end - start)
     return {key: statistic(values) for key, values in found.items()}
 
@@ -117,8 +137,8 @@ def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
     Both are medians over the microbatches in ``record``.  Where an I keeps more than it gives back, as under
     recomputation, the forward is charged with the difference.  A whole backward gives all back at its end.
     """
-    growths: dict[Kind, list[int]] = {kind: [] for kind in Kind}
-    before = 0
+    growths: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    before = 0.0
     for event in record.events:
         if event.action.stage == stage:
             growths[event.action.kind].append(event.live_bytes - before)

@@ -1,6 +1,11 @@
-"""On a device, actions are timed where the device reaches them, not where the program asks for them."""
+"""On a device, actions are timed where the device reaches them, not where the program asks for them.
+
+On a CPU, their processor time is kept as well.
+"""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 import torch
@@ -51,5 +56,47 @@ def test_a_device_is_asked_after_the_step(monkeypatch: pytest.MonkeyPatch) -> No
         recorder.reduction_ended("bucket", 1)
     assert Event.waited == 1, "a step is not to be held up"
     record = recorder.record
-    assert record.events == ((action, 101.0 + LAG, 103.0 + LAG, 0),)
+    assert record.events == ((action, 101.0 + LAG, 103.0 + LAG, 0, None),)
     assert record.reductions == ((1, 103.0 + LAG, 104.0 + LAG),)
+
+
+def test_waiting_for_a_core_is_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 100.0, "processor_seconds": 7.0}
+    for name in clock:
+        monkeypatch.setattr(clock_offset, name, lambda name=name: clock[name])
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    recorder = StepRecorder()
+    action = Action(0, Kind.W, 0)
+    with recorder.step(), recorder.during(action):
+        clock["now"] += 5.0
+        clock["processor_seconds"] += 2.0
+    assert recorder.record.events == ((action, 100.0, 105.0, 0, 2.0),)
+
+
+class Work(torch.autograd.Function):
+    """A backward that keeps a core for ``SECONDS``."""
+
+    SECONDS = 0.02
+
+    @staticmethod
+    def forward(context: object, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+        until = time.thread_time() + Work.SECONDS
+        while time.thread_time() < until:
+            pass
+        return gradient
+
+
+def test_the_backward_counts_as_the_threads_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has to run it in the thread whose processor time is recorded."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    output = Work.apply(torch.ones(1, requires_grad=True))
+    recorder = StepRecorder()
+    with recorder.step(), recorder.during(Action(0, Kind.B, 0)):
+        output.backward()
+    (event,) = recorder.record.events
+    assert event.processor_seconds is not None
+    assert event.processor_seconds >= Work.SECONDS

@@ -1,0 +1,54 @@
+"""A recorded step as it would have run with a core for every rank.
+
+Where ranks share cores, an action also lasts while its rank waits for a core, and the ranks that need its
+output wait with it: such a step shows the machine more than the schedule.  The processor time of an action
+does not depend on how many ranks share a core, except through the caches, so the step is timed anew from
+it: every rank works in its recorded order, and an action starts once its rank is free and its inputs exist.
+Messages take no time.
+"""
+
+from dataclasses import replace
+
+from megatron_pp_ext.schedule.actions import Action, delivers, needs
+from megatron_pp_ext.schedule.check import walk
+from megatron_pp_ext.schedule.recorded import Measured, RecordedStep
+
+
+def on_own_cores(step: RecordedStep) -> RecordedStep:
+    """Return ``step`` with each action as long as its processor time, on a clock that starts at 0.
+
+    Its name says that it is replayed.  Without a flush, a recording may begin in the middle of microbatches;
+    inputs from before it are there from the start.  Reductions of gradients are left out: they are not the
+    work of the rank's thread.  Raises ValueError if the step has no processor times, because it ran on a
+    device or was simulated.
+    """
+    seconds: dict[Action, float] = {}
+    for record in step.records:
+        for event in record.events:
+            if event.processor_seconds is None:
+                raise ValueError(
+                    f"the step of {step.name} has no processor times, which are recorded on CPUs only: show "
+                    "it without --processor-time, or record it on CPUs"
+                )
+            seconds[event.action] = event.processor_seconds
+    recorded = set(map(delivers, seconds))
+
+    def inputs_of(action: Action) -> tuple[Action, ...]:
+        return tuple(need for need in needs(action, step.placement) if need in recorded)
+
+    orders = [[event.action for event in record.events] for record in step.records]
+    events: list[list[Measured]] = [[] for _ in orders]
+    ends: dict[Action, float] = {}
+    for rank, action, inputs in walk(orders, inputs_of):
+        own = events[rank]
+        start = max([own[-1].end if own else 0.0, *(ends[need] for need in inputs)])
+        ends[delivers(action)] = end = start + seconds[action]
+        own.append(step.records[rank].events[len(own)]._replace(start=start, end=end))
+    return replace(
+        step,
+        name=f"{step.name}, replayed",
+        records=tuple(
+            record._replace(events=tuple(own), reductions=(), clock_error=0.0)
+            for record, own in zip(step.records, events, strict=True)
+        ),
+    )
