@@ -12,6 +12,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from megatron_pp_ext.launch_errors import PREFIX, in_one_line
+
 USAGE = "usage: python -m megatron_pp_ext [--cpu] SCRIPT.py ARGS..."
 HELP = f"""{USAGE}
 
@@ -72,14 +74,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path.pop(0)
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     sys.argv = [script, *arguments]
-    prepare(cpu)
-    runpy.run_path(script, run_name="__main__")
+    with in_one_line():
+        prepare(cpu)
+        runpy.run_path(script, run_name="__main__")
 
 
 def _fail(problem: str) -> None:
     """End with one line that describes the problem, and the status of a usage error."""
-    print(f"{problem} ({USAGE})", file=sys.stderr)
-    raise SystemExit(2)
+    with in_one_line():
+        raise SystemExit(f"{PREFIX}{problem} ({USAGE})")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ prediction and distillation, start the checkout's pretrain_gpt.py with ``python 
 
 if __name__ == "__main__":
     from megatron_pp_ext.__main__ import prepare
+    from megatron_pp_ext.launch_errors import in_one_line
 
-    prepare()  # this has to come before Megatron is imported
+    with in_one_line():
+        prepare()  # this has to come before Megatron is imported
 
 import dataclasses
 import functools
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,12 +24,14 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
 from megatron_pp_ext.integration import pretraining
 
 Batch = dict[str, Any]
@@ -56,6 +61,40 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     }
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     return GPTDatasetConfig(**{name: value for name, value in values.items() if name in fields})
+
+
+def require_data(args: Namespace) -> None:
+    """Raise ValueError for a data file that is not there, and for one of which --split leaves a part empty.
+
+    Megatron's GPTDataset would look for tokens in an empty part for ever.
+    """
+    blend, by_part = get_blend_and_blend_per_split(args)
+    parts = [(blend, args.split or DEFAULT)] if blend else [(one, "1,0,0") for one in by_part or () if one]
+    for (prefixes, _), split in parts:
+        for prefix in prefixes:
+            if "://" not in prefix:  # object storage is left to Megatron
+                _require_parts(prefix, split, "--data-path" if blend else "a data path")
+
+
+def _require_parts(prefix: str, split: str, flag: str) -> None:
+    missing = [f"{prefix}{suffix}" for suffix in (".idx", ".bin") if not os.path.exists(prefix + suffix)]
+    if missing:
+        raise ValueError(
+            f"{flag} {prefix} has no {' and no '.join(missing)}; give the path of both files without their "
+            "suffix (python -m megatron_pp_ext.text_data FOLDER PREFIX makes them from text)"
+        )
+    data = IndexedDataset(prefix)  # its arrays are parts of the open file, which it closes at its end
+    lengths = data.sequence_lengths
+    if not lengths.sum():
+        raise ValueError(f"{flag} {prefix} holds no tokens; write it anew from files with text")
+    empty = empty_parts(lengths, split)
+    if empty:
+        fix = working_split(lengths)
+        alone = " and --eval-iters 0" if fix == "1,0,0" else ""
+        raise ValueError(
+            f"--split {split} leaves the {' and the '.join(empty)} part of {prefix} without any of its "
+            f"{len(lengths)} sequence(s); add --split {fix}{alone}, or give more data"
+        )
 
 
 def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
@@ -117,8 +156,9 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 
 def main() -> None:
     """Train the model that sys.argv describes."""
-    pretraining.pretrain_gpt(datasets, forward_step, UNSUPPORTED)
+    pretraining.pretrain_gpt(datasets, forward_step, UNSUPPORTED, require_data)
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

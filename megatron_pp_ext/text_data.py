@@ -7,6 +7,10 @@ every machine has. The data go to PREFIX.bin and PREFIX.idx. Bytes are token ids
 document, so no tokenizer has to be trained or downloaded: Megatron reads the data with
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
+
+Megatron divides training, validation and test data by sequences, and its default --split needs 501 of them or
+more.  So texts in fewer files are stored in several sequences each.  Where a text is too short for that, the
+command prints the --split that works.
 """
 
 import argparse
@@ -20,9 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_pp_ext.data_split import DEFAULT, working_split
+
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
-PIECE = 16 * 1024
+PIECES = 1100
+"""The default split needs half as many, and a piece may be twice as long as it should."""
+LONGEST_PIECE = 16 * 1024
+SHORTEST_PIECE = 256
 TESTS_AND_INSTALLED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -33,6 +42,7 @@ class Prepared:
     documents: int
     tokens: int
     skipped: int  # files that are empty or not text
+    split: str  # for --split; the default where that leaves no part empty
 
 
 class TextDataError(ValueError):
@@ -43,8 +53,8 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
     """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
 
     Both files are replaced once the new ones are whole. The indices that Megatron has cached beside data of
-    that name are removed; those in another --data-cache-path are not. Each file is a document. Megatron
-    splits training from validation data by document, so a source that is one file is cut into pieces first.
+    that name are removed; those in another --data-cache-path are not. Each file is a document, of one
+    sequence if there are many files, otherwise of as many as the default split needs.
     """
     files, skipped = _text_files(source)
     # Importing Megatron takes seconds, so the checks that do not need it come first.
@@ -56,21 +66,25 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     unfinished = prefix.with_name(f"{prefix.name}.part")
     builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
-    documents = tokens = 0
+    are_enough = working_split(np.ones(len(files), dtype=np.int32)) == DEFAULT
+    size = sum(path.stat().st_size for path in files)
+    piece = size if are_enough else max(SHORTEST_PIECE, min(LONGEST_PIECE, size // PIECES))
+    lengths: list[int] = []
     for path in track(files, description=f"writing {prefix}.bin", console=Console(stderr=True)):
         text = path.read_bytes()
-        for piece in _pieces(text) if len(files) == 1 else [text]:
-            document = np.append(np.frombuffer(piece, dtype=np.uint8).astype(dtype), dtype(END_OF_DOCUMENT))
-            builder.add_document(document, [len(document)])
-            documents += 1
-            tokens += len(document)
+        document = np.append(np.frombuffer(text, dtype=np.uint8).astype(dtype), dtype(END_OF_DOCUMENT))
+        sequences = [len(part) for part in _pieces(text, piece)]
+        sequences[-1] += 1
+        builder.add_document(document, sequences)
+        lengths += sequences
     builder.finalize(f"{unfinished}.idx")
     # Megatron keeps its shuffled order of the documents there, and would read the new ones in the old order.
     for indices in prefix.glob("cache/*_indices"):
         shutil.rmtree(indices)
     for suffix in ("bin", "idx"):
         os.replace(f"{unfinished}.{suffix}", f"{prefix}.{suffix}")
-    return Prepared(documents, tokens, skipped)
+    split = working_split(np.array(lengths, dtype=np.int32))
+    return Prepared(len(files), sum(lengths), skipped, split)
 
 
 def _text_files(source: Path | None) -> tuple[list[Path], int]:
@@ -112,12 +126,12 @@ def _is_text(path: Path) -> bool:
     return bool(start) and b"\0" not in start
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
-    """Cut ``text`` behind the first line end after every ``PIECE`` bytes."""
+def _pieces(text: bytes, length: int) -> Iterator[bytes]:
+    """Cut ``text`` behind the first line end after every ``length`` bytes, or else after twice as many."""
     start = 0
     while start < len(text):
-        line_end = text.find(b"\n", start + PIECE - 1)
-        end = len(text) if line_end < 0 else line_end + 1
+        line_end = text.find(b"\n", start + length - 1, start + 2 * length)
+        end = start + 2 * length if line_end < 0 else line_end + 1
         yield text[start:end]
         start = end
 
@@ -139,8 +153,10 @@ def main() -> None:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     print(f"{done.documents} documents, {done.tokens} tokens; {done.skipped} files empty or not text")
+    split = "" if done.split == DEFAULT else f" --split {done.split}"
     print(
         f"train with: --data-path {arguments.prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
+        f"{split}"
     )
 
 

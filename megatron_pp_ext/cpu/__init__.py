@@ -40,7 +40,9 @@ def install() -> None:
     set_cpu_environment()
     # A dozen of Megatron's modules warn of this while they are imported; on a CPU it is known.
     warnings.filterwarnings(
-        "ignore", message=".*(Apex|Transformer Engine).*not installed", category=UserWarning
+        "ignore",
+        message="(.*(Apex|Transformer Engine).*not installed|Only transformer-engine)",
+        category=UserWarning,
     )
     # torch._dynamo lists torch's functions by identity when it is imported: it has to see the originals.
     import torch._dynamo  # noqa: F401

@@ -6,7 +6,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,18 +20,24 @@ from megatron_pp_ext.integration import patching, releases
 from megatron_pp_ext.request.refusals import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
-VERDICT = (
-    "Verdict: every schedule is proved free of hangs (the catalogue's, compiled ones, checked csv files), "
+HANGS = (
+    "Hangs: every schedule is proved free of them (the catalogue's, compiled ones, checked csv files), "
     "whatever the number of hardware queues; not covered is a model whose ranks launch collectives in "
     "different orders; no schedule has run over NCCL on a GPU yet."
 )
 """The proof (``schedule.messages``) assumes nothing about the backend, so it holds on every machine."""
 
+_APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
+
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 
-def examine(console: Console, checkout: Path | None = None) -> int:
-    """Print versions, what is missing, how messages go, and every seam; return 0 if all seams fit, else 1.
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Says what is being done while a context lasts."""
+
+
+def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
+    """Print versions, what is missing, how messages go, every seam and a verdict; return 0 if all seams fit.
 
     ``checkout`` is a Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
     ValueError if it is not one, or if another Megatron is imported already.
@@ -48,14 +55,36 @@ def examine(console: Console, checkout: Path | None = None) -> int:
     for part, here in messages():
         carried.add_row(part, here)
     console.print(carried)
-    console.print(VERDICT, soft_wrap=True)
+    console.print(HANGS, soft_wrap=True)
 
     # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are printed by now.
+    advice = how_to_start()
     if not torch.cuda.is_available():
         from megatron_pp_ext import cpu
 
         cpu.install()
-    return _examine_seams(console)
+    with waiting("importing Megatron"):
+        problem = _import_seams()
+    if problem is None:
+        problem = _examine_seams(console)
+    if problem is None:
+        console.print(f"ready: Megatron {releases.own_megatron_version()} fits; {advice}", soft_wrap=True)
+        return 0
+    console.print(f"not ready: {problem}", soft_wrap=True)
+    return 1
+
+
+def how_to_start() -> str:
+    """Return what a training run on this machine needs beside its own flags, in words."""
+    if not torch.cuda.is_available():
+        return "there is no GPU, so start scripts with --cpu"
+    flags = []
+    engine = _version("transformer-engine")
+    if engine is None or _numbers(engine) < _numbers(FIRST_ENGINE):
+        flags.append("--transformer-impl local")
+    if importlib.util.find_spec(_APEX_KERNELS) is None and flags:
+        flags.append("--no-gradient-accumulation-fusion")
+    return f"start scripts with {' '.join(flags)}" if flags else "scripts start as they are"
 
 
 def lacking() -> Iterator[tuple[str, str]]:
@@ -70,13 +99,16 @@ def lacking() -> Iterator[tuple[str, str]]:
             f"transformer-engine {FIRST_ENGINE} or newer",
             f"{engine} cannot split its backward: give --transformer-impl local, or update it",
         )
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    if importlib.util.find_spec(_APEX_KERNELS) is None:
         why = "local layers need --no-gradient-accumulation-fusion (--cpu gives it)"
         if _version("apex") and importlib.util.find_spec("apex.optimizers") is None:
             why += "; the apex installed here is another project's, build NVIDIA's from source"
         yield "NVIDIA apex", why
+    if importlib.util.find_spec("pybind11") is None:
+        why = "a Megatron-LM checkout builds its dataset helpers with it: pip install pybind11"
+        yield "pybind11", f"{why}; the wheel has them built"
     if shutil.which("nvcc") is None:
-        yield "nvcc", "nothing of this package needs it; building the two above from source does"
+        yield "nvcc", "building Transformer Engine or apex from source needs it; this package does not"
 
 
 def messages() -> Iterator[tuple[str, str]]:
@@ -135,17 +167,28 @@ def _print_versions(console: Console) -> None:
     console.print(found)
 
 
-def _examine_seams(console: Console) -> int:
-    problems = []
+def _import_seams() -> str | None:
+    """Import Megatron and what patches it; return in one line what is against it, None if nothing is."""
     try:
         patching.require_known_release()
-        from megatron_pp_ext.integration import seams
-    except (patching.SeamError, ImportError) as error:
-        console.print(f"Seams into Megatron: none. {error}", soft_wrap=True)
-        return 1
+        from megatron_pp_ext.integration import seams  # noqa: F401
+    except patching.SeamError as error:
+        return str(error)
+    except (ImportError, PackageNotFoundError) as error:
+        return (
+            f"Megatron cannot be imported ({error}): install megatron-core[training], or correct PYTHONPATH"
+        )
+    return None
+
+
+def _examine_seams(console: Console) -> str | None:
+    """Print every seam and whether it fits; return in one line which do not, None if all do."""
+    from megatron_pp_ext.integration import seams
+
+    problems = []
     location = importlib.import_module("megatron.core").__path__[0]
     table = Table(
-        title=f"Seams into Megatron {releases.megatron_version()} in {location}", title_justify="left"
+        title=f"Seams into Megatron {releases.own_megatron_version()} in {location}", title_justify="left"
     )
     table.add_column("seam", overflow="fold")
     table.add_column("for")
@@ -171,7 +214,10 @@ def _examine_seams(console: Console) -> int:
     )
     for problem in problems:
         console.print(problem, soft_wrap=True)
-    return 1 if problems else 0
+    if not problems:
+        return None
+    advice = "install a release of docs/compatibility.md, or run without megatron_pp_ext"
+    return f"{len(problems)} seam(s) above do not fit this Megatron: {advice}"
 
 
 def _version(package: str) -> str | None:

@@ -85,7 +85,7 @@ def seams_of_this_release(seams: Iterable[Seam]) -> list[Seam]:
 def _advice() -> str:
     known = ", ".join("{}.{}.x".format(*release.number) for release in releases.RELEASES)
     return (
-        f"megatron-core is {releases.megatron_version()}, known are {known}: "
+        f"megatron-core is {releases.own_megatron_version()}, known are {known}: "
         "install one of these, or run the script without megatron_pp_ext"
     )
 

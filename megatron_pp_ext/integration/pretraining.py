@@ -3,7 +3,7 @@
 A checkout's script fits its own release; ours, which runs on the wheel alone, has to fit all of them.
 """
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
+from megatron_pp_ext.integration.request.needed_flags import OUR_SCRIPT
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -33,20 +34,34 @@ NOT_PROVIDED = (
 
 
 def pretrain_gpt(
-    datasets: Callable[..., Any], forward_step: Callable[..., Any], refuse: Sequence[str]
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    refuse: Sequence[str],
+    require_data: Callable[[Namespace], None],
 ) -> None:
     """Pre-train the GPT of sys.argv on ``datasets(samples, vp_stage)`` by ``forward_step(data, model)``.
 
-    ``refuse`` holds the names of arguments that must not be set; one that is ends the process with one line.
+    ``refuse`` holds the names of arguments that must not be set, and ``require_data(args)`` raises ValueError
+    for data that cannot be trained on.  Either ends the process with one line, before process groups exist.
     """
     model_type = ModelType.encoder_or_decoder
     if megatron_release() < CORE_0_18:
-        _refuse(arguments.parse_args(), (*refuse, *NOT_PROVIDED))
-        pretrain(datasets, provide_gpt, model_type, forward_step, args_defaults=DEFAULTS)
+        args = arguments.parse_args(extra_args_provider=_mark)
+        _refuse(args, (*refuse, *NOT_PROVIDED))
+        _require_data(args, require_data)
+        pretrain(
+            datasets,
+            provide_gpt,
+            model_type,
+            forward_step,
+            extra_args_provider=_mark,
+            args_defaults=DEFAULTS,
+        )
         return
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    args = arguments.parse_and_validate_args(extra_args_provider=_mark, args_defaults=DEFAULTS)
+    _require_data(args, require_data)
     if megatron_release() < CORE_0_19:
         _refuse(args, (*refuse, *NOT_PROVIDED))
         config = pretrain_cfg_container_from_args(args)
@@ -60,12 +75,29 @@ def pretrain_gpt(
     pretrain(config, datasets, model_type, forward_step)
 
 
+def _mark(parser: ArgumentParser) -> ArgumentParser:
+    """Let the hook around Megatron's validation know this script, and name the flags that it lacks."""
+    parser.set_defaults(**{OUR_SCRIPT: True})
+    return parser
+
+
+def _require_data(args: Namespace, require: Callable[[Namespace], None]) -> None:
+    """End the process with one line if there is no data to train on; rank 0 looks for all."""
+    if args.rank:
+        return
+    try:
+        require(args)
+    except ValueError as error:
+        raise SystemExit(f"megatron_pp_ext: {error}") from error
+
+
 def _refuse(args: Namespace, names: Sequence[str]) -> None:
     for name in names:
         if getattr(args, name, None):
             raise SystemExit(
-                f"--{name.replace('_', '-')} is not supported by megatron_pp_ext.pretrain_gpt; "
-                "start a checkout's pretrain_gpt.py with python -m megatron_pp_ext"
+                f"megatron_pp_ext: --{name.replace('_', '-')} is not supported by "
+                "megatron_pp_ext.pretrain_gpt; start a checkout's pretrain_gpt.py with "
+                "python -m megatron_pp_ext"
             )
 
 

@@ -35,6 +35,8 @@ class Pipeline:
     """The number of layers of each stage; only a rehearsal sets it."""
     request: Request | None = field(default=None, compare=False)
     """The reading of the flags that all of this follows from."""
+    summary: str = field(default="", compare=False)
+    """The line about the schedule that the first rank prints; other ranks need not have it."""
 
     @property
     def name(self) -> str:

@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_pp_ext.text_data import END_OF_DOCUMENT, PIECE, TextDataError, prepare
+from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
+from megatron_pp_ext.text_data import END_OF_DOCUMENT, TextDataError, prepare
+from tests.support.ranks import RankError
 from tests.support.training import train
 
 
@@ -17,6 +20,14 @@ def documents(prefix: Path) -> list[bytes]:
         assert tokens[-1] == END_OF_DOCUMENT
         read.append(bytes(tokens[:-1].tolist()))
     return read
+
+
+def sequences(prefix: Path) -> list[bytes]:
+    return [bytes(tokens[tokens < END_OF_DOCUMENT].tolist()) for tokens in IndexedDataset(str(prefix))]
+
+
+def lines(count: int) -> bytes:
+    return b"".join(b"line %d\n" % number for number in range(count)) + b"no line end"
 
 
 def test_a_folder_gives_a_document_a_file(tmp_path: Path) -> None:
@@ -47,14 +58,60 @@ def test_other_text_under_the_same_name_is_trained_on(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_one_file_is_cut_at_line_ends(tmp_path: Path) -> None:
-    text = b"".join(b"line %d\n" % number for number in range(5000)) + b"no line end"
-    (tmp_path / "text").write_bytes(text)
-    prepare(tmp_path / "text", tmp_path / "data")
-    pieces = documents(tmp_path / "data")
-    assert b"".join(pieces) == text
-    assert len(pieces) == 1 + len(text) // PIECE
-    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_the_default_split_has_all_parts(tmp_path: Path, is_folder: bool) -> None:
+    """Of one file and of a folder with few, cut at line ends; what is added is one token a file."""
+    texts = {"a": lines(20000), "b": b"x" * 50000} if is_folder else {"a": lines(20000)}
+    for name, text in texts.items():
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(text)
+    prefix = tmp_path / "data"
+    done = prepare(tmp_path / "in" if is_folder else tmp_path / "in" / "a", prefix)
+    assert (done.documents, done.split) == (len(texts), DEFAULT)
+    assert done.tokens == sum(len(text) + 1 for text in texts.values())
+    pieces = sequences(prefix)
+    assert b"".join(pieces) == b"".join(texts.values())
+    assert sum(piece.endswith(b"\n") for piece in pieces) > 500
+    assert not empty_parts(IndexedDataset(str(prefix)).sequence_lengths.copy(), DEFAULT)
+
+
+def test_a_short_text_gets_the_split_that_works(tmp_path: Path) -> None:
+    """And ``pretrain_gpt`` refuses another one, where Megatron would look for tokens for ever."""
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        (tmp_path / "in" / name).write_bytes(lines(10))
+    prefix = str(tmp_path / "data")
+    assert prepare(tmp_path / "in", Path(prefix)).split == "1,1,1"
+    flags = ["--data-path", prefix, "--vocab-size", "257"]
+    with pytest.raises(RankError, match=r"leaves the validation and the test part .* add --split 1,1,1, or"):
+        train(1, flags)
+    (run,) = train(1, [*flags, "--split", "1,1,1", "--eval-iters", "1", "--eval-interval", "2"])
+    assert len(run.validation) > 1
+
+
+@pytest.mark.parametrize(
+    ("count", "split"),
+    [
+        (1, "1,0,0"),
+        (2, "1,0,0"),
+        (3, "1,1,1"),
+        (20, "90,5,5"),
+        (100, "98,1,1"),
+        (500, "98,1,1"),
+        (501, DEFAULT),
+    ],
+)
+def test_a_split_that_works(count: int, split: str) -> None:
+    lengths = np.ones(count, dtype=np.int32)
+    assert working_split(lengths) == split
+    assert not empty_parts(lengths, split)
+
+
+def test_a_part_that_is_not_requested_may_be_empty() -> None:
+    lengths = np.array([5, 5, 5, 5], dtype=np.int32)
+    assert empty_parts(lengths, "100,0,0") == []
+    assert empty_parts(lengths, "99, 1, 0") == ["validation"]
+    assert empty_parts(lengths, "50,25,25") == []
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,17 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.training import arguments as megatron_arguments
 from typer.testing import CliRunner
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
-from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.launch_flags import read_flags as read_words
+from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Compiles, Search
@@ -28,8 +26,7 @@ from megatron_pp_ext.request.pipeline import Request, for_world, permitted
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import wave
-from tests.support.flags import read
-from tests.support.ranks import run_ranks
+from tests.support.flags import pasted, read, validated
 from tests.support.training import TINY
 
 P4 = "--pipeline-model-parallel-size 4"
@@ -196,20 +193,9 @@ def test_a_layout_that_megatron_cannot_read_is_refused(layout: str) -> None:
 MODEL = shlex.split(
     "--num-layers 16 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
     "--max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 1000 --train-iters 10 "
-    "--lr 0.001 --mock-data"
+    "--lr 0.001 --eval-interval 1000 --mock-data"
 )
 GPUS = 8
-
-
-def _validated(rank: int, words: list[str]) -> Any:
-    """Megatron's own parser and validation, with this package's hooks; the request that they end in."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["pretrain_gpt.py", *words])
-        patch.setenv("WORLD_SIZE", str(GPUS))
-        args = megatron_arguments.parse_args()
-        megatron_arguments.validate_args(args)
-    pipeline = requested.pipeline()
-    return args, pipeline and pipeline.request
 
 
 def _candidates() -> dict[str, Candidate]:
@@ -223,6 +209,7 @@ def _candidates() -> dict[str, Candidate]:
         best[name] = replace(plain, schedule=name, chunks=catalog.entry(name).chunks)
     best["four chunks"] = replace(plain, schedule="interleaved", chunks=4)
     best["flex"] = replace(plain, schedule="flex", chunks=2, limit=0.75)
+    best["context"] = replace(plain, context=2, data=1, schedule="v-half", chunks=2)
     best["tensor, recomputed"] = replace(
         plain, tensor=2, data=1, micro_batch=2, schedule="v-half", chunks=2,
         recompute=Recompute("all", "full", "uniform", 1),
@@ -234,10 +221,10 @@ def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
     described = read_words(cpu.with_cpu_flags(MODEL))
     for name, candidate in _candidates().items():
-        command = launch_lines.torchrun(candidate, MODEL, GPUS, GPUS)
-        words = shlex.split(launch_lines.line(command))
-        flags = words[words.index("pretrain_gpt.py") + 1 :]
-        ((args, request),) = run_ranks(_validated, 1, cpu.with_cpu_flags(flags))
+        launch = launch_lines.Launch(launch_lines.flags(candidate, [*MODEL, *missing(MODEL)]), GPUS, GPUS)
+        assert all(len(line) < 80 for line in launch.text.splitlines())
+        variables, flags = pasted(launch.text)
+        args, request = validated(flags, GPUS, variables)
         expected = for_world(candidate.described(described), GPUS)
         assert request == expected, name
         assert candidate.placement in request.placements, name

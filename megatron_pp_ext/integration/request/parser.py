@@ -4,8 +4,10 @@ import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import OTHERS
 
@@ -24,6 +26,7 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
         group.add_argument(
             "--pipeline-schedule",
             metavar="NAME",
+            type=catalog.canonical,
             help=f"Pipeline schedule: {', '.join(catalog.NAMES)}, "
             + ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
             + ". Without it, Megatron's own.",
@@ -63,6 +66,24 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "`mpp rehearse` sets it.",
         )
         group.add_argument(
+            "--verify-pipeline",
+            metavar="FOLDER",
+            type=Path,
+            help="Record the losses and gradient norms of every step in FOLDER; `mpp verify` sets it.",
+        )
+        group.add_argument(
+            "--verify-pipeline-gradients",
+            action="store_true",
+            help="Record the gradients of the first step there too.",
+        )
+        group.add_argument(
+            "--pipeline-layer-seeds",
+            action="store_true",
+            help="Draw the initial weights of every layer from --seed and the layer's place in the model, so "
+            "that they are the same under every schedule and number of pipeline ranks; works for Megatron's "
+            "own schedules too.",
+        )
+        group.add_argument(
             "--pipeline-update-interval",
             metavar="K",
             type=int,
@@ -79,6 +100,18 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             help="Under pipedream and pipedream-2bw, allow what makes all stages wait for each other at "
             "every update: a global gradient norm, tied embeddings, fp16.",
         )
+        if type(parser) is ArgumentParser:
+            # By default an error comes with the names of all of Megatron's flags, hundreds of lines.
+            vars(parser)["error"] = functools.partial(_refuse, parser)
         return parser
 
     return add_megatron_arguments
+
+
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    """End the process with argparse's ``message`` in one line, and the flag that may be meant."""
+    unknown = next((word for word in message.split() if word.startswith("--")), "")
+    flag = unknown.partition("=")[0].rstrip(":")
+    known = [known for known in parser._option_string_actions if known.startswith("--")]
+    hint = "" if not flag or flag in known else did_you_mean(flag, known, cutoff=0.7)
+    raise SystemExit(f"megatron_pp_ext: {message}; {hint or 'correct it (--help shows all flags)'}")

@@ -8,13 +8,16 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks import dataset_helpers
 from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
-from megatron_pp_ext.integration.request import model_costs
+from megatron_pp_ext.integration.request import model_costs, needed_flags
+from megatron_pp_ext.integration.request.start_up import summary
 from megatron_pp_ext.request import layers, measurements, pipeline
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
@@ -27,6 +30,7 @@ from megatron_pp_ext.schedule.placement import Placement
 _OUR_FLAGS = (
     "--pipeline-schedule",
     "--pipeline-trace",
+    "--pipeline-layer-seeds",
     "--pipeline-profile-steps",
     "--profile-pipeline",
     "--rehearse-pipeline",
@@ -43,10 +47,22 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
         try:
+            if getattr(args, needed_flags.OUR_SCRIPT, False):
+                needed_flags.require_for_our_script(args)
+            needed_flags.require_valid(args, defaults)
             found = read_flags(args)
+            if args.rank == 0 and not dataset_helpers.are_built():
+                dataset_helpers.build()
+            if found is not None:
+                needed_flags.require_trainable(args)
+                if args.rank == 0 and found.rehearsal is None:
+                    found = replace(found, summary=summary(found, functools.partial(_costs, args)))
         except ValueError as error:
             raise SystemExit(f"megatron_pp_ext: {error}") from error
-        result = stock(args, defaults)
+        try:
+            result = stock(args, defaults)
+        except (AssertionError, ValueError) as error:
+            raise SystemExit(f"megatron_pp_ext: {needed_flags.failed_check(error)}") from error
         # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.
         args.pipeline_placement = describe(found.placement) if found and found.source else None
         requested.activate(found)

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.training import get_args
+from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.request.start_up import caveat
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeRunner
 from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
@@ -27,12 +30,20 @@ def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
         pipeline = requested.pipeline()
         if pipeline is None:
             return stock(*args, **kwargs)
+        announce(pipeline)
         if pipeline.source is None:
             return measured(stock(*args, **kwargs))
         refuse_multimodule(*args, *kwargs.values())
         return runner(pipeline)
 
     return get_forward_backward_func
+
+
+@functools.lru_cache(maxsize=1)
+def announce(pipeline: requested.Pipeline) -> None:
+    """Print once, on rank 0, what runs and what to know about it."""
+    if pipeline.rehearsal is None:
+        print_rank_0("\n".join(filter(None, (pipeline.summary, caveat(pipeline, get_args())))))
 
 
 def measured(stock: Callable[..., Any]) -> Callable[..., Any]:

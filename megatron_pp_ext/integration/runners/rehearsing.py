@@ -117,7 +117,7 @@ class RehearsalRunner(FlushedRunner):
             collectives=tuple(self._collectives.found),
             message_bytes=self._message_bytes,
             outside_seconds=median(self._outside),
-            peak_activation_bytes=self._bytes.peak_bytes,
+            peak_activation_bytes=int(self._bytes.peak_bytes),
             weight_bytes=held.weights,
             gradient_bytes=held.gradients,
             optimizer_bytes=held.optimizer,

@@ -1,0 +1,75 @@
+"""The end of a rank that has found an error of this package: one line from one rank of the job.
+
+Every rank reads the same flags and so finds the same error, each at its own moment.  Rank 0 prints it; the
+others wait to be ended by what started them, and print only if that does not happen.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+PREFIX = "megatron_pp_ext: "
+STATUS = 2
+"""The exit status of a rank that was refused."""
+
+PATIENCE = 15.0
+"""The seconds that the first rank of another machine waits before it speaks; its others wait twice that."""
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """End the process with status 2 for an error of this package that is raised inside, in one line.
+
+    Such an error is a SystemExit whose text starts with ``PREFIX``, or a ValueError that this package raises.
+    Everything else passes, and keeps its traceback.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if not str(end.code).startswith(PREFIX):
+            raise
+        problem = str(end.code)
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        problem = f"{PREFIX}{error}"
+    else:
+        return
+    _end(" ".join(problem.split()))
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether the statement that raised ``error`` is one of this package, and not of what it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return str(module).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _end(problem: str) -> NoReturn:
+    if os.environ.get("RANK", "0") != "0":
+        # torchrun reports every rank that it ends and that does not end well, in seven lines each.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+        time.sleep(PATIENCE if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * PATIENCE)
+    print(problem, file=sys.stderr, flush=True)
+    _tell_torchrun(problem)
+    raise SystemExit(STATUS)
+
+
+def _tell_torchrun(problem: str) -> None:
+    """Leave ``problem`` where torchrun looks for the cause that ends its own report of a failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    about = {"py_callstack": problem, "timestamp": str(int(time.time()))}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": problem, "extraInfo": about}}, file)
+    except OSError as error:
+        print(f"{PREFIX}torchrun will not show this error: {error}", file=sys.stderr)

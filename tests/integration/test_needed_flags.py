@@ -1,0 +1,127 @@
+"""A flag that a newcomer forgets is named in one line, before any process group exists."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.ranks import RankError, run_ranks
+from tests.support.training import TINY, train
+
+# isort: split
+from megatron.training import arguments as megatron_arguments
+
+from megatron_pp_ext import cpu, pretrain_gpt
+from megatron_pp_ext.integration.request import needed_flags
+
+DATA = ("--mock-data",)
+
+
+def without(*names: str) -> list[str]:
+    """The flags of the tiny GPT on mock data but for those called ``names``."""
+    kept, words = [], [*TINY, *DATA]
+    starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        if words[start] not in names:
+            kept += words[start:end]
+    return kept
+
+
+def pretrain(rank: int, argv: Sequence[str]) -> None:
+    sys.argv = ["pretrain_gpt.py", *argv]
+    pretrain_gpt.main()
+
+
+def refusal(argv: Sequence[str]) -> str:
+    """The line with which ``pretrain_gpt`` refuses ``argv``."""
+    with pytest.raises(RankError) as error:
+        run_ranks(pretrain, 1, cpu.with_cpu_flags(argv))
+    (line,) = [line for line in str(error.value).splitlines() if line.startswith("SystemExit: ")]
+    return line.removeprefix("SystemExit: megatron_pp_ext: ")
+
+
+FORGOTTEN = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--micro-batch-size",
+    "--train-iters",
+    "--lr",
+    "--eval-interval",
+    "--tokenizer-type",
+    "--vocab-size",
+    "--mock-data",
+)
+
+
+@pytest.mark.parametrize("flag", FORGOTTEN)
+def test_what_is_forgotten_is_named(flag: str) -> None:
+    schedule = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]
+    line = refusal([*without(flag), *schedule])
+    assert line.startswith("flags are missing; add, for example, ")
+    assert flag in line
+    others = {*FORGOTTEN} - {flag, "--vocab-size"}
+    assert not [other for other in others if f"{other} " in line.partition("(")[0]]
+
+
+def test_all_that_is_forgotten_is_named_at_once() -> None:
+    forgotten = ("--lr", "--micro-batch-size", "--max-position-embeddings", "--vocab-size")
+    line = refusal(without(*forgotten))
+    assert all(flag in line for flag in forgotten)
+    assert "--max-position-embeddings 32 (" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--save folder", "--save-interval 1000"),
+        ("--data-path no/such", "has no no/such.idx and no no/such.bin; give the path"),
+        ("--lr x", "argument --lr: invalid float value: 'x'; correct it"),
+        (
+            "--pipline-schedule v-half",
+            "unrecognized arguments: .* v-half; did you mean '--pipeline-schedule'",
+        ),
+        ("--min-lr 1", r"Megatron refuses these flags: .*min_lr.* \(megatron.training.arguments, line"),
+        ("--tensor-model-parallel-size 2", r"Megatron refuses these flags: world size \(1\) is not divis"),
+        ("--tokenizer-type HuggingFaceTokenizer", r"--tokenizer-model PATH \(the model of HuggingFaceT"),
+        ("--sft", "--sft is not supported by megatron_pp_ext.pretrain_gpt"),
+    ],
+)
+def test_what_does_not_fit_is_named(flags: str, problem: str) -> None:
+    data = ["--mock-data"] if "--data-path" in flags else []
+    line = refusal([*without(*data), *flags.split()])
+    assert re.search(problem, line), line
+
+
+def test_another_script_gets_what_its_validation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose defaults count, and whose training is not known."""
+
+    def validate(*forgotten: str, **defaults: int) -> None:
+        monkeypatch.setattr(sys, "argv", ["script.py", *cpu.with_cpu_flags(without(*forgotten))])
+        megatron_arguments.validate_args(megatron_arguments.parse_args(), defaults)
+
+    with pytest.raises(SystemExit, match=r"add, for example, --micro-batch-size 1$"):
+        validate("--micro-batch-size", "--lr", "--mock-data")
+    validate("--micro-batch-size", "--lr", "--mock-data", micro_batch_size=1)
+
+
+def test_a_check_without_words_is_quoted() -> None:
+    try:
+        assert not FORGOTTEN
+    except AssertionError as error:
+        error.args = ()
+        line = needed_flags.failed_check(error)
+    assert line.startswith("Megatron refuses these flags: assert not FORGOTTEN (")
+
+
+def test_resuming_with_other_steps_names_the_flag(tmp_path) -> None:
+    few = ["--train-iters", "1", "--ckpt-format", "torch_dist"]
+    train(1, [*few, "--save", str(tmp_path), "--save-interval", "1"])
+    longer = ["--load", str(tmp_path), "--train-iters", "2", "--ckpt-format", "torch_dist"]
+    with pytest.raises(RankError, match="SystemExit: megatron_pp_ext: the checkpoint has 8 as total number"):
+        train(1, longer)
+    (run,) = train(1, [*longer, "--override-opt_param-scheduler"])
+    assert len(run.losses) == 1

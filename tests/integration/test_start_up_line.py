@@ -1,0 +1,105 @@
+"""What rank 0 prints before the first step."""
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.request import start_up
+from megatron_pp_ext.integration.request.model_costs import estimate
+from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+from tests.support.flags import PP4, arguments
+from tests.support.training import train
+
+
+def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} {flags}")
+    pipeline = read_flags(args)
+    assert pipeline is not None
+    return start_up.summary(pipeline, costs or (lambda stages: estimate(args, stages)))
+
+
+def unit(stages: int) -> Costs:
+    return Costs.unit(v(stages // 2))
+
+
+def unknown(stages: int) -> Costs:
+    raise KeyError("a layer that nobody has modelled")
+
+
+def test_the_line_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "v-half: 4 ranks x 2 chunks, m = 8, peak 3 microbatches, predicted bubble 9.4%"
+    assert summary("--pipeline-schedule V_Half", monkeypatch, unit) == line
+    assert summary("--pipeline-schedule v-half", monkeypatch, unknown) == f"{line} at unit costs"
+    # By the model's own estimate the output layer makes the last stage longer than the others.
+    estimated = summary("--pipeline-schedule v-half", monkeypatch)
+    assert estimated.startswith("v-half: 4 ranks x 2 chunks, m = 8, peak 3 microbatches, predicted bubble 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--pipeline-trace x.json", ("Megatron's own 1f1b: 4 ranks x 1 chunk, m = 8, peak 4 ",)),
+        ("--pipeline-schedule flex --pipeline-memory-limit 0.5", ("flex: 4 ranks x ", "predicted bubble ")),
+        ("--pipeline-schedule auto", ("auto: 4 ranks x ", " in the first step, then ")),
+        (
+            "--pipeline-schedule pipedream --pipeline-update-interval 8 "
+            "--untie-embeddings-and-output-weights",
+            ("pipedream: 4 ranks x 1 chunk, an update every 8 microbatches, peak 4 ", "no bubble between"),
+        ),
+        ("--pipeline-schedule zb-h1 --pipeline-profile-steps 1-2", ("%, until steps 1-2 are measured",)),
+    ],
+)
+def test_the_lines_of_others(flags: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    line = summary(flags, monkeypatch)
+    assert all(word in line for word in words), line
+    assert "\n" not in line
+
+
+DROPOUT = "--attention-dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "iteration", "start"),
+    [
+        ("--pipeline-schedule v-half", 0, "Initial weights follow "),
+        (f"--pipeline-schedule v-half {DROPOUT}", 0, "Initial weights and dropout follow "),
+        (f"--pipeline-schedule v-half {DROPOUT} --pipeline-layer-seeds", 0, "Dropout follows "),
+        (f"--pipeline-schedule v-half {DROPOUT}", 7, "Dropout follows "),
+        ("--pipeline-schedule v-half --load x --finetune", 0, ""),
+        ("--pipeline-schedule v-half", 7, ""),
+        (f"--pipeline-schedule zb-h1 {DROPOUT}", 0, ""),
+    ],
+)
+def test_what_follows_the_placement(
+    flags: str, iteration: int, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} {flags}")
+    pipeline = read_flags(args)
+    assert pipeline is not None
+    args.iteration = iteration
+    said = start_up.caveat(pipeline, args)
+    assert said.startswith(start) and bool(said) == bool(start)
+    assert ("--pipeline-layer-seeds" in said) == ("nitial weights" in said)
+
+
+def test_rank_0_prints_them_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """And no other rank, however many steps and evaluations there are."""
+    said = tmp_path / "said"
+    stock = choose.print_rank_0
+
+    def print_rank_0(text: str) -> None:
+        with said.open("a") as file:
+            file.write(f"{dist.get_rank()} {text}\n" if dist.get_rank() == 0 else "")
+        stock(text)
+
+    monkeypatch.setattr(choose, "print_rank_0", print_rank_0)
+    flags = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]
+    train(2, [*flags, "--eval-iters", "1", "--eval-interval", "1"])
+    first, *rest = said.read_text().splitlines()
+    assert first.startswith("0 v-half: 2 ranks x 2 chunks, m = 8, peak ")
+    assert rest[0].startswith("Initial weights follow ")
+    assert len(rest) == 2
