@@ -1,3 +1,68 @@
-"""Pipeline schedules for Megatron-LM: controllable memory, zero bubble and PipeDream behind one flag."""
+"""Pipeline schedules for Megatron-LM: controllable memory, zero bubble and PipeDream behind one flag.
+
+The names below are the public API for looking at schedules from Python.  They are imported when they are
+first used, so that importing the package costs nothing; none of them needs torch or Megatron.
+
+``build(name, ranks, microbatches)``      a schedule of ``mpp list``
+``compile_schedule(ranks, microbatches, costs, memory_limit)``  the shortest schedule found within a limit
+``simulate(schedule, costs)``             its ``Timeline``: start and end of every action, makespan, peaks
+``draw(timelines, path)``                 a picture of one or several timelines, by title
+``Costs``, ``StageCosts``                 what actions cost; ``Costs.per_rank(ranks, chunks)`` is the unit of
+                                          ``mpp``
+``read_csv(path)``, ``write_csv(schedule, path)``  schedules as files of torch.distributed.pipelining
+``Schedule``, ``Timeline``                the types that these functions take and return
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.compiler.compile import compile_schedule
+    from megatron_pp_ext.schedule.actions import Schedule
+    from megatron_pp_ext.schedule.catalog import build
+    from megatron_pp_ext.schedule.costs import Costs, StageCosts
+    from megatron_pp_ext.schedule.csv_file import read as read_csv
+    from megatron_pp_ext.schedule.csv_file import write as write_csv
+    from megatron_pp_ext.schedule.simulate import Timeline, simulate
+    from megatron_pp_ext.view.picture import draw
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Costs",
+    "Schedule",
+    "StageCosts",
+    "Timeline",
+    "build",
+    "compile_schedule",
+    "draw",
+    "read_csv",
+    "simulate",
+    "write_csv",
+]
+
+_HOMES = {
+    "Costs": ("schedule.costs", "Costs"),
+    "Schedule": ("schedule.actions", "Schedule"),
+    "StageCosts": ("schedule.costs", "StageCosts"),
+    "Timeline": ("schedule.simulate", "Timeline"),
+    "build": ("schedule.catalog", "build"),
+    "compile_schedule": ("compiler.compile", "compile_schedule"),
+    "draw": ("view.picture", "draw"),
+    "read_csv": ("schedule.csv_file", "read"),
+    "simulate": ("schedule.simulate", "simulate"),
+    "write_csv": ("schedule.csv_file", "write"),
+}
+"""The module and the name there of everything that is public."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name that is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,29 +2,27 @@
 
     python scripts/readme_picture.py docs/schedules.png
 
-Times are in whole stages, so that schedules with one and with two chunks a rank compare.
+Times are a whole rank's, so that schedules with one and with two chunks a rank compare.
 """
 
 import sys
 from pathlib import Path
 
-from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view.picture import draw
+from megatron_pp_ext import Costs, Timeline, build, draw, simulate
 
 RANKS, MICROBATCHES = 4, 8
+UNIT = "1 = a rank's F, I or W of one microbatch"
 
 
 def timeline(name: str) -> Timeline:
-    """Simulate a schedule whose chunk actions take their share of a stage's time."""
-    schedule = catalog.build(name, RANKS, MICROBATCHES)
-    share = 1 / schedule.placement.chunks
-    costs = Costs.uniform(
-        schedule.placement, forward=share, input_gradient=share, weight_gradient=share, hop=0.0
-    )
-    return simulate(schedule, costs)
+    """Simulate a schedule with the unit of ``mpp``: a whole rank's F, I and W take 1 each."""
+    schedule = build(name, RANKS, MICROBATCHES)
+    return simulate(schedule, Costs.per_rank(RANKS, schedule.placement.chunks))
 
 
 if __name__ == "__main__":
-    draw({name: timeline(name) for name in ("1f1b", "zb-h1", "v-zb", "v-half", "v-min")}, Path(sys.argv[1]))
+    draw(
+        {name: timeline(name) for name in ("1f1b", "zb-h1", "v-zb", "v-half", "v-min")},
+        Path(sys.argv[1]),
+        UNIT,
+    )

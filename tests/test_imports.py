@@ -5,12 +5,9 @@ The sources are parsed, not imported.  An import within a function counts like a
 """
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
@@ -18,7 +15,7 @@ PACKAGE = "megatron_pp_ext"
 PURE = {"files", "json_input", "schedule", "compiler", "request", "partition", "planner", "view"}
 """Rooms that import neither torch nor Megatron."""
 
-MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data"}
+MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
 _STEPS = {"files", "json_input", "schedule", "compiler", "request"}
@@ -35,15 +32,18 @@ BELOW: dict[str, set[str]] = {
     "runtime": {"schedule"},
     "view": {"files", "schedule"},
     "jobs": {"files"},
+    "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "planner"},
     "cpu": set(),
-    "integration": {*_STEPS, "partition", "planner", "runtime", "view", "cpu"},
-    "text_data": {"files"},
+    "integration": {*_STEPS, "partition", "planner", "runtime", "view", "verification", "cpu"},
+    "data_split": set(),
+    "launch_errors": set(),
+    "text_data": {"data_split"},
 }
 BELOW |= {
     "cli": {*BELOW},
-    "__main__": {"cpu", "integration"},
-    "pretrain_gpt": {"__main__", "cpu", "integration"},
+    "__main__": {"cpu", "integration", "launch_errors"},
+    "pretrain_gpt": {"__main__", "cpu", "integration", "data_split", "launch_errors"},
 }
 """The rooms that each room may import, itself aside."""
 
@@ -55,9 +55,20 @@ BELOW_IN_INTEGRATION = {
     "hooks": {"requested"},
     "runners": {"requested", "request", "hooks"},
     "cpu_seams": {"releases", "patching"},
-    "seams": {"releases", "patching", "cpu_seams", "request", "hooks", "runners"},
+    "seed_seams": {"releases", "patching", "hooks"},
+    "record_seams": {"releases", "patching", "hooks"},
+    "seams": {
+        "releases",
+        "patching",
+        "cpu_seams",
+        "seed_seams",
+        "record_seams",
+        "request",
+        "hooks",
+        "runners",
+    },
     "doctor": {"releases", "patching", "seams"},
-    "pretraining": {"releases"},
+    "pretraining": {"releases", "request"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""
@@ -197,25 +208,3 @@ def test_each_file_has_a_name_of_its_own() -> None:
         if path.name != "__init__.py" and path.parent.name != "cli":
             named.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
     assert not [paths for paths in named.values() if len(paths) > 1]
-
-
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("patches/*.md"))]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_documents_name_files_that_exist(document: Path) -> None:
-    """Paths start at the project, the package or the document; Megatron-LM is another project.
-
-    A file whose text the document gives, as an example to write, need not be there.
-    """
-    text = document.read_text()
-    paths = re.findall(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|sh|sbatch|patch)\b", text)
-    examples = re.findall(r"^`(\S+)`:\n\n```", text, re.MULTILINE)
-    missing = [
-        path
-        for path in dict.fromkeys(paths)
-        if not path.startswith(("Megatron-LM/", "megatron/"))
-        and path not in examples
-        and not any((folder / path).exists() for folder in (ROOT, ROOT / PACKAGE, document.parent))
-    ]
-    assert not missing

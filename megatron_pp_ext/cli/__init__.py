@@ -4,10 +4,12 @@
 from megatron_pp_ext.cli import (  # noqa: F401
     calibrate,
     estimate,
+    model,
     partition,
     profile,
     rehearse,
     search,
+    verify,
 )
 from megatron_pp_ext.cli.commands import app
 

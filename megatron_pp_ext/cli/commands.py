@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
+from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
-from megatron_pp_ext.cli.report import bound_of, console, report, show
+from megatron_pp_ext.cli.progress import waiting
+from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.names import ALIASES, FLEX, OTHERS
+from megatron_pp_ext.schedule.names import ALIASES, CSV_PREFIX, FLEX, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
 
 app = typer.Typer(
@@ -22,15 +23,26 @@ app = typer.Typer(
 )
 
 
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    """Pipeline schedules for Megatron-LM."""
+    if version:
+        console.print(f"megatron_pp_ext {__version__}")
+        raise typer.Exit
+
+
 @app.command("list")
 def list_schedules() -> None:
     """List the schedules that --pipeline-schedule accepts."""
-    table = Table("schedule", "what it does", "placement", "chunks a rank", "source")
-    for entry in catalog.ENTRIES.values():
-        table.add_row(entry.name, entry.summary, entry.shape, entry.chunks_phrase, entry.paper)
-    for other in OTHERS:
-        table.add_row(other.name, other.summary, other.placement, other.chunks, other.source)
-    console.print(table)
+    from megatron_pp_ext.view import terminal
+
+    rows = [
+        (entry.name, entry.summary, entry.shape, entry.chunks_phrase, entry.paper)
+        for entry in catalog.ENTRIES.values()
+    ]
+    console.print(terminal.schedule_table([*rows, *OTHERS]))
     aliases = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     console.print(f"Elsewhere called: {aliases}", style="dim")
 
@@ -48,8 +60,9 @@ def schedule(
         float | None,
         typer.Option(
             help="For flex: the memory of a rank.  Up to 8 it is a fraction of the activations that 1f1b "
-            "keeps on its first rank, and messages come on top; a larger one is in the unit of the costs' "
-            "activations, and holds messages too."
+            "keeps on its first rank, and messages come on top; a larger one is a number of microbatches "
+            "that a whole rank keeps, or with --costs an amount in the file's unit for activations and "
+            "messages."
         ),
     ] = None,
     trials: Annotated[
@@ -62,23 +75,36 @@ def schedule(
     times: ask.Times,
     files: ask.Files,
 ) -> None:
-    """Build a schedule, simulate it and show it.  Seconds are those of one action of one chunk."""
+    """Build a schedule, simulate it and show it.
+
+    Times are those of a whole rank, so that all schedules compare: its F, I and W of one microbatch take 1
+    each, and a chunk takes its part of them.
+    """
+    name = catalog.canonical(name)
     if name == FLEX:
         from megatron_pp_ext.cli import flex
 
-        with console.status("compiling"):
-            found = flex.compiled(ranks, microbatches, chunks, memory_limit, times.costs, trials)
-        report(found.timeline, found.lower_bound, files)
+        request = flex.requested(ranks, microbatches, chunks, memory_limit)
+        require_size(request, files)
+        with waiting("compiling flex"):
+            found = flex.compiled(request, times.costs(ranks, request.finest.chunks), trials)
+            report(found.timeline, found.lower_bound, times.units, files)
         console.print(f"found by: {found.origin}")
         return
+    if name.startswith(CSV_PREFIX):
+        raise ValueError(f"{name} is a file: look at it with mpp simulate {name.removeprefix(CSV_PREFIX)}")
     if memory_limit is not None:
         raise ValueError(f"--memory-limit is for flex, {name} has its own memory: leave it out, or use flex")
     if trials is not None:
         raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
+    catalog.entry(name)  # refuses what only training runs
     request = named(name, ranks, microbatches, chunks)
-    built = catalog.build(request.schedule, ranks, microbatches, request.placement.chunks)
-    timeline = simulate(built, times.costs(built.placement.stages))
-    report(timeline, bound_of(timeline), files)
+    require_size(request, files)
+    costs = times.costs(ranks, request.placement.chunks)
+    with waiting(f"simulating {request.schedule}"):
+        built = catalog.build(request.schedule, ranks, microbatches, request.placement.chunks)
+        timeline = simulate(built, costs)
+        report(timeline, bound_of(timeline), times.units, files)
 
 
 @app.command("simulate")
@@ -90,9 +116,10 @@ def simulate_file(
     files: ask.Files,
 ) -> None:
     """Check a schedule from a file, simulate it and show it."""
-    read = csv_file.read(file)
-    timeline = simulate(read, times.costs(read.placement.stages))
-    report(timeline, bound_of(timeline), files)
+    with waiting(f"simulating {file}"):
+        read = csv_file.read(file)
+        timeline = simulate(read, times.costs(read.ranks, read.placement.chunks))
+        report(timeline, bound_of(timeline), times.units, files)
 
 
 @app.command()
@@ -106,26 +133,33 @@ def compare(
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
 
-    Seconds are those of one action where a rank holds two chunks; where it holds one, an action takes
-    twice as long.
+    Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
+    rank, and an action of a schedule with one chunk takes twice as long.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
 
-    catalog.build("1f1b", ranks, microbatches)  # refuses sizes before costs are made for them
-    halves = times.costs(2 * ranks)
-    named = {
-        name: simulate(built, halves.merged(built.placement.stages))
-        for name, entry in catalog.ENTRIES.items()
-        if entry.chunks <= 2
-        for built in (catalog.build(name, ranks, microbatches),)
-    }
-    with console.status("compiling"):
+    requests = [
+        named(name, ranks, microbatches) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
+    ]
+    for request in requests:
+        require_size(request)
+    halves = times.costs(ranks, 2)
+    timelines = {}
+    for request in requests:
+        name = request.schedule
+        with waiting(f"simulating {name}"):
+            built = catalog.build(name, ranks, microbatches)
+            timelines[name] = simulate(built, halves.merged(built.placement.stages))
+    with waiting("compiling flex for several memory limits"):
         found = {
             f"flex {fraction:.2f}": compiled.timeline
             for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
         }
-    console.print(terminal.summary_table(named | found))
+    console.print(f"{ranks} ranks, {microbatches} microbatches")
+    with waiting("counting activations and messages"):
+        console.print(terminal.summary_table(timelines | found))
+    print_units(times.units)
     console.print("flex 0.50: compiled for half of 1f1b's activations on its first rank", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
@@ -135,39 +169,53 @@ def compare(
             for stage in halves.merged(ranks).stages
         )
         title = f"{ranks} ranks, {microbatches} microbatches"
+        line = flex.undominated(list(found.values()))
         for path in pictures.paths:
-            memory_tradeoff.draw_schedules(named, flex.undominated(list(found.values())), work, path, title)
+            memory_tradeoff.draw_schedules(timelines, line, work, path, title, times.units.time)
 
 
 @app.command()
 @ask.takes_groups
 def trace(
-    files: Annotated[list[Path], typer.Argument(help="Files written by --pipeline-trace.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files of --pipeline-trace, or of mpp schedule or mpp rehearse --trace."),
+    ],
+    processor_time: Annotated[
+        bool,
+        typer.Option(
+            "--processor-time",
+            help="Replay steps of CPUs with the processor time of each action, as on a core for every rank.",
+        ),
+    ] = False,
     *,
     pictures: ask.Pictures,
 ) -> None:
-    """Show one or several recorded steps, and what the ranks waited for when they were idle.
+    """Show one or several recorded or simulated steps, and what the ranks waited for when they were idle.
 
     Idle times are in milliseconds: before a rank's first action (warm-up) and after its last
     (cool-down), waiting for an action on another rank to end (unfinished stages) or, when that had ended,
     for its message (late messages), for gradients to be reduced, or for neither (overhead).
     """
+    from megatron_pp_ext.schedule.replay import on_own_cores
     from megatron_pp_ext.view import terminal, trace_file
 
     stems = [file.stem for file in files]
     titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]
-    read = map(trace_file.read, files)
+    with waiting("reading traces"):
+        read = [on_own_cores(step) if processor_time else step for step in map(trace_file.read, files)]
     steps = {f"{title}: {step.name}": step for title, step in zip(titles, read, strict=True)}
-    show({title: step.timeline() for title, step in steps.items()}, pictures.paths)
-    peaks = Table("step", "measured peak of live activation bytes, rank by rank")
-    for title, step in steps.items():
-        peaks.add_row(title, "  ".join(f"{record.peak_bytes:,}" for record in step.records))
-        on_device = [f"{record.device_bytes:,}" for record in step.records if record.device_bytes]
-        if on_device:
-            peaks.add_row(f"{title}, all that its device held", "  ".join(on_device))
-    console.print(peaks)
-    for step in steps.values():
-        console.print(terminal.idle_table(step))
+    units = {step.units for step in read}
+    if len(units) > 1:
+        raise ValueError(
+            f"the traces count time in {' and in '.join(sorted(unit.time for unit in units))}: look at them "
+            "one by one"
+        )
+    with waiting("finding what the ranks waited for"):
+        show({title: step.timeline() for title, step in steps.items()}, units.pop(), pictures.paths)
+        for title, step in steps.items():
+            for table in terminal.recorded_tables(title, step):
+                console.print(table)
 
 
 @app.command()
@@ -177,7 +225,11 @@ def doctor(
         typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
 ) -> None:
-    """Report what this machine has and lacks, and whether every seam into Megatron fits."""
-    from megatron_pp_ext.integration.doctor import examine
+    """Report what this machine has and lacks, and whether every seam into Megatron fits.
 
-    raise typer.Exit(examine(console, megatron))
+    The last line says whether schedules can run here, and what they need.
+    """
+    with waiting("importing torch"):
+        from megatron_pp_ext.integration.doctor import examine
+
+    raise typer.Exit(examine(console, megatron, waiting))

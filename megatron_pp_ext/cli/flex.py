@@ -1,6 +1,7 @@
 """Schedules that the commands compile for costs and a memory limit."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 from megatron_pp_ext.compiler.compile import (
     TRIALS,
@@ -10,7 +11,7 @@ from megatron_pp_ext.compiler.compile import (
     placements_of,
 )
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, least_limits, requested_limit
-from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.request.pipeline import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline
@@ -18,28 +19,28 @@ from megatron_pp_ext.schedule.simulate import Timeline
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
-def compiled(
-    ranks: int,
-    microbatches: int,
-    chunks: int | None,
-    limit: float | None,
-    costs_of: Callable[[int], Costs],
-    trials: int | None,
-) -> Compiled:
-    """The best schedule found within ``limit``, whose meaning ``compiler.limits.requested_limit`` gives.
+def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
+    """The request for ``flex`` within ``limit``, whose meaning ``compiler.limits.requested_limit`` gives.
 
-    ``costs_of(stages)`` returns the costs of the finest cut.  ValueError without a limit, for sizes below
-    the least, and for a limit that cannot be kept.
+    ValueError without a limit, and for sizes below the least.
     """
+    fix = f"give a fraction of 1f1b's peak, such as 0.5, or an amount above {LARGEST_FRACTION:g}"
     if limit is None:
-        raise ValueError("flex needs --memory-limit: give a fraction of 1f1b's peak, such as 0.5, or bytes")
+        raise ValueError(f"flex needs --memory-limit, the memory that a rank may keep: {fix}")
+    if not 0 < limit < math.inf:
+        raise ValueError(f"--memory-limit is {limit:g}, but a rank's memory is a number above 0: {fix}")
     if ranks < 2 or chunks == 0:
         raise ValueError(
             f"flex got {ranks} rank(s) with {2 if chunks is None else chunks} chunks each, but needs 2 and 1 "
             "or more: raise them"
         )
-    request = named(FLEX, ranks, microbatches, chunks, limit)
-    costs = costs_of(request.finest.stages)
+    return named(FLEX, ranks, microbatches, chunks, limit)
+
+
+def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
+    """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
+    limit, ranks = request.limit, request.ranks
+    assert limit is not None
     try:
         return request.compile(costs, TRIALS if trials is None else trials)
     except InfeasibleLimit:

@@ -9,11 +9,16 @@ from rich.console import Console
 
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal, trace_file
 
 console = Console(highlight=False)
+
+LARGEST = 2_000_000
+"""The most actions that a command simulates: a million take one to two minutes and 0.7 GB."""
 
 
 def bound_of(timeline: Timeline) -> float:
@@ -23,7 +28,7 @@ def bound_of(timeline: Timeline) -> float:
     return min(bound, timeline.makespan)
 
 
-def record(timeline: Timeline, bound: float) -> dict[str, Any]:
+def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
     """Return the numbers of a schedule for a JSON file."""
     schedule = timeline.schedule
     return {
@@ -39,32 +44,57 @@ def record(timeline: Timeline, bound: float) -> dict[str, Any]:
         "peak_messages": list(timeline.peak_messages),
         "lower_bound": bound,
         "digest": schedule.digest,
+        "time_unit": units.time,
     }
 
 
-def report(timeline: Timeline, bound: float, files: Files) -> None:
-    """Print ``timeline`` and write the requested files."""
-    name = timeline.schedule.name
-    show({name: timeline}, files.paths)
+def require_size(request: Request, files: Files | None = None) -> None:
+    """Raise ValueError, before anything is built, for a schedule too large to be simulated or drawn here."""
+    ranks, stages = request.ranks, request.finest.stages
+    each = stages * (3 if request.splits_backward else 2)
+    actions = each * request.microbatches
+    if actions > LARGEST:
+        fewer = f"-m {LARGEST // each} or fewer ranks" if each <= LARGEST else "fewer ranks"
+        raise ValueError(
+            f"{ranks} ranks and {request.microbatches} microbatches make {actions:,} actions, but at most "
+            f"{LARGEST:,}, which take minutes, are simulated: give {fewer}"
+        )
+    if files is not None and files.paths:
+        from megatron_pp_ext.view import picture
+
+        picture.require_room(ranks, actions)
+
+
+def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None:
+    """Print ``timeline``, whose numbers are in ``units``, and write the requested files."""
+    schedule = timeline.schedule
+    show({schedule.name: timeline}, units, files.paths)
     console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
     above = timeline.makespan / bound - 1
     console.print(f"lower bound {bound:.5g}: " + (f"{above:.1%} above it" if above > 5e-4 else "optimal"))
     if files.csv is not None:
-        csv_file.write(timeline.schedule, files.csv)
+        csv_file.write(schedule, files.csv)
     if files.json is not None:
-        files.json.write_text(json.dumps(record(timeline, bound), indent=1) + "\n", encoding="utf-8")
+        files.json.write_text(json.dumps(record(timeline, bound, units), indent=1) + "\n", encoding="utf-8")
     if files.trace is not None:
-        trace_file.write_timeline(files.trace, timeline)
+        trace_file.write_timeline(files.trace, timeline, units)
 
 
-def show(timelines: Mapping[str, Timeline], pictures: tuple[Path, ...]) -> None:
+def show(timelines: Mapping[str, Timeline], units: Units, pictures: tuple[Path, ...]) -> None:
     """Print a sketch of each timeline and a table of all, and draw the requested pictures."""
     for timeline in timelines.values():
         console.print(terminal.Sketch(timeline))
     console.print(terminal.summary_table(timelines, with_messages=False))
+    print_units(units)
     if pictures:
         # matplotlib takes half a second to import.
         from megatron_pp_ext.view import picture
 
         for path in pictures:
-            picture.draw(timelines, path)
+            picture.draw(timelines, path, units.time)
+
+
+def print_units(units: Units) -> None:
+    """Print what the numbers of a summary stand for."""
+    console.print(f"times: {units.time}", style="dim")
+    console.print("peak memory: activations of the fullest rank, in microbatches", style="dim")

@@ -162,8 +162,8 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
     for limit in limits:
         if not math.isfinite(limit) or limit <= 0:
             raise ValueError(
-                f"memory_limit is {limit:g}, but must be a finite number above 0: "
-                "give it in the unit of StageCosts.activation"
+                f"the memory limit is {limit:g}, but must be a finite number above 0: "
+                "give it in the unit in which the costs count activations"
             )
     return limits
 

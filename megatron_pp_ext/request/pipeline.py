@@ -4,6 +4,7 @@ Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`
 come from and in what the stages cost; what the flags mean is the same for all of them.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -187,10 +188,10 @@ def _require_meaning(args: Namespace) -> None:
             "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak on its "
             "first rank, such as 0.5, or a number of bytes, or choose auto"
         )
-    if name == FLEX and limit <= 0:
+    if name == FLEX and not 0 < limit < math.inf:
         raise ValueError(
-            f"--pipeline-memory-limit is {limit:g}, but must be above 0; give a fraction of 1F1B's peak "
-            "on its first rank, such as 0.5, or a number of bytes"
+            f"--pipeline-memory-limit is {limit:g}, but must be a number above 0; give a fraction of 1F1B's "
+            "peak on its first rank, such as 0.5, or a number of bytes"
         )
     if name == AUTO and args.fp16 and getattr(args, "loss_scale", None) is None:
         raise ValueError(

@@ -21,7 +21,14 @@ from megatron_pp_ext.schedule.families import (
     v_zero_bubble,
     zero_bubble,
 )
-from megatron_pp_ext.schedule.names import ALIASES, AUTO, FLEX, NO_PIPELINE, NOT_HERE
+from megatron_pp_ext.schedule.names import (
+    ALIASES,
+    CSV_PREFIX,
+    FLEX,
+    NO_PIPELINE,
+    NOT_HERE,
+    OTHERS,
+)
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
@@ -181,10 +188,15 @@ def register(entry: Entry) -> None:
     """Add a schedule of your own, whose name all commands and flags then accept.
 
     It has to be called in every process, before Megatron reads its flags.  Raises ValueError for a name
-    that is taken, and for an entry that contradicts the schedule that it builds.
+    that is taken or not plain, and for an entry that contradicts the schedule that it builds.
     """
     global NAMES
-    if entry.name in {*ENTRIES, *ALIASES, *NOT_HERE, FLEX, AUTO, NO_PIPELINE}:
+    if entry.name != _plain(entry.name):
+        raise ValueError(
+            f"a schedule is called {entry.name!r}, but names are in lower case with hyphens: call it "
+            f"{_plain(entry.name)!r}"
+        )
+    if entry.name in {*ENTRIES, *ALIASES, *NOT_HERE, FLEX, NO_PIPELINE}:
         raise ValueError(f"a schedule is called {entry.name!r} already: choose another name")
     built = entry.build(2, 4)
     check(built)
@@ -201,19 +213,38 @@ def register(entry: Entry) -> None:
     NAMES = tuple(ENTRIES)
 
 
+def canonical(name: str) -> str:
+    """Return the name here of the schedule that a person calls ``name``; an unknown name as it is.
+
+    Case, spaces around it, and whether words are joined by "-" or "_" make no difference.  The path in
+    ``csv:FILE`` stays as it is.
+    """
+    prefix, separator, path = name.strip().partition(":")
+    if f"{prefix.lower()}{separator}" == CSV_PREFIX:
+        return f"{CSV_PREFIX}{path}"
+    plain = _plain(name)
+    plain = ALIASES.get(plain, plain)
+    return plain if plain in {*ENTRIES, *NOT_HERE, FLEX, NO_PIPELINE} else name
+
+
 def entry(name: str) -> Entry:
-    """Return the entry for ``name`` or an alias of it.
+    """Return the entry for ``name``, which may be an alias or spelled otherwise (``canonical``).
 
     Raises ValueError, with the nearest name or with the reason, if there is none.
     """
-    name = ALIASES.get(name, name)
+    name = canonical(name)
     if name in ENTRIES:
         return ENTRIES[name]
     if name in NOT_HERE:
         raise ValueError(f"schedule {name!r} is not offered here: {NOT_HERE[name]}")
-    hint = did_you_mean(name.lower(), NAMES)
+    known = [*NAMES, *(other.name for other in OTHERS)]
+    hint = did_you_mean(_plain(name), [*known, *ALIASES])
     guess = f" ({hint})" if hint else ""
-    raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(NAMES)}")
+    raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(known)}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
 
 
 @lru_cache(maxsize=64)

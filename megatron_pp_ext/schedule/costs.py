@@ -102,6 +102,25 @@ class Costs:
         stage = StageCosts(forward, input_gradient, weight_gradient)
         return cls((stage,) * placement.stages, hop)
 
+    @classmethod
+    def per_rank(
+        cls,
+        ranks: int,
+        chunks: int = 1,
+        *,
+        forward: float = 1.0,
+        input_gradient: float = 1.0,
+        weight_gradient: float = 1.0,
+        hop: float = 0.0,
+    ) -> Self:
+        """Return the times of a whole rank for one microbatch, of which each of its ``chunks`` takes a part.
+
+        The parts are equal, and a rank's activations of one microbatch count 1, so that schedules with
+        different numbers of chunks compare.
+        """
+        f, i, w = (seconds / chunks for seconds in (forward, input_gradient, weight_gradient))
+        return cls((StageCosts(f, i, w, activation=1 / chunks),) * (ranks * chunks), hop)
+
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 

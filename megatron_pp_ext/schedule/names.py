@@ -82,6 +82,8 @@ ALIASES = {
 """The names that other projects give to schedules of the catalogue."""
 
 NOT_HERE = {
+    AUTO: f"it is {FLEX} within the memory that the devices have free, which only training can measure; look "
+    f"at {FLEX} with --memory-limit, and train with --pipeline-schedule {AUTO}",
     PIPEDREAM: "it runs 1f1b over the whole training without an end, so it has no makespan; look at 1f1b "
     f"with many microbatches, and train with --pipeline-schedule {PIPEDREAM}",
     TWO_VERSIONS: f"it runs in the order of {PIPEDREAM}, which is 1f1b's; look at 1f1b with many "

@@ -28,13 +28,19 @@ class Point(NamedTuple):
 
 
 def draw_schedules(
-    timelines: Mapping[str, Timeline], compiled: Sequence[Timeline], work: float, path: str | Path, title: str
+    timelines: Mapping[str, Timeline],
+    compiled: Sequence[Timeline],
+    work: float,
+    path: str | Path,
+    title: str,
+    time_unit: str = "",
 ) -> None:
     """Draw named schedules as points and ``compiled`` ones, by rising memory, as a line of steps.
 
     Memory is in whole microbatches and the makespan goes upwards, so that the best schedules are low and
-    left.  ``work`` is the makespan without any bubble.  Schedules that keep more than twice the number of
-    ranks are only named.  The suffix of ``path`` chooses the format; ValueError for an unknown one.
+    left.  ``work`` is the makespan without any bubble, ``time_unit`` what 1 of it stands for.  Schedules that
+    keep more than twice the number of ranks are only named.  The suffix of ``path`` chooses the format;
+    ValueError for an unknown one.
     """
     path = Path(path)
     require_picture(path)
@@ -65,7 +71,12 @@ def draw_schedules(
         points.set_label("flex, compiled for a limit")
     axes.scatter(*zip(*places, strict=True), s=42, color=_POINTS, zorder=4, label="by name")
     _write_names(axes, places)
-    _label(axes, "activations of the fullest rank, in microbatches", "makespan", title)
+    _label(
+        axes,
+        "activations of the fullest rank, in microbatches",
+        f"makespan ({time_unit})" if time_unit else "makespan",
+        title,
+    )
     if beyond:
         axes.set_title(f"further right: {', '.join(beyond)}", loc="right", fontsize=8, color=GREY)
     if compiled:

@@ -1,12 +1,12 @@
 """Schedules as a picture: time to the right, one row for each rank, one panel for each schedule.
 
-All panels share the time axis, so that the shorter schedule is the shorter picture.  Under each
+Panels share the time axis, so that the shorter schedule is the shorter picture.  Under each
 rank's actions is its memory curve: the activations that it keeps at every moment, in whole microbatches,
-on a scale that all panels share too.  The number at the end of a row is the peak of the curve.
+on a scale that all panels share too.  The number at the end of a curve is its peak.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +24,7 @@ _COLUMN = 0.14
 _NARROWEST, _WIDEST = 10.0, 30.0
 _ROW = 0.5
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.75, 0.25, 0.55
-_HEAD = 0.5
+_HEAD = 0.62
 
 # Fractions of a row's height: where the actions end, and where the memory curve begins and ends.
 _ACTIONS, _FLOOR, _CEILING = 0.53, 0.93, 0.57
@@ -37,45 +37,73 @@ _DIGIT = 0.66
 _IDLE = "#eef0f2"
 _MEMORY, _MEMORY_EDGE = "#d9cfe6", "#8e78ad"
 
+MOST_RANKS, MOST_ACTIONS = 256, 200_000
+"""The rows and the boxes that a picture can hold: more rows exceed its pixels, and boxes its width."""
+
 _Box = list[tuple[float, float]]
 
 
-def draw(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+def draw(timelines: Mapping[str, Timeline], path: str | Path, time_unit: str = "") -> None:
     """Draw one panel for each of ``timelines``, titled with its key, into ``path``.
 
-    The suffix chooses the format: .svg, .png or .pdf.  Raises ValueError for any other and when
-    there is nothing to draw.
+    The suffix chooses the format: .svg, .png or .pdf.  ``time_unit`` says beside the time axis what 1 stands
+    for.  Raises ValueError for another suffix, when there is nothing to draw, and for more than fits.
     """
+    draw_groups([timelines], path, time_unit)
+
+
+def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time_unit: str = "") -> None:
+    """Draw like ``draw``, with a time axis of its own for each of ``groups``; all are equally wide."""
     path = Path(path)
     require_picture(path)
+    timelines = [timeline for group in groups for timeline in group.values()]
     if not timelines:
         raise ValueError("no timelines to draw: give at least one")
-    makespan = max(timeline.makespan for timeline in timelines.values())
-    memory = max(max(timeline.peak_microbatches) for timeline in timelines.values())
-    action = _typical_action(timelines)
-    width = min(max(_LEFT + makespan / action * _COLUMN + _RIGHT, _NARROWEST), _WIDEST)
-    height = _TOP + sum(_HEAD + _ROW * len(line.events) for line in timelines.values()) + _BOTTOM
+    orders = [events for timeline in timelines for events in timeline.events]
+    require_room(len(orders), sum(map(len, orders)))
+    memory = max(max(timeline.peak_microbatches) for timeline in timelines)
+    columns = max(_makespan(group) / _typical_action(group) for group in groups)
+    width = min(max(_LEFT + columns * _COLUMN + _RIGHT, _NARROWEST), _WIDEST)
+    panels = sum(_HEAD + _ROW * len(timeline.events) for timeline in timelines)
+    height = _TOP + panels + _BOTTOM * len(groups)
     time_width = width - _LEFT - _RIGHT
-    scale = 72 * time_width / makespan
 
     figure = new_figure(width, height)
     bottom = height - _TOP
-    for title, timeline in timelines.items():
-        rows = _ROW * len(timeline.events)
-        bottom -= _HEAD + rows
-        panel = figure.add_axes((_LEFT / width, bottom / height, time_width / width, rows / height))
-        panel.set_xlim(0, makespan)
-        _rank_axis(panel, len(timeline.events))
-        _draw_actions(panel, timeline, scale, font=min(_LARGEST_FONT, action * scale / (2.4 * _DIGIT)))
-        _draw_memory(panel, timeline, memory)
-        _write_head(panel, title, timeline)
-    panel.tick_params(labelbottom=True)
-    panel.set_xlabel("time", fontsize=9, color=GREY)
+    for group in groups:
+        makespan = _makespan(group)
+        scale = 72 * time_width / makespan
+        font = min(_LARGEST_FONT, _typical_action(group) * scale / (2.4 * _DIGIT))
+        for title, timeline in group.items():
+            rows = _ROW * len(timeline.events)
+            bottom -= _HEAD + rows
+            panel = figure.add_axes((_LEFT / width, bottom / height, time_width / width, rows / height))
+            panel.set_xlim(0, makespan)
+            _rank_axis(panel, len(timeline.events))
+            _draw_actions(panel, timeline, scale, font)
+            _draw_memory(panel, timeline, memory)
+            _write_head(panel, title, timeline)
+        panel.tick_params(labelbottom=True)
+        panel.set_xlabel(f"time ({time_unit})" if time_unit else "time", fontsize=9, color=GREY)
+        bottom -= _BOTTOM
     figure.legend(
         handles=_legend(timelines), loc="upper left", bbox_to_anchor=(_LEFT / width, 1.0), ncols=12,
         frameon=False, fontsize=9, borderaxespad=0.3, handlelength=1.4, borderpad=0.2, columnspacing=1.6,
     )  # fmt: skip
     save(figure, path)
+
+
+def require_room(ranks: int, actions: int) -> None:
+    """Raise ValueError unless a picture can hold ``ranks`` rows and ``actions`` boxes in all its panels."""
+    if ranks > MOST_RANKS or actions > MOST_ACTIONS:
+        raise ValueError(
+            f"{ranks:,} ranks with {actions:,} actions do not fit into a picture, which has room for "
+            f"{MOST_RANKS} and {MOST_ACTIONS:,}: draw fewer ranks or microbatches, or leave the picture out"
+        )
+
+
+def _makespan(timelines: Mapping[str, Timeline]) -> float:
+    return max(timeline.makespan for timeline in timelines.values())
 
 
 def _typical_action(timelines: Mapping[str, Timeline]) -> float:
@@ -149,28 +177,33 @@ def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
         areas.append([*curve, (timeline.makespan, floor)])
         curves.append(curve)
         axes.annotate(
-            f"{peak:.4g}", (1, rank + (_CEILING + _FLOOR) / 2), xycoords=axes.get_yaxis_transform(),
-            xytext=(5, 0), textcoords="offset points", fontsize=8, color=_MEMORY_EDGE, va="center",
+            f"{peak:.4g}", (timeline.makespan, rank + (_CEILING + _FLOOR) / 2), xytext=(5, 0),
+            textcoords="offset points", fontsize=8, color=_MEMORY_EDGE, va="center", annotation_clip=False,
         )  # fmt: skip
     axes.add_collection(PolyCollection(areas, facecolors=_MEMORY, linewidths=0, zorder=1), autolim=False)
     axes.add_collection(LineCollection(curves, colors=_MEMORY_EDGE, linewidths=0.8, zorder=2), autolim=False)
 
 
 def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=5)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18)
+    schedule = timeline.schedule
     numbers = (
-        f"makespan {timeline.makespan:.5g}   longest span {timeline.span:.5g}   bubble {timeline.bubble:.1%}"
+        f"{schedule.ranks} ranks, {schedule.microbatches} microbatches",
+        f"makespan {timeline.makespan:.5g}",
+        f"longest span {timeline.span:.5g}",
+        f"bubble {timeline.bubble:.1%}",
     )
-    axes.set_title(numbers, loc="right", fontsize=9, color=GREY, pad=5)
+    axes.annotate(
+        "   ".join(numbers), (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        fontsize=9, color=GREY,
+    )  # fmt: skip
 
 
-def _legend(timelines: Mapping[str, Timeline]) -> list[Patch]:
+def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     """Return entries for the kinds that occur, the shades of further chunks, and the memory curve."""
     names = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient"}
-    chunks = max(timeline.schedule.placement.chunks for timeline in timelines.values())
-    drawn = {
-        part for timeline in timelines.values() for action in timeline.schedule for part in parts(action.kind)
-    }
+    chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
+    drawn = {part for timeline in timelines for action in timeline.schedule for part in parts(action.kind)}
     kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in names.items() if kind in drawn]
     shades = [
         Patch(facecolor=colour(Kind.F, chunk), label=f"darker: chunk {chunk}") for chunk in range(1, chunks)

@@ -1,6 +1,6 @@
 """Schedules for the terminal: a sketch of one, and a table that compares several."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -9,10 +9,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_pp_ext.schedule.idle_time import Idle, extent, idle_times
-from megatron_pp_ext.schedule.recorded import RecordedStep
+from megatron_pp_ext.schedule.idle_time import extent, idle_times
+from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view.colours import colour, ink, parts
+
+_END = 32
+"""The number of ranks that a sketch shows at each end of a longer pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
     A column is as long as the shortest action, or longer where the timeline would not fit; it shows what the
-    rank does in the middle of it.  Chunks after the first have darker colours.
+    rank does in the middle of it.  Chunks after the first have darker colours.  Of many ranks only the first
+    and the last are shown.
     """
 
     timeline: Timeline
@@ -31,8 +35,14 @@ class Sketch:
         columns = max(options.max_width - gutter, 1)
         unit = min(end - start for events in self.timeline.events for _, start, end in events)
         column = max(unit, self.timeline.makespan / columns)
-        for rank, line in enumerate(self._lines(column)):
-            yield Text(no_wrap=True).append(f"{rank:>{gutter - 1}} ", style="dim").append_text(line)
+        ranks = range(len(self.timeline.events))
+        left_out = ranks[_END:-_END]
+        for rank in ranks:
+            if rank not in left_out:
+                line = self._line(rank, column)
+                yield Text(no_wrap=True).append(f"{rank:>{gutter - 1}} ", style="dim").append_text(line)
+            elif rank == left_out[0]:
+                yield Text(f"{'':{gutter}}ranks {rank} to {left_out[-1]} are not shown", style="dim")
         yield Text(
             f"{'':{gutter}}1 column = {column:.4g}, makespan {self.timeline.makespan:.5g}", style="dim"
         )
@@ -41,37 +51,44 @@ class Sketch:
         """Return the least and the most columns that a sketch may have."""
         return Measurement(20, options.max_width)
 
-    def _lines(self, column: float) -> Iterator[Text]:
+    def _line(self, rank: int, column: float) -> Text:
         placement = self.timeline.schedule.placement
-        columns = round(self.timeline.makespan / column + 0.499)
-        for events in self.timeline.events:
-            line = Text(no_wrap=True)
-            following = iter(events)
-            event = next(following, None)
-            for index in range(columns):
-                middle = self.timeline.start + (index + 0.5) * column
-                while event is not None and event.end <= middle:
-                    event = next(following, None)
-                if event is None or event.start > middle:
-                    line.append("·", style="dim")
-                    continue
-                kind, chunk = event.action.kind, placement.chunk_of(event.action.stage)
-                style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
-                line.append(str(kind), style=style)
-            yield line
+        line = Text(no_wrap=True)
+        following = iter(self.timeline.events[rank])
+        event = next(following, None)
+        for index in range(round(self.timeline.makespan / column + 0.499)):
+            middle = self.timeline.start + (index + 0.5) * column
+            while event is not None and event.end <= middle:
+                event = next(following, None)
+            if event is None or event.start > middle:
+                line.append("·", style="dim")
+                continue
+            kind, chunk = event.action.kind, placement.chunk_of(event.action.stage)
+            style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
+            line.append(str(kind), style=style)
+        return line
+
+
+def schedule_table(rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of (name, summary, placement, chunks a rank, source), whose texts are folded to fit."""
+    table = Table(show_lines=False)
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("what it does; source", overflow="fold")
+    table.add_column("placement", no_wrap=True)
+    table.add_column("chunks\na rank", no_wrap=True)
+    for name, summary, shape, chunks, source in rows:
+        table.add_row(name, f"{summary} ({source})" if source else summary, shape, chunks)
+    return table
 
 
 def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = True) -> Table:
     """Return a row for each schedule: makespan, longest span, both bubbles, and the fullest rank's memory.
 
-    Activations are in whole microbatches (``Timeline.peak_microbatches``), so that schedules with
+    Memory is in whole microbatches' activations (``Timeline.peak_microbatches``), so that schedules with
     different numbers of chunks compare.  Messages are counted in buffers; recorded steps do not have them.
     """
-    table = Table()
-    table.add_column("schedule", no_wrap=True)
-    headings = ["makespan", "bubble", "longest span", "bubble in span", "peak microbatches"]
-    for heading in (*headings, "peak messages") if with_messages else headings:
-        table.add_column(heading, justify="right")
+    headings = ["makespan", "bubble", "longest\nspan", "bubble\nin span", "peak\nmemory"]
+    table = _table("schedule", *headings, *(["peak\nmessages"] if with_messages else []))
     for name, timeline in timelines.items():
         table.add_row(
             name,
@@ -85,18 +102,49 @@ def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = Tr
     return table
 
 
-def idle_table(step: RecordedStep) -> Table:
-    """Return a row for each rank: its idle time in the step and the share of each cause, in milliseconds."""
+def recorded_tables(title: str, step: RecordedStep) -> Iterator[Table]:
+    """Yield three tables with a row for each rank: its idle time, what it waited for, and its memory.
+
+    Idle times of a step in seconds are in milliseconds.
+    """
     start, end = extent(step)
-    idle = idle_times(step)
-    table = Table(title=f"{step.name}: a step of {1e3 * (end - start):,.2f} ms", title_justify="left")
-    headings = ["rank", "idle", "", *(cause.replace("_", " ") for cause in Idle._fields)]
-    if any(record.clock_error for record in step.records):
-        headings.append("clock error")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for rank, (causes, record) in enumerate(zip(idle, step.records, strict=True)):
-        cells = [f"{1e3 * seconds:.2f}" for seconds in (*causes, record.clock_error)]
+    scale, unit = (1e3, " ms") if step.units.time == SECONDS.time else (1.0, "")
+
+    def shown(time: float) -> str:
+        return f"{scale * time:,.2f}"
+
+    idle = _table("rank", "idle", "share", "warm-up", "in between", "cool-down", "reductions")
+    idle.title = f"{title}: a step of {shown(end - start)}{unit}, idle time"
+    clocks = ["clock\nerror"] if any(record.clock_error for record in step.records) else []
+    waits = _table("rank", "in between", "unfinished\nstages", "late\nmessages", "overhead", *clocks)
+    waits.title = "What it waited for in between"
+    for rank, (causes, record) in enumerate(zip(idle_times(step), step.records, strict=True)):
+        between = causes.unfinished_stages, causes.late_messages, causes.overhead
         share = f"{sum(causes) / (end - start):.1%}"
-        table.add_row(str(rank), f"{1e3 * sum(causes):.2f}", share, *cells[: len(headings) - 3])
+        parts = causes.warm_up, sum(between), causes.cool_down, causes.reductions
+        idle.add_row(str(rank), shown(sum(causes)), share, *map(shown, parts))
+        error = [record.clock_error] if clocks else []
+        waits.add_row(str(rank), *map(shown, (sum(between), *between, *error)))
+    yield idle
+    yield waits
+
+    on_device = any(record.device_bytes for record in step.records)
+    unit = step.units.memory
+    memory = _table(
+        "rank", f"live activations,\n{unit}", *([f"all that its device held,\n{unit}"] if on_device else [])
+    )
+    memory.title = "Peak memory"
+    form = ",.0f" if unit == SECONDS.memory else ",.4g"
+    for rank, record in enumerate(step.records):
+        device = [f"{record.device_bytes or 0:,}"] if on_device else []
+        memory.add_row(str(rank), f"{record.peak_bytes:{form}}", *device)
+    yield memory
+
+
+def _table(name: str, *numbers: str) -> Table:
+    """Return a table of a name and numbers.  Where it is too wide, the name is folded and nothing is cut."""
+    table = Table(title_justify="left")
+    table.add_column(name, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table

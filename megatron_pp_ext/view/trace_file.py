@@ -4,86 +4,74 @@ The format is the JSON of Chrome's trace events.  Each rank has a track with a c
 each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
 the one on another rank that waits for its output.  Each reduction of gradients is a pair ("b", "e"), which
 may overlap anything.  Times are in microseconds, for recorded steps on the clock of the first rank, from
-which each rank's clock may differ by its ``clock_errors``, in seconds.  Files of recorded steps can be read
-back.
+which each rank's clock may differ by its ``clock_errors``, in seconds.  A simulated step has a second of the
+trace for each 1 of its times, whose unit the file names.  Both can be read back.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, repeat
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
+from megatron_pp_ext.schedule.recorded import (
+    SECONDS,
+    Measured,
+    RankRecord,
+    RecordedStep,
+    Reduction,
+    Units,
+)
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
-
-class _Track(NamedTuple):
-    """The actions of one rank, the arguments to show beside each of them, and its memory curve."""
-
-    events: Sequence[Event]
-    arguments: Iterable[dict[str, Any]]
-    memory: Iterable[tuple[float, float]]
-    reductions: Sequence[Reduction] = ()
+type _Curve = Sequence[tuple[float, float]]
+"""The live activations of a rank: (time, amount from then on)."""
 
 
 def write(path: Path, name: str, placement: Placement, records: Sequence[RankRecord]) -> None:
     """Write the recorded step of a pipeline, all times on one clock, replacing ``path`` in one go."""
     start = min(record.events[0].start for record in records)
-    tracks = [
-        _Track(
-            [Event(*event[:3]) for event in record.events],
-            [{"live_bytes": event.live_bytes} for event in record.events],
-            [(event.end, event.live_bytes) for event in record.events],
-            record.reductions,
-        )
-        for record in (record.moved(-start, record.clock_error) for record in records)
-    ]
-    about = {
-        "schedule": name,
-        "shape": placement.shape,
-        "ranks": placement.ranks,
-        "chunks": placement.chunks,
-        "peak_bytes": [record.peak_bytes for record in records],
-        "peak_microbatches": [record.peak_microbatches for record in records],
-        "clock_errors": [record.clock_error for record in records],
-        "device_bytes": [record.device_bytes for record in records],
-    }
-    counter = {"live activation bytes": "bytes"}
-    _write(path, {"pipeline": about}, counter, placement, tracks)
+    moved = tuple(record.moved(-start, record.clock_error) for record in records)
+    curves = [[(event.end, event.live_bytes) for event in record.events] for record in moved]
+    _write(path, RecordedStep(name, placement, moved), curves)
 
 
-def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Write a simulated step, seconds as seconds, replacing ``path`` in one go.
+def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> None:
+    """Write a simulated step whose times and activations are in ``units``, replacing ``path`` in one go."""
+    schedule, start = timeline.schedule, timeline.start
+    records = tuple(
+        _simulated(timeline, events, peak)
+        for events, peak in zip(timeline.events, timeline.peak_activations, strict=True)
+    )
+    curves = [[(time - start, live) for time, live in timeline.memory(rank)] for rank in range(len(records))]
+    about = {"makespan": timeline.makespan, "digest": schedule.digest}
+    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about)
 
-    The counter is in the unit of ``StageCosts.activation``.
-    """
-    schedule = timeline.schedule
-    tracks = [
-        _Track(
-            [Event(event.action, *(time - timeline.start for time in event[1:])) for event in events],
-            repeat({}),
-            [(time - timeline.start, live) for time, live in timeline.memory(rank)],
-        )
-        for rank, events in enumerate(timeline.events)
-    ]
-    about = {
-        "schedule": schedule.name,
-        "microbatches": schedule.microbatches,
-        "makespan": timeline.makespan,
-        "digest": schedule.digest,
-    }
-    _write(path, {"simulated": about}, {"live activations": "live"}, schedule.placement, tracks)
+
+def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
+    """Return what a recorder would have seen of one rank."""
+
+    def growth(action: Action) -> float:
+        costs = timeline.costs.stages[action.stage]
+        return costs.activation if action.kind is Kind.F else -costs.released(action.kind)
+
+    live_after = accumulate(growth(action) for action, _, _ in events)
+    pairs = accumulate({Kind.F: 1, Kind.I: 0}.get(action.kind, -1) for action, _, _ in events)
+    measured = (
+        Measured(action, begin - timeline.start, end - timeline.start, live)
+        for (action, begin, end), live in zip(events, live_after, strict=True)
+    )
+    return RankRecord(tuple(measured), peak, max(pairs))
 
 
 def read(path: Path) -> RecordedStep:
-    """Read a file that ``write`` wrote; ValueError if ``path`` is something else."""
+    """Read a file that ``write`` or ``write_timeline`` wrote; ValueError if ``path`` is something else."""
     try:
         content = json.loads(path.read_text())
         pipeline = content["otherData"]["pipeline"]
@@ -111,55 +99,81 @@ def read(path: Path) -> RecordedStep:
                 RankRecord(tuple(rank), *peak, tuple(reduced), *others)
                 for rank, peak, reduced, others in zip(events, peaks, reductions, rest, strict=True)
             ),
+            Units(*pipeline.get("units", SECONDS)),
         )
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a trace written by --pipeline-trace ({error!r})") from error
+        raise ValueError(
+            f"{path} is no trace that this package wrote ({error!r}): give a file of --pipeline-trace, or of "
+            "mpp schedule or mpp rehearse --trace"
+        ) from error
+
+
+def _measurements(event: Measured) -> dict[str, Any]:
+    """Return what is shown beside an action, with its processor time if that was measured."""
+    found = {"live_bytes": event.live_bytes, "processor_seconds": event.processor_seconds}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _measured(event: dict[str, Any]) -> Measured:
     arguments = event["args"]
     action = Action(arguments["stage"], Kind(arguments["kind"]), arguments["microbatch"])
     start = event["ts"] / 1e6
-    return Measured(action, start, start + event["dur"] / 1e6, arguments["live_bytes"])
+    end = start + event["dur"] / 1e6
+    return Measured(action, start, end, arguments["live_bytes"], arguments.get("processor_seconds"))
 
 
 def _write(
-    path: Path, about: dict[str, Any], counter: dict[str, str], placement: Placement, tracks: list[_Track]
+    path: Path,
+    step: RecordedStep,
+    curves: Sequence[_Curve],
+    simulated: dict[str, Any] | None = None,
 ) -> None:
-    """Write ``tracks``; ``counter`` maps the title of the memory counter to the name of its series."""
-    ((title, series),) = counter.items()
+    """Write ``step`` with one memory curve a rank; ``simulated`` is what only a simulated step has."""
+    records = step.records
+    about = {
+        "schedule": step.name,
+        "shape": step.placement.shape,
+        "ranks": step.placement.ranks,
+        "chunks": step.placement.chunks,
+        "units": step.units,
+        "peak_bytes": [record.peak_bytes for record in records],
+        "peak_microbatches": [record.peak_microbatches for record in records],
+        "clock_errors": [record.clock_error for record in records],
+        "device_bytes": [record.device_bytes for record in records],
+    }
     events: list[dict[str, Any]] = []
-    for rank, track in enumerate(tracks):
+    for rank, (record, curve) in enumerate(zip(records, curves, strict=True)):
         here = {"pid": rank, "tid": rank}
         events += [
             {"name": "process_name", "ph": "M", **here, "args": {"name": f"pipeline rank {rank}"}},
             {"name": "process_sort_index", "ph": "M", **here, "args": {"sort_index": rank}},
             {"name": "thread_name", "ph": "M", **here, "args": {"name": "actions"}},
         ]
-        for (action, start, end), arguments in zip(track.events, track.arguments, strict=False):
-            times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-            arguments = {**action._asdict(), **arguments}
-            event = {"name": str(action), "cat": str(action.kind), "ph": "X"}
-            events.append({**event, **here, **times, "args": arguments})
-        events += [
-            {"name": title, "ph": "C", "pid": rank, "ts": time * 1e6, "args": {series: live}}
-            for time, live in track.memory
-        ]
-    events += _flows(placement, tracks)
-    events += _reductions(tracks)
+        for event in record.events:
+            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+            kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
+            shown = {**event.action._asdict(), **_measurements(event)}
+            events.append({**kind, **here, **times, "args": shown})
+        counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
+        events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
+    events += _flows(step)
+    events += _reductions(records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"traceEvents": events, "otherData": about}))
+    other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
+    write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
 
 
-def _flows(placement: Placement, tracks: list[_Track]) -> Iterator[dict[str, Any]]:
+def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
     """Yield two events for each message, at the end of the sending action and the start of the other."""
     sent = {
-        delivers(event.action): (rank, event) for rank, track in enumerate(tracks) for event in track.events
+        delivers(event.action): (rank, event)
+        for rank, record in enumerate(step.records)
+        for event in record.events
     }
     number = 0
-    for rank, track in enumerate(tracks):
-        for action, start, _ in track.events:
-            for need in needs(action, placement):
+    for rank, record in enumerate(step.records):
+        for action, start, *_ in record.events:
+            for need in needs(action, step.placement):
                 sender, event = sent.get(need, (rank, None))
                 if event is None or sender == rank:
                     continue
@@ -170,10 +184,10 @@ def _flows(placement: Placement, tracks: list[_Track]) -> Iterator[dict[str, Any
                 yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}
 
 
-def _reductions(tracks: list[_Track]) -> Iterator[dict[str, Any]]:
+def _reductions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
     numbers = count()
-    for rank, track in enumerate(tracks):
-        for chunk, start, end in track.reductions:
+    for rank, record in enumerate(records):
+        for chunk, start, end in record.reductions:
             event = {"name": f"reduce chunk {chunk}", "cat": "reduction", "id": next(numbers), "pid": rank}
             yield {**event, "tid": rank, "ph": "b", "ts": start * 1e6, "args": {"chunk": chunk}}
             yield {**event, "tid": rank, "ph": "e", "ts": end * 1e6}

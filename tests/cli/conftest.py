@@ -1,7 +1,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from megatron_pp_ext.cli import app, report
+from megatron_pp_ext.cli import app, progress, report
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +15,12 @@ def wide(monkeypatch):
     """Tables in whole lines, also where the environment told the console its width when it was made."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(report.console, "width", 160)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """No line that says what a slow machine is waiting for: tests count the lines of errors."""
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 3600.0)
 
 
 @pytest.fixture

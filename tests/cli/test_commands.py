@@ -3,6 +3,8 @@ import re
 
 import pytest
 
+from megatron_pp_ext import __version__
+from megatron_pp_ext.cli import report
 from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs
@@ -22,6 +24,7 @@ KEYS = [
     "peak_messages",
     "lower_bound",
     "digest",
+    "time_unit",
 ]
 
 
@@ -44,7 +47,7 @@ def test_schedule_writes_what_it_shows(name, mpp, tmp_path):
     )
     assert result.exit_code == 0, result.output
     built = catalog.build(name, 3, 5)
-    expected = simulate(built, Costs.unit(built.placement))
+    expected = simulate(built, Costs.per_rank(3, built.placement.chunks))
     assert csv_file.read(tmp_path / "a.csv").orders == built.orders
     numbers = json.loads((tmp_path / "a.json").read_text())
     assert list(numbers) == KEYS
@@ -66,6 +69,53 @@ def test_schedule_writes_what_it_shows(name, mpp, tmp_path):
 def test_an_alias_is_shown_under_its_name_here(mpp, tmp_path):
     assert mpp("schedule", "zbv", "--json", tmp_path / "a.json").exit_code == 0
     assert json.loads((tmp_path / "a.json").read_text())["schedule"] == "v-zb"
+
+
+@pytest.mark.parametrize(("name", "typed"), [("v-half", "V-Half"), ("v-half", "v_half"), ("flex", "FLEX")])
+def test_a_name_may_be_spelled_otherwise(name, typed, mpp, tmp_path):
+    limit = ("--memory-limit", 1) if name == "flex" else ()
+    assert mpp("schedule", typed, *limit, "-m", 4, "--json", tmp_path / "a.json").exit_code == 0
+    assert json.loads((tmp_path / "a.json").read_text())["schedule"] == name
+
+
+def numbers_of(mpp, folder, *words):
+    result = mpp(*words, "--json", folder / "a.json")
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "a.json").read_text())
+
+
+def test_all_times_are_a_whole_ranks(mpp, tmp_path):
+    """The papers' makespans for p = 4, m = 8 are 3 (m + p - 1) ranks' and 6 m + 3 p - 7 chunks' units."""
+    whole = {name: numbers_of(mpp, tmp_path, "schedule", name) for name in ("1f1b", "v-half")}
+    assert [numbers["makespan"] for numbers in whole.values()] == [33, 26.5]
+    assert whole["v-half"]["lower_bound"] == 26.5
+    assert max(whole["v-half"]["peak_activation"]) == 3
+    chunks = numbers_of(mpp, tmp_path, "schedule", "v-half", "--chunk-units")
+    assert chunks["makespan"] == chunks["lower_bound"] == 53
+    assert max(chunks["peak_activation"]) == 3
+    assert [whole["v-half"]["time_unit"], chunks["time_unit"]] == [
+        "1 = a rank's F, I or W of one microbatch",
+        "1 = a chunk's F, I or W of one microbatch",
+    ]
+
+
+def test_given_times_are_a_whole_ranks(mpp, tmp_path):
+    """One microbatch passes all chunks both ways and 12 links; the last W ends it on the first rank."""
+    flags = ("-m", 1, "--f", 2, "--i", 4, "--w", 6, "--hop", 1)
+    for more, (f, i, w) in (((), (1, 2, 3)), (("--chunk-units",), (2, 4, 6))):
+        numbers = numbers_of(mpp, tmp_path, "schedule", "v-half", *flags, *more)
+        assert numbers["makespan"] == 8 * (f + i) + w + 12
+        assert numbers["time_unit"].startswith("the unit of --f, --i and --w")
+
+
+def test_units_are_said_and_shared(mpp, tmp_path):
+    unit = "times: 1 = a rank's F, I or W of one microbatch"
+    csv = tmp_path / "a.csv"
+    assert unit in mpp("schedule", "v-half", "-m", 4, "--csv", csv, "--svg", tmp_path / "a.svg").output
+    assert unit in mpp("simulate", csv).output
+    assert unit in mpp("schedule", "flex", "-m", 4, "--memory-limit", 1).output
+    assert "<!-- time (1 = a rank's F, I or W of one microbatch) -->" in (tmp_path / "a.svg").read_text()
+    assert "<!-- 4 ranks, 4 microbatches   makespan 14.5" in (tmp_path / "a.svg").read_text()
 
 
 def test_cost_flags_reach_the_simulator(mpp, tmp_path):
@@ -90,6 +140,14 @@ def test_chunks(mpp, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["chunks"] == 3
 
 
+def test_an_amount_is_in_whole_microbatches(mpp, tmp_path):
+    """Ten ranks under 1F1B keep ten; nine is no fraction, and would be far too little in chunks."""
+    flags = ("-p", 10, "-m", 10, "--memory-limit", 9, "--trials", 0)
+    assert 4.5 < max(numbers_of(mpp, tmp_path, "schedule", "flex", *flags)["peak_activation"]) <= 9
+    peaks = numbers_of(mpp, tmp_path, "schedule", "flex", *flags, "--chunk-units")["peak_activation"]
+    assert max(peaks) <= 4.5
+
+
 def test_simulate_reads_what_schedule_wrote(mpp, tmp_path):
     flags = ("--w", 0.5, "--hop", 0.1)
     mpp("schedule", "v-half", *flags, "--csv", tmp_path / "v-half.csv", "--json", tmp_path / "built.json")
@@ -104,7 +162,44 @@ def test_pictures_and_trace(mpp, tmp_path):
     assert mpp("schedule", "v-min", "-p", 2, "-m", 2, *flags).exit_code == 0
     assert outputs["png"].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in outputs["svg"].read_text()
-    assert json.loads(outputs["trace"].read_text())["otherData"]["simulated"]["schedule"] == "v-min"
+    about = json.loads(outputs["trace"].read_text())["otherData"]
+    assert about["pipeline"]["schedule"] == "v-min"
+    assert (
+        about["simulated"]["makespan"]
+        == simulate(catalog.build("v-min", 2, 2), Costs.per_rank(2, 2)).makespan
+    )
+
+
+def test_the_version(mpp):
+    assert mpp("--version").output == f"megatron_pp_ext {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "list",
+        "schedule v-half -p 8 -m 16",
+        "schedule interleaved-zb -p 8 -m 8 --f 12345.678",
+        "schedule 1f1b -p 100 -m 4",
+    ],
+)
+def test_eighty_columns_cut_nothing(line, mpp, monkeypatch):
+    monkeypatch.setattr(report.console, "width", 80)
+    lines = mpp(*line.split()).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+    if line == "list":
+        assert all(any(f"│ {name} " in row for row in lines) for name in (*catalog.NAMES, "flex", "auto"))
+
+
+def test_what_would_take_hours_is_refused_at_once(mpp):
+    refused = mpp("schedule", "gpipe", "-p", 1000, "-m", 100_000)
+    assert refused.exit_code == 2
+    assert "200,000,000 actions, but at most 2,000,000" in refused.stderr
+    assert "give -m 1000 or fewer ranks" in refused.stderr
+    for line in ("compare -p 1000 -m 100000", "schedule flex -p 1000 -m 100000 --memory-limit 1"):
+        assert "actions, but at most 2,000,000" in mpp(*line.split()).stderr
+    assert "do not fit into a picture" in mpp("schedule", "1f1b", "-p", 300, "-m", 1, "--png", "a.png").stderr
 
 
 def test_flex_keeps_its_limit(mpp, tmp_path):
@@ -144,7 +239,8 @@ def test_an_amount_holds_messages_and_a_fraction_does_not(mpp, tmp_path):
     assert peaks == {0.5: 2, 400: 1.5}
 
 
-def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(mpp, tmp_path):
+def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(mpp, tmp_path, monkeypatch):
+    monkeypatch.setattr(report.console, "width", 80)
     result = mpp("compare", "-p", 2, "-m", 4, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
     rows = {
@@ -153,13 +249,15 @@ def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(mpp, t
         if len(cells := line.strip("│").split("│")) == 7 and re.fullmatch(r" *[\d.]+ *", cells[1])
     }
     assert {name for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2} <= set(rows)
-    # Whole stages take twice as long as halves: 3 (m + p - 1) of them, and 6 m + p - 1 halves.
-    assert rows["1f1b"] == 30
-    assert rows["v-zb"] == 25
-    assert min(makespan for name, makespan in rows.items() if name.startswith("flex")) <= 25
+    assert "…" not in result.output
+    # 3 (m + p - 1) whole ranks' units, and 6 m + p - 1 halves.
+    assert rows["1f1b"] == 15
+    assert rows["v-zb"] == 12.5
+    assert min(makespan for name, makespan in rows.items() if name.startswith("flex")) <= 12.5
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     drawn = (tmp_path / "a.svg").read_text()
     assert "<!-- 2 ranks, 4 microbatches -->" in drawn
+    assert "<!-- makespan (1 = a rank's F, I or W of one microbatch) -->" in drawn
     assert "<!-- v-half" in drawn or ", v-half" in drawn
 
 

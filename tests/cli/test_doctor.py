@@ -5,13 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.integration import doctor
+from megatron_pp_ext.integration import doctor, releases
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
@@ -30,12 +31,15 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "get_forward_backward_func",
         "compile_helpers",
         "hardware queues",
-        "Verdict: every schedule is proved free of hangs",
+        "Hangs: every schedule is proved free of them",
     ):
         assert word in run.stdout
     assert not re.search(r"│ no +│$", run.stdout, re.MULTILINE)
     # What a CPU adds is told apart from what is always replaced.
     assert "--cpu: " in run.stdout
+    verdict = run.stdout.splitlines()[-1]
+    assert re.match(r"ready: Megatron 0\.\d+\S* fits; ", verdict)
+    assert "--cpu" in verdict or torch.cuda.is_available()
 
 
 def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
@@ -44,7 +48,22 @@ def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
     (core / "__init__.py").write_text("__version__ = '0.99.0'\n")
     run = examine("--megatron", str(tmp_path))
     assert run.returncode == 1
-    assert "megatron-core is 0.99.0, known are 0.17.x" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("not ready: megatron-core is 0.99.0, known are 0.17.x")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="without git there is no commit")
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_commit_is_megatrons_only_in_its_own_repository(tracked: bool, tmp_path: Path, monkeypatch) -> None:
+    core = tmp_path / "environment" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    (tmp_path / "other").write_text("")
+    for words in (("init", "-q"), ("add", "." if tracked else "other"), (*author, "commit", "-qm", "first")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    found = types.SimpleNamespace(__version__="0.19.2+abc1234", __path__=[str(core)])
+    monkeypatch.setitem(sys.modules, "megatron.core", found)
+    assert releases.own_megatron_version() == ("0.19.2+abc1234" if tracked else "0.19.2")
 
 
 def test_a_folder_without_megatron_gets_one_line(mpp, tmp_path: Path) -> None:
@@ -79,7 +98,7 @@ def test_each_lack_has_its_consequence(machine) -> None:
     (old,) = machine(packages={"transformer-engine": "2.2.1+cu13"}).items()
     assert old[0] == "transformer-engine 2.3 or newer"
     assert "2.2.1+cu13 cannot split its backward" in old[1]
-    assert "nothing of this package needs it" in machine(nvcc=False)["nvcc"]
+    assert "this package does not" in machine(nvcc=False)["nvcc"]
 
 
 def test_the_apex_of_another_project_is_told_apart(machine) -> None:
@@ -89,6 +108,19 @@ def test_the_apex_of_another_project_is_told_apart(machine) -> None:
     assert "another project" in stranger
     assert "another project" not in absent
     assert "--no-gradient-accumulation-fusion" in absent
+
+
+def test_a_checkout_needs_pybind11(machine) -> None:
+    assert "pip install pybind11" in machine(modules=("pybind11",))["pybind11"]
+
+
+def test_the_verdict_names_the_flags_that_this_machine_needs(machine) -> None:
+    machine()
+    assert doctor.how_to_start() == "scripts start as they are"
+    machine(gpu=False)
+    assert "start scripts with --cpu" in doctor.how_to_start()
+    machine(packages={"transformer-engine": None}, modules=("fused_weight_gradient_mlp_cuda",))
+    assert "--transformer-impl local --no-gradient-accumulation-fusion" in doctor.how_to_start()
 
 
 @pytest.fixture

@@ -2,41 +2,102 @@
 
 import pytest
 
+from megatron_pp_ext.cli import report
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 
 
-@pytest.fixture
-def trace(tmp_path):
-    schedule = catalog.build("1f1b", 2, 3)
-    unit = Costs.uniform(schedule.placement, forward=1, input_gradient=1, weight_gradient=1, hop=0.5)
+def recorded(path, ranks=2, microbatches=3, seconds=1.0):
+    schedule = catalog.build("1f1b", ranks, microbatches)
+    unit = Costs.uniform(
+        schedule.placement,
+        forward=seconds,
+        input_gradient=seconds,
+        weight_gradient=seconds,
+        hop=0.5 * seconds,
+    )
     records = [
         RankRecord(
-            tuple(Measured(*event, 0) for event in row),
-            900,
+            tuple(Measured(*event, 0, processor_seconds=seconds) for event in row),
+            900 * 10**9,
             2,
-            (Reduction(0, row[-1].end - 1, row[-1].end + 2),),
+            (Reduction(0, row[-1].end - seconds, row[-1].end + 2 * seconds),),
             clock_error=1e-5 * rank,
-            device_bytes=2000 + rank,
+            device_bytes=2000 * 10**9 + rank,
         )
         for rank, row in enumerate(simulate(schedule, unit).events)
     ]
-    trace_file.write(tmp_path / "step.json", "1f1b", schedule.placement, records)
-    return tmp_path / "step.json"
+    trace_file.write(path, "1f1b", schedule.placement, records)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return recorded(tmp_path / "step.json")
+
+
+def rows_of(output):
+    """The rows of numbers of every table, in order; the first of each is a rank."""
+    cells = (
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line
+    )
+    return [row for row in cells if row[0].isdigit()]
 
 
 def test_idle_time_by_cause(trace, mpp):
     output = mpp("trace", trace).output
-    assert "1f1b: a step of 16,000.00 ms" in output
-    rows = [line.strip("│").split("│") for line in output.splitlines() if line.startswith("│")]
-    causes = "warm-up cool-down unfinished late reductions overhead clock"
-    first, second = (dict(zip(causes.split(), map(float, row[3:]), strict=True)) for row in rows[-2:])
-    assert [cell.strip() for cell in rows[-2][:3]] == ["0", "7000.00", "43.8%"]
-    assert first == dict(zip(causes.split(), (0, 0, 4000, 1000, 2000, 0, 0), strict=True))
-    assert second == dict(zip(causes.split(), (1500, 2500, 500, 500, 2000, 0, 0.01), strict=True))
+    assert "step: 1f1b: a step of 16,000.00 ms" in output
+    idle, waits, memory = (rows_of(output)[at : at + 2] for at in (0, 2, 4))
+    # Of its idle time, what is neither before, between nor after its actions passed reducing gradients.
+    assert idle[0] == ["0", "7,000.00", "43.8%", "0.00", "5,000.00", "0.00", "2,000.00"]
+    assert idle[1] == ["1", "7,000.00", "43.8%", "1,500.00", "1,000.00", "2,500.00", "2,000.00"]
+    assert waits[0] == ["0", "5,000.00", "4,000.00", "1,000.00", "0.00", "0.00"]
+    assert waits[1] == ["1", "1,000.00", "500.00", "500.00", "0.00", "0.01"]
+    assert memory[1] == ["1", "900,000,000,000", "2,000,000,000,001"]
+
+
+def test_eighty_columns_cut_nothing(tmp_path, mpp, monkeypatch):
+    monkeypatch.setattr(report.console, "width", 80)
+    path = recorded(tmp_path / "a_recorded_step_of_the_second_run.json", ranks=8, microbatches=16)
+    lines = mpp("trace", path).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+    assert len(rows_of("\n".join(lines))) == 3 * 8
+
+
+def test_simulated_steps_open_in_their_own_unit(tmp_path, mpp):
+    """V-Half at p = 4, m = 8 takes 26.5, of which a rank is idle for 2.5, and keeps three microbatches."""
+    path = tmp_path / "a.json"
+    assert mpp("schedule", "v-half", "--trace", path).exit_code == 0
+    output = mpp("trace", path).output
+    assert "a: v-half: a step of 26.50, idle time" in output
+    assert "times: 1 = a rank's F, I or W of one microbatch" in output
+    assert "live activations,\n" not in output
+    idle, waits, memory = (rows_of(output)[at : at + 4] for at in (0, 4, 8))
+    assert [row[1] for row in idle] == ["2.50"] * 4
+    assert {row[3] for row in waits} == {"0.00"}
+    assert [row[1] for row in memory] == ["3"] * 4
+
+
+def test_a_rehearsed_step_opens_in_seconds(tmp_path, mpp):
+    """What mpp rehearse writes: a simulated step with measured seconds and bytes."""
+    schedule = catalog.build("v-half", 2, 4)
+    costs = Costs((StageCosts(0.02, 0.02, 0.01, activation=3e9),) * 4, hop=0.001)
+    trace_file.write_timeline(tmp_path / "a.json", simulate(schedule, costs))
+    output = mpp("trace", tmp_path / "a.json").output
+    assert "times: seconds" in output
+    assert " ms, idle time" in output
+    assert rows_of(output)[-1] == ["1", "12,000,000,000"]
+
+
+def test_traces_in_different_units_are_not_mixed(trace, tmp_path, mpp):
+    mpp("schedule", "v-half", "--trace", tmp_path / "a.json")
+    refused = mpp("trace", trace, tmp_path / "a.json")
+    assert refused.exit_code == 2
+    assert "look at them one by one" in refused.stderr
 
 
 def test_files_of_one_name_are_told_apart(trace, tmp_path, mpp):
@@ -52,5 +113,11 @@ def test_clock_errors_are_in_the_file(trace):
 
 
 def test_what_devices_held(trace, mpp):
-    assert [record.device_bytes for record in trace_file.read(trace).records] == [2000, 2001]
-    assert "2,000  2,001" in mpp("trace", trace).output
+    held = [record.device_bytes for record in trace_file.read(trace).records]
+    assert held == [2_000_000_000_000, 2_000_000_000_001]
+
+
+def test_with_a_core_for_every_rank(trace, mpp):
+    """Every action takes 1 s and messages none: each rank does 6, and each end of the pipeline adds 1."""
+    output = mpp("trace", trace, "--processor-time").output
+    assert "1f1b, replayed: a step of 8,000.00 ms" in output

@@ -25,11 +25,40 @@ def test_an_entry_states_what_it_builds(name):
     assert catalog.build(name, 4, 8) is schedule
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("zbh1", "zb-h1"), ("V-Halfe", "v-half"), ("1F1B", "1f1b")])
+@pytest.mark.parametrize(("typed", "meant"), [("zbh1", "zb-h1"), ("V-Halfe", "v-half"), ("flx", "flex")])
 def test_an_unknown_name_is_answered_with_the_nearest(typed, meant):
     with pytest.raises(ValueError, match=f"did you mean '{meant}'") as error:
         catalog.build(typed, 4, 8)
     assert all(name in str(error.value) for name in catalog.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("V-Half", "v-half"),
+        (" v_half ", "v-half"),
+        ("1F1B", "1f1b"),
+        ("ZBV", "v-zb"),
+        ("ZBV_Greedy_Half", "v-half"),
+        ("Flex", "flex"),
+        ("AUTO", "auto"),
+        ("PipeDream_2BW", "pipedream-2bw"),
+        ("csv:Runs/My_Schedule.CSV", "csv:Runs/My_Schedule.CSV"),
+        ("CSV:My_Schedule.csv", "csv:My_Schedule.csv"),
+        ("V-Halfe", "V-Halfe"),
+    ],
+)
+def test_one_name_for_every_spelling(typed, meant):
+    assert catalog.canonical(typed) == meant
+    assert catalog.canonical(meant) == meant
+    if meant in catalog.NAMES:
+        assert catalog.entry(typed) is catalog.entry(meant)
+
+
+@pytest.mark.parametrize("typed", ["pipedraem", "atuo", "flexx", "zbv-greedy-hlaf"])
+def test_suggestions_know_what_is_no_entry(typed):
+    with pytest.raises(ValueError, match=r"did you mean '(pipedream|auto|flex|zbv-greedy-half)'"):
+        catalog.entry(typed)
 
 
 def test_an_unknown_name_may_have_no_nearest():
@@ -88,6 +117,11 @@ def test_an_entry_of_a_user_joins_the_catalogue(own):
 def test_a_name_is_given_once(own, name):
     with pytest.raises(ValueError, match=f"a schedule is called '{name}' already"):
         catalog.register(replace(own, name=name))
+
+
+def test_a_name_is_plain(own):
+    with pytest.raises(ValueError, match="lower case with hyphens: call it 'my-own'"):
+        catalog.register(replace(own, name="My_Own"))
 
 
 @pytest.mark.parametrize("wrong", [{"splits_backward": True}, {"chunks": 2, "shape": "v"}, {"name": "other"}])

@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import picture
 from megatron_pp_ext.view.colours import colour, ink
-from megatron_pp_ext.view.picture import _CEILING, _FLOOR, _draw_memory, draw
+from megatron_pp_ext.view.picture import _CEILING, _FLOOR, _draw_memory, draw, draw_groups
 
 
 def timed(name, p=3, m=4):
@@ -40,6 +41,13 @@ def test_every_schedule_of_the_catalogue_is_drawn(tmp_path):
 def test_titles_are_written(svg):
     assert "<!-- the first -->" in svg
     assert "<!-- the second -->" in svg
+
+
+def test_sizes_and_the_unit_are_written(svg, tmp_path):
+    assert svg.count("<!-- 3 ranks, 4 microbatches   makespan ") == 2
+    assert "<!-- time -->" in svg
+    draw({"1f1b": timed("1f1b")}, tmp_path / "a.svg", "weeks")
+    assert "<!-- time (weeks) -->" in (tmp_path / "a.svg").read_text()
 
 
 def test_every_action_has_its_box(svg):
@@ -77,6 +85,7 @@ def test_the_memory_curve_follows_the_timeline():
     inside = {y for x, y in curves.get_segments()[1] if 1 < x < 13}
     assert inside <= {highest[1]}
     assert [text.get_text() for text in axes.texts] == ["2", "1"]
+    assert {text.xy[0] for text in axes.texts} == {timeline.makespan}
 
 
 def test_png_has_the_size_of_the_longest_schedule(tmp_path):
@@ -92,5 +101,25 @@ def test_png_has_the_size_of_the_longest_schedule(tmp_path):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"end its name in one of \.svg, \.png"):
         draw({"1f1b": timed("1f1b")}, tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"300 ranks with 600 actions do not fit .*: draw fewer ranks"):
+        draw({"1f1b": timed("1f1b", 300, 1)}, tmp_path / "a.png")
     with pytest.raises(ValueError, match="no timelines to draw"):
         draw({}, tmp_path / "a.png")
+
+
+def test_each_group_has_its_own_time_axis(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: drawn.append(figure))
+    long, short = timed("1f1b", 2, 20), timed("1f1b", 2, 4)
+    draw_groups([{"long": long, "beside": short}, {"alone": short}], tmp_path / "a.svg", "seconds")
+    axes = drawn[0].axes
+    assert [panel.get_xlim()[1] for panel in axes] == [long.makespan, long.makespan, short.makespan]
+    assert [panel.get_xlabel() for panel in axes] == ["", "time (seconds)", "time (seconds)"]
+
+
+def test_peaks_are_beside_their_panel():
+    timeline = timed("1f1b", 2, 4)
+    axes = Figure().add_subplot()
+    axes.set_xlim(0, 10 * timeline.makespan)
+    _draw_memory(axes, timeline, most=2)
+    assert {text.xy[0] for text in axes.texts} == {timeline.makespan}

@@ -38,6 +38,21 @@ def test_a_long_schedule_fits_the_width():
     assert "makespan 395" in lines[-1]
 
 
+def test_eighty_columns_cut_no_number():
+    unit = {"forward": 0.01234567, "input_gradient": 0.01, "weight_gradient": 0.01}
+    lines = printed(summary_table({name: timed(name, 8, 8, **unit) for name in catalog.NAMES}), width=80)
+    assert "…" not in lines
+    assert max(map(len, lines.splitlines())) <= 80
+    assert all(f"│ {name} " in lines for name in catalog.NAMES)
+
+
+def test_of_many_ranks_both_ends_are_shown():
+    lines = printed(Sketch(timed("1f1b", 70, 2))).splitlines()
+    assert len(lines) == 32 + 1 + 32 + 1
+    assert lines[32].strip() == "ranks 32 to 37 are not shown"
+    assert lines[33].startswith("38 ")
+
+
 def test_the_table_tells_makespan_from_span():
     lines = printed(summary_table({"ours": timed("v-zb", 4, 8), "plain": timed("1f1b", 4, 8)})).splitlines()
     ours = next(line for line in lines if "ours" in line)

@@ -6,7 +6,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Units
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 
@@ -72,7 +72,9 @@ def test_a_flow_joins_every_message_to_its_two_actions(events):
 def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
     records = [
         RankRecord(
-            tuple(Measured(action, 7 + start, 7 + end, 100 * rank) for action, start, end in row), 900, 3
+            tuple(Measured(action, 7 + start, 7 + end, 100 * rank, 0.25) for action, start, end in row),
+            900,
+            3,
         )
         for rank, row in enumerate(timeline.events)
     ]
@@ -84,6 +86,7 @@ def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
     assert [e.start for e in again.events[1]] == pytest.approx([e.start for e in timeline.events[1]])
     assert [record.peak_bytes for record in step.records] == [900] * 3
     assert step.records[2].events[0].live_bytes == 200
+    assert {event.processor_seconds for record in step.records for event in record.events} == {0.25}
     assert len(of(json.loads(path.read_text())["traceEvents"], "s")) == 5 * 8
 
 
@@ -97,8 +100,20 @@ def test_a_whole_backward_sends_its_gradient(tmp_path):
     assert sorted((e["pid"], round(e["ts"])) for e in of(events, "s")) == [(0, 1_000_000), (1, 4_000_000)]
 
 
-def test_what_is_no_recorded_trace_is_refused(timeline, tmp_path):
-    trace_file.write_timeline(tmp_path / "simulated.json", timeline)
+def test_simulated_steps_are_read_back(timeline, tmp_path):
+    units = Units("weeks", "crates")
+    trace_file.write_timeline(tmp_path / "a.json", timeline, units)
+    step = trace_file.read(tmp_path / "a.json")
+    assert step.units == units
+    assert step.timeline().schedule == timeline.schedule
+    assert step.timeline().makespan == pytest.approx(timeline.makespan)
+    assert [record.peak_bytes for record in step.records] == list(timeline.peak_activations)
+    assert step.records[0].events[0].live_bytes == timeline.costs.stages[0].activation
+    # Rank 0 holds stages 0 and 5; two and more microbatches of them are alive together.
+    assert step.records[0].peak_microbatches == 4
+
+
+def test_what_is_no_trace_is_refused(timeline, tmp_path):
     (tmp_path / "garbage.json").write_text("{")
     (tmp_path / "binary.json").write_bytes(b"\xff\x00")
     (tmp_path / "deep.json").write_text("[" * 100_000)
@@ -107,6 +122,8 @@ def test_what_is_no_recorded_trace_is_refused(timeline, tmp_path):
     for name, shape in (("shapeless", "circle"), ("idle", "linear")):
         content = {"pipeline": {**about, "shape": shape, **{key: [0] for key in lists}}}
         (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": [], "otherData": content}))
-    for name in ("simulated", "garbage", "binary", "deep", "shapeless", "idle"):
-        with pytest.raises(ValueError, match="is not a trace written by --pipeline-trace"):
+    for name in ("garbage", "binary", "deep", "shapeless", "idle"):
+        with pytest.raises(
+            ValueError, match=r"is no trace .* give a file of --pipeline-trace, or of mpp sch"
+        ):
             trace_file.read(tmp_path / f"{name}.json")
