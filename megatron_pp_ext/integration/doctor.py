@@ -105,8 +105,11 @@ def lacking() -> Iterator[tuple[str, str]]:
             why += "; the apex installed here is another project's, build NVIDIA's from source"
         yield "NVIDIA apex", why
     if importlib.util.find_spec("pybind11") is None:
-        why = "a Megatron-LM checkout builds its dataset helpers with it: pip install pybind11"
-        yield "pybind11", f"{why}; the wheel has them built"
+        yield (
+            "pybind11",
+            "a checkout's script that is started without the launcher needs it for its dataset helpers: pip "
+            "install pybind11 (the launcher uses torch's copy)",
+        )
     if shutil.which("nvcc") is None:
         yield "nvcc", "building Transformer Engine or apex from source needs it; this package does not"
 

@@ -76,7 +76,7 @@ def test_a_link_stands_for_the_script_that_it_leads_to(
 @pytest.mark.checkout
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not name a Megatron-LM checkout")
 def test_a_checkouts_own_script_trains_as_ours_does() -> None:
-    """The checkout needs its dataset helpers built, or pybind11 for building them."""
+    """The launcher builds the checkout's dataset helpers where they are missing."""
     layout = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [
