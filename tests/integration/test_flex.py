@@ -72,7 +72,7 @@ REFUSED = {
     "no limit": (f"{PP4} --pipeline-schedule flex", "flex needs --pipeline-memory-limit; give a fraction"),
     "limit of 0": (
         f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0",
-        "--pipeline-memory-limit is 0, but must be above 0",
+        "--pipeline-memory-limit is 0, but must be a number above 0",
     ),
     "too small a limit": (
         f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.1",

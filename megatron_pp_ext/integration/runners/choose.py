@@ -41,8 +41,8 @@ def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def announce(pipeline: requested.Pipeline) -> None:
-    """Print once, on rank 0, what runs and what to know about it."""
-    if pipeline.rehearsal is None:
+    """Print once, on rank 0, what runs and what to know about it; nothing where no flags were read."""
+    if pipeline.summary and pipeline.rehearsal is None:
         print_rank_0("\n".join(filter(None, (pipeline.summary, caveat(pipeline, get_args())))))
 
 
