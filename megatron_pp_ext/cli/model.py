@@ -53,7 +53,7 @@ def described(
     from megatron_pp_ext.planner import described as planners
 
     found = planners.read(flags or (), model, sizes)
-    _tell(found.replaced)
+    _notify(found.replaced)
     if found.args is not None:
         return found.args, found.words
     import warnings
@@ -73,12 +73,12 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
     from megatron_pp_ext.planner import described as planners
 
     found = planners.read(flags or (), model, has_other_flags=script is not None)
-    _tell(found.replaced)
+    _notify(found.replaced)
     return found.words
 
 
-def _tell(sentence: str) -> None:
-    """Print ``sentence``, if there is one, to stderr, so that stdout has only what was asked for."""
+def _notify(sentence: str) -> None:
+    """Print ``sentence``, if there is one, to stderr, so that stdout has only the result."""
     if sentence:
         typer.echo(sentence, err=True)
 

@@ -159,14 +159,14 @@ def _show(verdict: "Verdict", name: str) -> None:
     console.print(table)
     for kind in (LOSS, NORM, GRADIENT):
         if rows := verdict.of(kind):
-            _tell(kind, rows, verdict.largest(kind))
+            _report(kind, rows, verdict.largest(kind))
     if verdict.is_equal:
         console.print(f"equal: {name} trains as stock's 1F1B does", style="green")
     else:
         console.print(f"differs: {name} does not train as stock's 1F1B does", style="red")
 
 
-def _tell(kind: str, rows: "list[Row]", largest: "Row") -> None:
+def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
     """Print the largest difference of a kind, and which tolerances apply and why."""
     from megatron_pp_ext.verification.verdict import GRADIENT
 

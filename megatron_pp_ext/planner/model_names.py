@@ -32,7 +32,7 @@ class GivenModel:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` are published, ``source`` says where; ``refusal`` why it is no choice."""
+    """A named model: ``parameters`` as published, with their ``source``, or the ``refusal``."""
 
     name: str
     title: str

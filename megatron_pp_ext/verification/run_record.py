@@ -1,4 +1,4 @@
-"""What a training run writes down for ``mpp verify``, and what its ranks tell together.
+"""The record that a training run writes for ``mpp verify``, put together from those of its ranks.
 
 Every rank writes the losses and gradient norms of its steps to a JSON file in one folder, in full precision,
 and on request the gradients of its first step to a file of tensors.
@@ -63,18 +63,18 @@ def write_gradients(folder: Path, rank: int, gradients: Mapping[str, "torch.Tens
 def read(folder: Path, steps: int) -> RunRecord:
     """Return what the ranks of a run wrote to ``folder``.
 
-    Raises ValueError if they did fewer than ``steps`` steps or do not tell the same.
+    Raises ValueError if they did fewer than ``steps`` steps or contradict each other.
     """
     ranks = [json_input.read(path, _FIX) for path in sorted(folder.glob(_STEPS.format("*")))]
-    told = [rank["losses"] for rank in ranks if any(rank["losses"])]
-    if not told or len(told[0]) < steps:
-        done = len(told[0]) if told else 0
+    reported = [rank["losses"] for rank in ranks if any(rank["losses"])]
+    if not reported or len(reported[0]) < steps:
+        done = len(reported[0]) if reported else 0
         raise ValueError(f"it recorded {done} of {steps} steps in {folder}")
-    for what, values in (("losses", told), ("gradient norms", [rank["norms"] for rank in ranks])):
+    for what, values in (("losses", reported), ("gradient norms", [rank["norms"] for rank in ranks])):
         # As text, since a number that is none does not equal itself.
         if len({json.dumps(value) for value in values}) > 1:
-            raise ValueError(f"its ranks do not tell the same {what}, see {folder}")
-    return RunRecord(tuple(told[0]), tuple(ranks[0]["norms"]), folder)
+            raise ValueError(f"its ranks report different {what}, see {folder}")
+    return RunRecord(tuple(reported[0]), tuple(ranks[0]["norms"]), folder)
 
 
 def common_gradients(

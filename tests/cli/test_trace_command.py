@@ -51,7 +51,7 @@ def test_idle_time_by_cause(trace, mpp):
     output = mpp("trace", trace).output
     assert "step: 1f1b: a step of 16,000.00 ms" in output
     idle, waits, memory = (rows_of(output)[at : at + 2] for at in (0, 2, 4))
-    # Of its idle time, what is neither before, between nor after its actions passed reducing gradients.
+    # Idle time that is neither before, between nor after a rank's actions was spent reducing gradients.
     assert idle[0] == ["0", "7,000.00", "43.8%", "0.00", "5,000.00", "0.00", "2,000.00"]
     assert idle[1] == ["1", "7,000.00", "43.8%", "1,500.00", "1,000.00", "2,500.00", "2,000.00"]
     assert waits[0] == ["0", "5,000.00", "4,000.00", "1,000.00", "0.00", "0.00"]

@@ -60,7 +60,7 @@ def test_other_text_under_the_same_name_is_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_the_default_split_has_all_parts(tmp_path: Path, is_folder: bool) -> None:
-    """Of one file and of a folder with few, cut at line ends; what is added is one token a file."""
+    """One file, or a folder with few, is cut at line ends, and only one token a file is added."""
     texts = {"a": lines(20000), "b": b"x" * 50000} if is_folder else {"a": lines(20000)}
     for name, text in texts.items():
         (tmp_path / "in").mkdir(exist_ok=True)

@@ -105,8 +105,8 @@ def test_a_record_keeps_every_digit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"losses": [{"lm loss": 5.0}], "norms": [0.1]}, "do not tell the same losses"),
-        ({"losses": [{}], "norms": [0.2]}, "do not tell the same gradient norms"),
+        ({"losses": [{"lm loss": 5.0}], "norms": [0.1]}, "report different losses"),
+        ({"losses": [{}], "norms": [0.2]}, "report different gradient norms"),
     ],
 )
 def test_ranks_that_disagree(tmp_path: Path, others: dict[str, object], message: str) -> None:
