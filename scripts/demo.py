@@ -143,7 +143,7 @@ def show_expectation(steps: int) -> None:
     """Print what is about to happen, and what it can show."""
     console.print(
         f"{RANKS} processes train a small GPT: one step for a starting checkpoint, then {steps} steps under "
-        f"stock 1F1B and {steps} under V-Half. On two idle cores this takes about 3 minutes, half of it for "
+        f"stock 1F1B and {steps} under V-Half. On two idle cores this takes 2 to 3 minutes, half of it for "
         "imports.\n"
         "Expect equal losses, less activation memory on the rank that keeps most, and a smaller bubble where "
         "every rank has a core."
