@@ -72,6 +72,6 @@ def test_the_documents_say_what_was_tried() -> None:
     published = [dotted(release) for release in PUBLISHED.values()]
     for document in (compatibility, (ROOT / "README.md").read_text()):
         assert f"megatron-core {published[0]} to {published[-1]}" in " ".join(document.split())
-    assert f"\nOn megatron-core {published[-1]}. " in compatibility
+    assert f"\nThe table is for megatron-core {published[-1]}. " in compatibility
     assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in compatibility
     assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in compatibility
