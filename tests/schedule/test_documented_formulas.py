@@ -1,4 +1,4 @@
-"""The formulas in docs/schedules.md are those of the schedules, in the unit that stands there."""
+"""The formulas in docs/schedules.md, and the numbers in the README, are those of the schedules."""
 
 import math
 import re
@@ -10,7 +10,8 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "schedules.md"
 
 CONDITIONS = {
     "p is even": lambda p: p % 2 == 0,
@@ -42,3 +43,15 @@ def test_the_formulas_are_those_of_the_schedules() -> None:
             timeline = simulate(catalog.build(name, p, m), costs)
             assert timeline.makespan == pytest.approx(formula(makespan, p, m)), (name, p, m)
             assert max(timeline.peak_microbatches) == formula(peak, p, m), (name, p, m)
+
+
+def test_the_numbers_in_the_readme_are_those_of_the_schedules() -> None:
+    p, m = 8, 32
+    text = (ROOT / "README.md").read_text()
+    assert f"The table is for {p} ranks and {m} microbatches" in text
+    rows = re.findall(r"^\| `(\S+)` \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    assert len(rows) == 5
+    for name, makespan, peak in rows:
+        timeline = simulate(catalog.build(name, p, m), Costs.per_rank(p, catalog.entry(name).chunks))
+        assert timeline.makespan == pytest.approx(float(makespan)), name
+        assert max(timeline.peak_microbatches) == float(peak), name
