@@ -1,34 +1,79 @@
 """Files that appear whole or not at all."""
 
+import atexit
 import functools
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as a whole: no reader sees a part of it, even if the disk is full.
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a place for a file that appears at ``path`` when the context ends, as a whole or not at all.
 
-    Raises OSError if it cannot be written; the file that was there before is then still there.
+    The place is in a folder of its own beside ``path``, whose name nobody can foresee and in which nobody
+    else can write; it is gone at the end.  The file's mode is the one that ``open`` would have given it.
+    What is no ordinary file, such as /dev/stdout, a pipe or a link, is written in its place.
+
+    Raises OSError, naming ``path``, if it cannot be written; the file that was there before is then still
+    there.
     """
-    unfinished = path.with_name(f"{path.name}.part")
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        yield path
+        return
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)
         raise
+    with scratch as folder:
+        unfinished = Path(folder, path.name)
+        try:
+            yield unfinished
+            if path.exists():
+                unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
+            os.replace(unfinished, path)
+        except OSError as error:
+            if error.filename is None or Path(error.filename) == unfinished:
+                error.filename, error.filename2 = str(path), None
+            raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as ``whole`` does: no reader sees a part of it, even if the disk is full."""
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+_unwritten: dict[Path, str] = {}
+"""Why the last attempt to write a file failed, of those without which training goes on."""
 
 
 @contextmanager
 def going_on_without(path: Path) -> Iterator[None]:
-    """Let training go on where ``path`` cannot be written within the context; one line is printed, once."""
+    """Let training go on where ``path`` cannot be written within the context.
+
+    One line is printed at the first failure, which much of the log may follow, and one at the end of the
+    process if the last attempt failed as well.
+    """
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
+        reason = _unwritten[path] = str(error.strerror or error)
         _print_once(f"megatron_pp_ext: {path} cannot be written ({reason}); training goes on")
+    else:
+        _unwritten.pop(path, None)
+
+
+@atexit.register
+def say_what_is_missing() -> None:
+    """Print a line for each file that was not written; registered for the end of the process."""
+    for path, reason in _unwritten.items():
+        left = "is of an earlier step or run" if os.path.lexists(path) else "is missing"
+        print(f"megatron_pp_ext: {path} {left}: it could not be written ({reason})", flush=True)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Every ValueError names the value, the rule and the fix; ``naming`` puts the file
 """
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -21,11 +22,20 @@ def naming(where: object) -> Iterator[None]:
 
 
 def parse(text: str, fix: str) -> Any:
-    """Return the content of the JSON ``text``; ValueError, which ends with ``fix``, if it is not JSON."""
+    """Return the content of the JSON ``text``; ValueError, which ends with ``fix``, if it is not JSON.
+
+    Whole numbers that are too large to be counted with are refused too.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): {fix}") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > sys.float_info.max_10_exp:
+        raise ValueError(f"a number has {len(digits)} digits, too many to count with: correct it")
+    return int(digits)
 
 
 def read(path: Path, fix: str) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_pp_ext.data_split import DEFAULT, working_split
+from megatron_pp_ext.files import whole
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -64,25 +65,23 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
 
     dtype = DType.optimal_dtype(VOCAB_SIZE)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = prefix.with_name(f"{prefix.name}.part")
-    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
     are_enough = working_split(np.ones(len(files), dtype=np.int32)) == DEFAULT
     size = sum(path.stat().st_size for path in files)
     piece = size if are_enough else max(SHORTEST_PIECE, min(LONGEST_PIECE, size // PIECES))
     lengths: list[int] = []
-    for path in track(files, description=f"writing {prefix}.bin", console=Console(stderr=True)):
-        text = path.read_bytes()
-        document = np.append(np.frombuffer(text, dtype=np.uint8).astype(dtype), dtype(END_OF_DOCUMENT))
-        sequences = [len(part) for part in _pieces(text, piece)]
-        sequences[-1] += 1
-        builder.add_document(document, sequences)
-        lengths += sequences
-    builder.finalize(f"{unfinished}.idx")
-    # Megatron keeps its shuffled order of the documents there, and would read the new ones in the old order.
-    for indices in prefix.glob("cache/*_indices"):
-        shutil.rmtree(indices)
-    for suffix in ("bin", "idx"):
-        os.replace(f"{unfinished}.{suffix}", f"{prefix}.{suffix}")
+    with whole(Path(f"{prefix}.idx")) as index, whole(Path(f"{prefix}.bin")) as data:
+        builder = IndexedDatasetBuilder(str(data), dtype=dtype)
+        for path in track(files, description=f"writing {prefix}.bin", console=Console(stderr=True)):
+            text = path.read_bytes()
+            document = np.append(np.frombuffer(text, dtype=np.uint8).astype(dtype), dtype(END_OF_DOCUMENT))
+            sequences = [len(part) for part in _pieces(text, piece)]
+            sequences[-1] += 1
+            builder.add_document(document, sequences)
+            lengths += sequences
+        builder.finalize(str(index))
+        # Megatron keeps its shuffled order of documents there, and would read the new ones in the old order.
+        for indices in prefix.glob("cache/*_indices"):
+            shutil.rmtree(indices)
     split = working_split(np.array(lengths, dtype=np.int32))
     return Prepared(len(files), sum(lengths), skipped, split)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.files import require_folder, write_whole
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.system import System
 
@@ -55,7 +55,7 @@ def calibrate(
         except RuntimeError as error:
             raise ValueError(f"{error}; correct it, or measure the CPU with --cpu") from None
     described = described_system(found, count, on_gpu, model)
-    file.write_text(described.to_json(), encoding="utf-8")
+    write_whole(file, described.to_json())
     _show(described)
 
 

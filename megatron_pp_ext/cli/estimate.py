@@ -12,7 +12,7 @@ from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.files import require_folder, write_whole
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.launch_lines import Launch
@@ -77,7 +77,7 @@ def estimate(
             **asdict(found),
             **launch.record(),
         }
-        json.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(json, dumps(content, indent=1) + "\n")
 
 
 def show(found: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

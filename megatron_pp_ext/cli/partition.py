@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_pp_ext.partition.partitioner import Partition
@@ -75,7 +76,7 @@ def partition(
         replicated, found = found, best(straight=True)
         _explain_straight(replicated, found)
     if json is not None:
-        json.write_text(json_format.dumps(found.record(model), indent=1) + "\n", encoding="utf-8")
+        write_whole(json, json_format.dumps(found.record(model), indent=1) + "\n")
     if layout:
         typer.echo(layout_of(found, model))
     else:

@@ -17,7 +17,7 @@ from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
 from megatron_pp_ext.cli.model import words_of as model_flags
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.files import require_folder, write_whole
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import system as systems
@@ -116,7 +116,7 @@ def rehearse(
     if costs is not None:
         costs_file.write(rehearsal.timeline.costs, costs)
     if json is not None:
-        json.write_text(json_format.dumps(numbers(rehearsal, found), indent=1) + "\n", encoding="utf-8")
+        write_whole(json, json_format.dumps(numbers(rehearsal, found), indent=1) + "\n")
     if trace is not None:
         from megatron_pp_ext.view import trace_file
 

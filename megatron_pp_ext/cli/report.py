@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.recorded import Units
@@ -75,7 +76,7 @@ def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None
     if files.csv is not None:
         csv_file.write(schedule, files.csv)
     if files.json is not None:
-        files.json.write_text(json.dumps(record(timeline, bound, units), indent=1) + "\n", encoding="utf-8")
+        write_whole(files.json, json.dumps(record(timeline, bound, units), indent=1) + "\n")
     if files.trace is not None:
         trace_file.write_timeline(files.trace, timeline, units)
 

@@ -16,7 +16,7 @@ from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import require_folder
+from megatron_pp_ext.files import require_folder, write_whole
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.best_first import Compiles, Result, Search
@@ -140,9 +140,9 @@ def search(
             whole.show_command("To run the fastest measured:", one)
         content["measured"] = [asdict(result) for result in ranked(measured)]
     if json is not None:
-        json.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(json, dumps(content, indent=1) + "\n")
     if html is not None:
-        html.write_text(whole.page(), encoding="utf-8")
+        write_whole(html, whole.page())
     if sbatch is not None:
         whole.write_batch_files(sbatch)
 

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from megatron_pp_ext.cli.estimate import show_launch
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Evaluated, Result
 from megatron_pp_ext.planner.search.explanation import why
@@ -131,7 +132,7 @@ class Report:
                 one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
             )
             file = folder / f"{number:02}-{one.candidate.name}.sh"
-            file.write_text(text, encoding="utf-8")
+            write_whole(file, text)
             file.chmod(0o755)
 
     def _rows(self) -> list[list[str]]:

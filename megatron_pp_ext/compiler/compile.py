@@ -8,7 +8,8 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 
 from megatron_pp_ext.compiler.bounds import lower_bound
@@ -30,6 +31,10 @@ TRIALS = 1000
 
 _CLOSE = 1e-6
 """The largest relative difference of two makespans that rounding to integer time may reverse."""
+
+
+Turn = Callable[[str], AbstractContextManager[object]]
+"""Returns the context in which the schedule of this name in the cache is compiled, maybe one at a time."""
 
 
 class InfeasibleLimit(ValueError):
@@ -58,6 +63,7 @@ def compile_schedule(
     *,
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
+    turn: Turn = nullcontext,
 ) -> Compiled:
     """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 
@@ -66,7 +72,7 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.
+    are compared.  ``turn`` is entered where the schedule is not in the cache.
 
     The schedule is never longer than one of a published family, with one of the placements, that keeps
     the limit with its own messages counted.  Raises ValueError for arguments that do not fit together and
@@ -95,18 +101,15 @@ def compile_schedule(
         problems.append(problem_of(placement, microbatches, cut, rooms))
     spelled = [_as_json(*cut) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
-    found = cache.load(name)
-    if found is not None:
-        schedule, notes = found
-        for placement, cut in feasible:
-            if placement == schedule.placement and microbatches == schedule.microbatches:
-                timeline = simulate(schedule, cut)
-                if all(map(at_most, timeline.peak_memory, limits)):
-                    return Compiled(timeline, min(*bounds, timeline.makespan), str(notes.get("origin")))
-
-    timeline, origin = _shortest(feasible, problems, bounds, limits, trials)
-    check(timeline.schedule)
-    cache.store(name, timeline.schedule, {"origin": origin})
+    found = _kept(name, feasible, microbatches, limits)
+    if found is None:
+        with turn(name):
+            found = _kept(name, feasible, microbatches, limits)  # somebody may have compiled it meanwhile
+            if found is None:
+                found = _shortest(feasible, problems, bounds, limits, trials)
+                check(found[0].schedule)
+                cache.store(name, found[0].schedule, found[1])
+    timeline, origin = found
     return Compiled(timeline, min(*bounds, timeline.makespan), origin)
 
 
@@ -186,6 +189,22 @@ def _as_json(placement: Placement, costs: Costs) -> list[object]:
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
     shared = [float(value).hex() for value in (costs.hop, costs.message)]
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
+
+
+def _kept(
+    name: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float]
+) -> tuple[Timeline, str] | None:
+    """Return the schedule in the cache and its origin; None if there is none that fits what is asked for."""
+    found = cache.load(name)
+    if found is None or found[0].microbatches != microbatches:
+        return None
+    schedule, origin = found
+    for placement, costs in cuts:
+        if placement == schedule.placement:
+            timeline = simulate(schedule, costs)
+            if all(map(at_most, timeline.peak_memory, limits)):
+                return timeline, origin
+    return None
 
 
 def _shortest(

@@ -7,7 +7,6 @@ and jobs that SLURM has are waited for.  To run a job once more, delete its fold
 
 import fcntl
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from statistics import median
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.failure import is_out_of_memory, reason
 
@@ -81,14 +81,12 @@ class Job:
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in ("log.txt", "trace.json", "slurm_id"):
             (self.directory / name).unlink(missing_ok=True)
-        (self.directory / "command").write_text(self._written, encoding="utf-8")
+        write_whole(self.directory / "command", self._written)
         self.become(State.INIT)
 
     def become(self, state: State) -> None:
         """Record ``state`` atomically."""
-        unfinished = self.directory / "state.part"
-        unfinished.write_text(f"{state}\n", encoding="utf-8")
-        os.replace(unfinished, self.directory / "state")
+        write_whole(self.directory / "state", f"{state}\n")
 
     def output(self) -> str:
         """Return what the run has logged so far."""
@@ -161,7 +159,7 @@ def local(jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
             try:
                 status = process.run(job.command, job.log, timeout=timeout, keep_open=[lock.fileno()])
             except OSError as error:
-                job.log.write_text(f"OSError: {error}\n", encoding="utf-8")
+                write_whole(job.log, f"OSError: {error}\n")
                 status = -1
             ended = State.TIMEOUT if status is None else State.FAIL if status else State.COMPLETED
             change(job, ended, on_change)

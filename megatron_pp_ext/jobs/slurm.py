@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.jobs.job import Job, OnChange, State, change
 
 _STATES = {
@@ -67,10 +68,10 @@ def _submitted(job: Job, timeout: float, on_change: OnChange) -> str | None:
     try:
         number = _output(["sbatch", *options, *job.command]).strip().partition(";")[0]
     except ValueError as error:
-        job.log.write_text(f"{error}\n", encoding="utf-8")
+        write_whole(job.log, f"{error}\n")
         change(job, State.FAIL, on_change)
         return None
-    number_file.write_text(number, encoding="utf-8")
+    write_whole(number_file, number)
     change(job, State.PENDING, on_change)
     return number
 

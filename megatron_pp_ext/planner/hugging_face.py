@@ -41,9 +41,9 @@ def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     ValueError for types and features that are not supported, and for what is missing.
     """
     kind = config.get("model_type")
-    if kind in _REFUSED:
+    if isinstance(kind, str) and kind in _REFUSED:
         raise ValueError(f"model_type {kind!r} is not supported: {_REFUSED[kind]}")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         listed = ", ".join(sorted(_FAMILIES))
         hint = did_you_mean(kind, _FAMILIES) if isinstance(kind, str) else ""
         raise ValueError(f"model_type {short(kind)} is not supported, only {listed}: {hint or _BY_FLAGS}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Self
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -82,7 +83,7 @@ class RankRehearsal:
 
     def write(self, path: Path) -> None:
         """Write the measurements to ``path`` as JSON."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self:

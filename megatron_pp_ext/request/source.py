@@ -4,10 +4,12 @@ The placement is settled with the flags, since the model is built by it.  The sc
 a step first needs one for its number of microbatches.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
@@ -20,6 +22,12 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
+
+LONGEST_WAIT = 60.0
+"""The seconds that a rank waits while another one compiles: more than a compilation takes on a free core.
+
+That was 5 to 12 s for up to 32 ranks and 256 microbatches, and 38 s for 64 ranks and 512 (docs/compiler.md).
+"""
 
 FreeBytes = Callable[[], float]
 """Returns the bytes that every device of the job has left for a step; collective."""
@@ -38,7 +46,8 @@ class Source:
 
     ``build(microbatches, free_bytes)`` makes it.  ``free_bytes`` is None in the first training step, before
     whose end the optimizer has not allocated its state.  ``limits`` returns what a better schedule may keep;
-    None where no other schedule may replace the requested one.
+    None where no other schedule may replace the requested one.  ``known`` is the schedule of an ordinary step
+    where more than the flags decide on it: a file, or costs.
     """
 
     name: str
@@ -46,6 +55,7 @@ class Source:
     splits_backward: bool
     build: Callable[[int, FreeBytes | None], Schedule]
     limits: Limits | None = None
+    known: Schedule | None = field(default=None, compare=False)
 
 
 def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
@@ -91,22 +101,24 @@ def _from_file(schedule: Schedule, name: str) -> Source:
         require_microbatches(schedule, name.removeprefix(CSV_PREFIX), microbatches)
         return schedule
 
-    return Source(name, schedule.placement, schedule.splits_backward, build)
+    return Source(name, schedule.placement, schedule.splits_backward, build, known=schedule)
 
 
 def _compiled(request: Request, costs: Costs) -> Source:
     """Return the source of ``flex``, whose placement is the one that suits an ordinary step best."""
     ranks = request.ranks
     limit, counted = request.limited(costs)
-    placement = compile_once(ranks, request.microbatches, counted, limit, request.placements).placement
+    ordinary = compile_once(ranks, request.microbatches, counted, limit, request.placements)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return compile_once(ranks, microbatches, counted, limit, [placement])
+        if microbatches == request.microbatches:
+            return ordinary
+        return compile_once(ranks, microbatches, counted, limit, [ordinary.placement])
 
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[float, Costs]:
         return request.limited(measured)
 
-    return Source(FLEX, placement, True, build, limits)
+    return Source(FLEX, ordinary.placement, True, build, limits, ordinary)
 
 
 def _automatic(request: Request, costs: Costs) -> Source:
@@ -132,12 +144,29 @@ def compile_once(
     placements: Sequence[Placement],
 ) -> Schedule:
     """Compile on one rank of a machine at a time: the first one works, the others read its result."""
-    folder = cache.directory()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "compiling.lock"):
-            found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
-    except OSError:
-        # Without a place to keep schedules every rank compiles one, and all get the same.
-        found = compile_schedule(ranks, microbatches, costs, limit, placements=placements)
+    found = compile_schedule(ranks, microbatches, costs, limit, placements=placements, turn=_in_turn)
     return found.timeline.schedule
+
+
+@contextmanager
+def _in_turn(name: str) -> Iterator[None]:
+    """Wait until no other process compiles the schedule ``name`` of the cache, or for ``LONGEST_WAIT``.
+
+    Who cannot wait compiles beside the others, since all get the same schedule: where there is no place to
+    keep schedules, on file systems without locks, and behind a lock whose owner has died on another machine.
+    """
+    lock = FileLock(cache.directory() / f"{name}.lock", timeout=LONGEST_WAIT)
+    problem = ""
+    try:
+        cache.directory().mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        problem = f"{lock.lock_file} was locked by another process for {LONGEST_WAIT:g} s"
+    except (OSError, NotImplementedError) as error:  # the latter is filelock's where there is no flock
+        problem = f"{lock.lock_file} cannot be locked ({getattr(error, 'strerror', None) or error})"
+    if problem and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"megatron_pp_ext: {problem}; the schedule is compiled without waiting for others", flush=True)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext import json_input
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import is_number, naming, require_names, short
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 
@@ -29,7 +30,7 @@ _SHARED = ("hop", "message")
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    Path(path).write_text(json.dumps(asdict(costs), indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(path), json.dumps(asdict(costs), indent=1) + "\n")
 
 
 def read(path: str | Path, stages: int | None = None) -> Costs:

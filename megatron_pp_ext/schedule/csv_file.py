@@ -7,9 +7,11 @@ because this project derives messages from the order itself.
 """
 
 import csv
+import io
 import re
 from pathlib import Path
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -19,8 +21,9 @@ _CELL = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
 
 def write(schedule: Schedule, path: str | Path) -> None:
     """Write ``schedule`` to ``path``, one row for each rank, without idle cells."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(schedule.orders)
+    rows = io.StringIO()
+    csv.writer(rows, lineterminator="\n").writerows(schedule.orders)
+    write_whole(Path(path), rows.getvalue())
 
 
 def read(path: str | Path) -> Schedule:

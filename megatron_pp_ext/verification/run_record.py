@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp_ext import json_input
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import whole, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,8 @@ def write_gradients(folder: Path, rank: int, gradients: Mapping[str, "torch.Tens
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(gradients), folder / _GRADIENTS.format(rank))
+    with whole(folder / _GRADIENTS.format(rank)) as unfinished:
+        torch.save(dict(gradients), unfinished)
 
 
 def read(folder: Path, steps: int) -> RunRecord:

@@ -13,6 +13,8 @@ from matplotlib.path import Path as Outline
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
+from megatron_pp_ext.files import whole
+
 SUFFIXES = (".svg", ".png", ".pdf")
 GREY = "#5a646e"
 
@@ -32,11 +34,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` into ``path``."""
-    if path.suffix.lower() == ".png":
-        # Boxes of one colour compress well at any level, and the default level takes as long as the drawing.
-        figure.savefig(path, dpi=150, pil_kwargs={"compress_level": 2})
-    else:
-        figure.savefig(path)
+    with whole(path) as unfinished:
+        if path.suffix.lower() == ".png":
+            # Boxes of one colour compress well at any level, and the default one takes as long as drawing.
+            figure.savefig(unfinished, dpi=150, pil_kwargs={"compress_level": 2})
+        else:
+            figure.savefig(unfinished)
 
 
 def hide_frame(axes: Axes) -> None:

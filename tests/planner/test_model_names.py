@@ -43,6 +43,7 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
         ({"model_type": "deepseek_v3"}, "is not supported: it has multi-latent attention"),
         ({"model_type": "gemma2"}, "sliding-window attention, which the planner does not count"),
         ({"model_type": "qwen3_moee"}, "did you mean 'qwen3_moe'?"),
+        ({"model_type": ["llama"]}, """model_type ["llama"] is not supported, only """),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but only "silu" is supported'),
         ({"attention_bias": True}, "attention_bias is true, but only false is supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling 'yarn' is not supported"),

@@ -1,20 +1,25 @@
 """Compiled schedules on disk: the order as CSV, the rest as JSON, named by a digest of the inputs.
 
 No file is trusted: one that is missing, cut off, of another version or without the digest that it should
-have counts as absent, and the schedule is compiled again.
+have counts as absent, and so does what is no file at all.  The schedule is then compiled again, and takes the
+place of what was there.
 """
 
 import hashlib
 import json
 import os
-import tempfile
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.names import FLEX
+
+_LARGEST = 2**28
+"""The most bytes of a file that is read: more than any schedule has."""
 
 
 def directory() -> Path:
@@ -31,32 +36,52 @@ def key(inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load(name: str) -> tuple[Schedule, dict[str, Any]] | None:
-    """Return the schedule and notes stored under ``name``, or None."""
-    at = directory() / name
+def load(name: str) -> tuple[Schedule, str] | None:
+    """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files."""
+    rows, about = _files(name)
     try:
-        notes = json.loads(at.with_suffix(".json").read_text(encoding="utf-8"))
-        schedule = replace(csv_file.read(at.with_suffix(".csv")), name=FLEX)
-    except (OSError, ValueError):
+        _require_file(rows)
+        _require_file(about)
+        notes = json.loads(about.read_text(encoding="utf-8"))
+        schedule = replace(csv_file.read(rows), name=FLEX)
+        if (notes["key"], notes["digest"]) != (name, schedule.digest):
+            return None
+        return schedule, str(notes["origin"])
+    except Exception:  # every kind of damage has an error of its own, and none of them is the user's
         return None
-    if not isinstance(notes, dict) or notes.get("digest") != schedule.digest:
-        return None
-    return schedule, notes
 
 
-def store(name: str, schedule: Schedule, notes: dict[str, Any]) -> None:
-    """Store ``schedule`` and ``notes`` under ``name``; a folder that cannot be written is no error.
+def store(name: str, schedule: Schedule, origin: str) -> None:
+    """Store ``schedule`` under ``name`` with its ``origin``; a folder that cannot be written is no error.
 
     Each file appears whole or not at all, and the notes, without which nothing is read, come last.
     """
-    folder = directory()
+    rows, about = _files(name)
+    notes = {"key": name, "digest": schedule.digest, "origin": origin}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            rows, about = Path(scratch, "rows"), Path(scratch, "notes")
-            csv_file.write(schedule, rows)
-            about.write_text(json.dumps(notes | {"digest": schedule.digest}) + "\n", encoding="utf-8")
-            os.replace(rows, folder / f"{name}.csv")
-            os.replace(about, folder / f"{name}.json")
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        for path in (rows, about):
+            _make_way(path)
+        csv_file.write(schedule, rows)
+        write_whole(about, json.dumps(notes) + "\n")
     except OSError:
         return
+
+
+def _files(name: str) -> tuple[Path, Path]:
+    return directory() / f"{name}.csv", directory() / f"{name}.json"
+
+
+def _require_file(path: Path) -> None:
+    """Raise ValueError for a pipe or device, which would be read for ever, and for a file as endless."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
+        raise ValueError(f"{path} is no file of a compiled schedule")
+
+
+def _make_way(path: Path) -> None:
+    """Remove what is no file from ``path``: a link, a pipe or an empty folder."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    elif os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        path.unlink()
