@@ -19,6 +19,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
+from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.needed_flags import OUR_SCRIPT
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -88,16 +89,15 @@ def _require_data(args: Namespace, require: Callable[[Namespace], None]) -> None
     try:
         require(args)
     except ValueError as error:
-        raise SystemExit(f"megatron_pp_ext: {error}") from error
+        raise refused(error) from error
 
 
 def _refuse(args: Namespace, names: Sequence[str]) -> None:
     for name in names:
         if getattr(args, name, None):
-            raise SystemExit(
-                f"megatron_pp_ext: --{name.replace('_', '-')} is not supported by "
-                "megatron_pp_ext.pretrain_gpt; start a checkout's pretrain_gpt.py with "
-                "python -m megatron_pp_ext"
+            raise refused(
+                f"--{name.replace('_', '-')} is not supported by megatron_pp_ext.pretrain_gpt; start a "
+                "checkout's pretrain_gpt.py with python -m megatron_pp_ext"
             )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import OTHERS
@@ -114,4 +115,4 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     flag = unknown.partition("=")[0].rstrip(":")
     known = [known for known in parser._option_string_actions if known.startswith("--")]
     hint = "" if not flag or flag in known else did_you_mean(flag, known, cutoff=0.7)
-    raise SystemExit(f"megatron_pp_ext: {message}; {hint or 'correct it (--help shows all flags)'}")
+    raise refused(f"{message}; {hint or 'correct it (--help shows all flags)'}")

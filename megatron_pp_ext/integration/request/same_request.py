@@ -1,0 +1,75 @@
+"""The hook that compares, before any process group is made, what the ranks of a job were started with."""
+
+import functools
+import hashlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args
+
+import megatron_pp_ext
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.request.agreement import require_agreement
+from megatron_pp_ext.integration.request.parser import add_flags
+from megatron_pp_ext.schedule.names import CSV_PREFIX
+
+_READ = ("pipeline_costs",)
+"""The arguments that name files to read; other files are written, on ranks that may each have their own."""
+
+
+def compare_before_groups(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Compare the pipelines that were requested of all ranks, then let Megatron make its process groups.
+
+    Seam: ``_initialize_distributed`` in ``megatron.training.initialize``.
+    """
+
+    @functools.wraps(stock)
+    def initialize_distributed(
+        get_embedding_ranks: Any, get_position_embedding_ranks: Any, store: Any, **others: Any
+    ) -> Any:
+        args = get_args()
+        # A script may have made the default process group by itself; the ranks of a rehearsal run alone.
+        if args.world_size > 1 and not args.fake_process_group and not dist.is_initialized():
+            patience = timedelta(minutes=args.distributed_timeout_minutes)
+            require_agreement(values(args, requested.pipeline()), patience, store)
+        return stock(get_embedding_ranks, get_position_embedding_ranks, store, **others)
+
+    return initialize_distributed
+
+
+def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, str]:
+    """Return what has to be the same on all ranks, with the words that lead to it in an error.
+
+    Files go by their content, since each machine may have its own copy, and files to write by whether they
+    are given.
+    """
+    found = {"megatron_pp_ext is": megatron_pp_ext.__version__}
+    for action in add_flags(lambda parser: parser)(ArgumentParser(add_help=False))._actions:
+        value = getattr(args, action.dest)
+        if value is None or value is False:
+            continue
+        spelled = "given" if value is True or isinstance(value, Path) else str(value)
+        found[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
+        if action.dest in _READ:
+            found[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
+    request = pipeline.request if pipeline else None
+    if pipeline is None or request is None:
+        return found
+    placement = pipeline.placement
+    chunks = f"{placement.chunks} chunk{'s' * (placement.chunks > 1)}"
+    found["the placement is"] = f"{placement.shape}, {placement.ranks} ranks x {chunks}"
+    found["the data-parallel size is"] = str(request.data)
+    found["the microbatches of a step are"] = str(request.microbatches)
+    if request.layers is not None:
+        found["the stages have"] = f"{', '.join(map(str, request.layers))} layers"
+    if pipeline.source is not None and pipeline.source.known is not None:
+        found["the schedule's digest is"] = pipeline.source.known.digest[:12]
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
