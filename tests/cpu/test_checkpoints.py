@@ -8,6 +8,8 @@ from tests.support import rounding
 from tests.support.training import Run, train
 
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "2000"]
+"""Gradients are in several buckets, as those of real models."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list
 
 
 def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path) -> None:
-    flags = ["--use-distributed-optimizer", "--train-iters", "4", "--ckpt-format", "torch"]
+    flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch"]
     train(2, [*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
     went_on = train(2, [*flags, "--load", str(tmp_path)])[-1]
     assert went_on.losses == train(2, flags)[-1].losses[2:]
@@ -47,7 +49,7 @@ def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path)
 @pytest.mark.parametrize("reshardable", [True, False])
 def test_a_distributed_optimizer_goes_on(tmp_path: Path, reshardable: bool) -> None:
     """In another layout where the checkpoint allows that, else in its own; torch's Adam keeps its step."""
-    flags = ["--use-distributed-optimizer", "--train-iters", "4", "--ckpt-format", "torch_dist"]
+    flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch_dist"]
     resharding = ["--dist-ckpt-optim-fully-reshardable"] if reshardable else []
     save = ["--save", str(tmp_path), "--save-interval", "2"]
     run = train(2, [*flags, *resharding, *save])[-1]

@@ -1,5 +1,7 @@
 """Checkpoints under every kind of schedule, with a distributed optimizer, and written in the background.
 
+Gradients are in several buckets throughout.
+
 ``test_crossing`` has the plain case: torch_dist, one data-parallel rank, from one placement to another.
 """
 
@@ -11,7 +13,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.integration.hooks import checkpoint_placement
+from megatron_pp_ext.integration.hooks import bucket_padding, checkpoint_placement
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -19,7 +21,9 @@ from tests.support import rounding
 from tests.support.ranks import RankError
 from tests.support.training import train
 
-STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4")
+BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
+"""Several on every rank, as real models have; not all of them fill what Megatron pads them to."""
+STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", *BUCKETS)
 PP2 = ("--pipeline-model-parallel-size", "2")
 PP4 = ("--pipeline-model-parallel-size", "4")
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -89,6 +93,53 @@ def test_distributed_optimizer_state_crosses_over(reshardable: Saved, writer: st
     assert resume(folder, 4, *PP2, *RESHARDABLE, *PLACEMENTS[reader]) == run[2:]
 
 
+@pytest.mark.parametrize(
+    ("world", "reader"),
+    [(4, (*PP4, "--pipeline-schedule", "zb-h1")), (2, (*PP2, *PLACEMENTS["loop"])), (4, PLACEMENTS["line"])],
+    ids=["pp4-dp1", "pp2-dp1", "pp1-dp4"],
+)
+def test_pipeline_and_data_sizes_change_together(reshardable: Saved, world: int, reader) -> None:
+    """Two replicas wrote; one or four add up the same gradients in another order."""
+    folder, run = reshardable.by("v")
+    resumed = resume(folder, world, *RESHARDABLE, *reader)
+    assert resumed == pytest.approx(run[2:], rel=rounding.of_losses(updates=1))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ((), ("--ddp-bucket-size", "5000")),
+        (("--ddp-num-buckets", "3"), ()),
+        (("--distrib-optim-fully-reshardable-mem-efficient",), ()),
+    ],
+    ids=["other-buckets", "number-of-buckets", "mem-efficient"],
+)
+def test_state_is_independent_of_buckets(writer, reader, tmp_path: Path) -> None:
+    flags = ("--train-iters", "4", "--ckpt-format", "torch_dist", "--overlap-grad-reduce", *PP2, *RESHARDABLE)
+    run = train(4, [*flags, *writer, "--save", str(tmp_path), "--save-interval", "2"])[-1].losses
+    assert train(4, [*flags, *reader, "--load", str(tmp_path), "--ckpt-step", "2"])[-1].losses == run[2:]
+
+
+def test_a_tied_embedding_is_a_bucket_of_its_own(tmp_path: Path) -> None:
+    """Without a flag for buckets; 65 rows of 32 numbers are no multiple of 128."""
+    flags = ("--train-iters", "4", "--ckpt-format", "torch_dist", "--vocab-size", "65", *PP2, *RESHARDABLE)
+    run = train(4, [*flags, "--save", str(tmp_path), "--save-interval", "2"])[-1].losses
+    assert train(4, [*flags, "--load", str(tmp_path), "--ckpt-step", "2"])[-1].losses == run[2:]
+
+
+def test_a_mended_megatron_is_left_as_it_is() -> None:
+    def mended(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        return [bucket.numel_unpadded for buffer in self.buffers for bucket in buffer.buckets]
+
+    assert bucket_padding.count_without_padding(mended) is mended
+
+
+def test_fixed_state_goes_on_with_fewer_replicas(fixed: Saved) -> None:
+    folder, run = fixed.by("v")
+    resumed = resume(folder, 2, *PP2, *DISTRIBUTED, *PLACEMENTS["v"])
+    assert resumed == pytest.approx(run[2:], rel=rounding.of_losses(updates=1))
+
+
 def test_fixed_state_goes_on_where_it_was(fixed: Saved) -> None:
     folder, run = fixed.by("v")
     assert resume(folder, 4, *PP2, *DISTRIBUTED, *PLACEMENTS["v"]) == run[2:]
@@ -120,11 +171,12 @@ def test_state_that_would_fit_is_refused_elsewhere(tmp_path: Path, monkeypatch: 
 
 
 def test_a_checkpoint_by_rank_is_refused_elsewhere(tmp_path: Path) -> None:
-    flags = (*PP2, "--ckpt-format", "torch")
-    run = save(tmp_path, 2, *flags, *PLACEMENTS["v"])
-    assert resume(tmp_path, 2, *flags, *PLACEMENTS["v"]) == run[2:]
+    flags = (*PP2, *DISTRIBUTED, "--ckpt-format", "torch")
+    run = losses(4, *flags, *PLACEMENTS["v"], "--save", str(tmp_path), "--save-interval", "3")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")  # beside the one at the end
+    assert losses(4, *flags, *PLACEMENTS["v"], "--load", str(tmp_path)) == run[3:]
     with pytest.raises(RankError, match="go on with the old placement, or save with --ckpt-format"):
-        resume(tmp_path, 2, *flags, *PLACEMENTS["loop"])
+        losses(4, *flags, *PLACEMENTS["loop"], "--load", str(tmp_path))
 
 
 def test_tied_weights_keep_their_own_moments(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks import damaged_checkpoint
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
@@ -58,7 +59,11 @@ def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load(load_dir: str, args: Namespace, *others: Any, **kwargs: Any) -> Any:
-        loaded = stock(load_dir, args, *others, **kwargs)
+        if not kwargs.get("rank0"):
+            damaged_checkpoint.refuse_mixed_steps(load_dir, args)
+            damaged_checkpoint.refuse_damage(load_dir, args)
+        with damaged_checkpoint.name_damage(load_dir, args):
+            loaded = stock(load_dir, args, *others, **kwargs)
         state, _, _, kind = loaded
         # Before validation only the flags of a checkpoint are read.
         if state and "args" in state and hasattr(args, "pipeline_placement"):
