@@ -11,7 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
+
+from megatron_pp_ext.files import write_whole
 
 PREFIX = "megatron_pp_ext: "
 STATUS = 2
@@ -26,6 +29,7 @@ def in_one_line() -> Iterator[None]:
     """End the process with status 2 for an error of this package that is raised inside, in one line.
 
     Such an error is a SystemExit whose text starts with ``PREFIX``, or a ValueError that this package raises.
+    An ImportError that says what to install, as Megatron raises for a model's package, ends it likewise.
     Everything else passes, and keeps its traceback.
     """
     try:
@@ -38,6 +42,12 @@ def in_one_line() -> Iterator[None]:
         if not _is_ours(error):
             raise
         problem = f"{PREFIX}{error}"
+    except ImportError as error:
+        # Each module around the one that needs the package adds its name behind these words.
+        said = str(error).partition(" when instantiating ")[0]
+        if "not installed" not in said:
+            raise
+        problem = f"{PREFIX}{said}"
     else:
         return
     _end(" ".join(problem.split()))
@@ -69,7 +79,6 @@ def _tell_torchrun(problem: str) -> None:
         return
     about = {"py_callstack": problem, "timestamp": str(int(time.time()))}
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": problem, "extraInfo": about}}, file)
+        write_whole(Path(path), json.dumps({"message": {"message": problem, "extraInfo": about}}))
     except OSError as error:
         print(f"{PREFIX}torchrun will not show this error: {error}", file=sys.stderr)

@@ -28,8 +28,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training import get_args, utils
+from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
 from megatron_pp_ext.integration import pretraining
@@ -105,7 +105,7 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = functools.partial(is_first_or_last_pipeline_stage, vp_stage)
+    reads = functools.partial(utils.is_first_or_last_pipeline_stage, vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, reads, dataset_config(args)).build()
 
 
@@ -114,10 +114,13 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """Return the next microbatch: the fields are None on a stage that neither embeds nor has the loss."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    """Return the next microbatch: the fields are None on a stage that needs no data.
+
+    Stages between the ends need some where attention stays within documents (``hooks.stage_data``).
+    """
+    if not utils.is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(FIELDS)
-    assert data_iterator is not None, "the first and the last stage have data"
+    assert data_iterator is not None, "a stage that reads has data"
     rows = next(data_iterator)
     batch = {
         name: rows[name].cuda(non_blocking=True) if rows.get(name) is not None else None for name in FIELDS

@@ -70,6 +70,16 @@ def test_what_is_not_ours_passes(on_rank, error: BaseException, tmp_path: Path) 
     assert not (tmp_path / "error").exists()
 
 
+def test_a_package_that_the_model_needs_is_named_in_one_line(on_rank, tmp_path: Path, capsys) -> None:
+    """Megatron adds every module around the one that needs it; a Mamba layer needs mamba-ssm."""
+    on_rank(0, 0, tmp_path / "error")
+    said = "MambaSSM is not installed. Please install it with `pip install mamba-ssm`."
+    with pytest.raises(SystemExit) as end, launch_errors.in_one_line():
+        raise ImportError(f"{said} when instantiating MambaMixer when instantiating HybridStack")
+    assert end.value.code == launch_errors.STATUS
+    assert capsys.readouterr().err == f"megatron_pp_ext: {said}\n"
+
+
 def test_a_rank_that_waits_ends_quietly_when_it_is_told_to() -> None:
     code = REFUSED.format(patience="60")
     environment = {"RANK": "1", "LOCAL_RANK": "1"}

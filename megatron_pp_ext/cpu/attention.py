@@ -3,7 +3,8 @@
 With --context-parallel-size n, rank r holds two of the 2n pieces of a sequence, r and 2n - 1 - r, so that
 causal attention is the same work for all ranks. Only Transformer Engine's attention looks beyond these
 pieces. On a CPU the keys and values of all ranks are gathered instead, which takes the memory that context
-parallelism is there to save, and the mask follows from the positions of the gathered pieces.
+parallelism is there to save. A mask of the batch gets its columns in the order of the gathered pieces; where
+there is none, it follows from their positions.
 """
 
 import copy
@@ -72,14 +73,22 @@ def attend_to_all_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
         group = getattr(self.pg_collection, "cp", None)
         if group is not None and group.size() > 1:
             key, value = _Gather.apply(key, group), _Gather.apply(value, group)
-            attention_mask = _beyond(query.size(0), group)
+            places = _places(query.size(0), group)
+            attention_mask = (
+                # A batch has the rows of this rank's queries, and a column for each key in its true place.
+                _beyond(places, group) if attention_mask is None else attention_mask[..., places.flatten()]
+            )
         return attend(self, query, key, value, attention_mask, *args, **kwargs)
 
     return wrapped
 
 
-def _beyond(length: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mask (1, 1, queries, keys) of the gathered keys that come after each query of this rank."""
+def _places(length: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the places (ranks, length) in the sequence of the tokens that each rank holds."""
     early, late = torch.arange(group.size() * length).view(2 * group.size(), -1).chunk(2)
-    places = torch.cat([early, late.flip(0)], dim=1)
+    return torch.cat([early, late.flip(0)], dim=1)
+
+
+def _beyond(places: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mask (1, 1, queries, keys) of the gathered keys that come after each query of this rank."""
     return (places.flatten() > places[group.rank()].unsqueeze(1)).unsqueeze(0).unsqueeze(0)

@@ -39,6 +39,10 @@ def _captures_graphs(settings: Any) -> bool:
     return getattr(settings, "cuda_graph_impl", None) not in (None, "none")
 
 
+def _evaluates_on_several(args: Namespace) -> bool:
+    return bool(layers.value(args, "--multiple-validation-sets"))
+
+
 def _changes_order(args: Namespace) -> bool:
     return args.pipeline_schedule == AUTO or args.pipeline_profile_steps is not None
 
@@ -79,6 +83,18 @@ ALWAYS = (
     Refusal(
         "--overlap-param-gather-with-optimizer-step", "it splits the optimizer by stock's order of chunks"
     ),
+    Refusal(
+        "--full-validation",
+        "Megatron fails at the first evaluation",
+        "add --multiple-validation-sets, or set --eval-iters",
+        lambda args: layers.value(args, "--full-validation") and not _evaluates_on_several(args),
+    ),
+    Refusal(
+        "--multiple-validation-sets",
+        "Megatron evaluates on several sets as a whole alone",
+        "add --full-validation",
+        lambda args: _evaluates_on_several(args) and not layers.value(args, "--full-validation"),
+    ),
 )
 
 SPLIT = (
@@ -97,6 +113,31 @@ SPLIT = (
         test=partial(_gathers_weights, kind="expert_"),
     ),
 )
+
+
+def refuse_endless_recomputation(args: Namespace) -> None:
+    """Raise ValueError for recomputed MLPs with biases, whose backward calls itself until the job times out.
+
+    Megatron's MLP returns its bias beside its output, to be added later.  As an output of the autograd
+    function that recomputes (``CheckpointFunction`` in ``megatron.core.tensor_parallel.random``), this
+    parameter gets the function as the origin of its own gradient.  Backward then computes it again, and goes
+    back to where it is.  Layers of experts are not recomputed by this module.
+    """
+    is_selective = args.recompute_granularity == "selective" or getattr(args, "recompute_activations", False)
+    if is_selective and "mlp" in (args.recompute_modules or ()) and args.add_bias_linear and _has_dense(args):
+        raise ValueError(
+            "--recompute-modules mlp with biases calls itself without end in Megatron's backward; add "
+            "--disable-bias-linear, or recompute others, such as core_attn"
+        )
+
+
+def _has_dense(args: Namespace) -> bool:
+    """Whether the model has a layer whose MLP is not one of experts."""
+    letters = layers.pattern(args)
+    if letters:
+        return "-" in letters
+    frequency = args.moe_layer_freq
+    return not args.num_experts or (0 in frequency if isinstance(frequency, list) else frequency > 1)
 
 
 def unsplit_engine(version: str) -> Refusal:
@@ -119,6 +160,15 @@ MIRRORED = tuple(
         lambda args: f"say where they go: --pipeline-model-parallel-layout '{layers.as_v(args)}'",
     )
     for flag in layers.ENDS
+)
+
+
+BETWEEN_ENDS = (
+    Refusal(
+        "--multiple-validation-sets",
+        "Megatron cannot count the samples of stages between the ends, nor those of several chunks a rank",
+        "take two ranks and a schedule with one chunk a rank, or evaluate on one set, by --eval-iters",
+    ),
 )
 
 
@@ -149,6 +199,8 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
         refusals += SPLIT if engine is None else (unsplit_engine(engine), *SPLIT)
     if placement.is_mirrored(1):
         refusals += MIRRORED
+    if placement.stages > 2:
+        refusals += BETWEEN_ENDS
     refuse_first(args, refusals)
 
 

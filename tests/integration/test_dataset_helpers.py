@@ -1,8 +1,10 @@
 """The dataset helpers of a checkout, which are built for the Python that trains."""
 
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,3 +47,42 @@ def test_a_wheel_has_them_and_nothing_to_build_from(tmp_path: Path) -> None:
     assert dataset_helpers.are_built()
     dataset_helpers.build(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A torch without a copy of pybind11; the folder of a checkout's helpers."""
+    (tmp_path / "torch").mkdir()
+    monkeypatch.setattr(dataset_helpers.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    (tmp_path / "datasets").mkdir()
+    return tmp_path / "datasets"
+
+
+def test_without_pybind11_the_fix_is_one_line(another_torch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's make would go on without its headers, and end the job with the compiler's pages."""
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    with pytest.raises(ValueError, match=r"without pybind11, .*: pip install pybind11") as error:
+        dataset_helpers.build(checkout(another_torch, "exit 1"))
+    assert "\n" not in str(error.value)
+
+
+@needs_make
+def test_an_installed_pybind11_is_taken(another_torch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pybind11", SimpleNamespace(get_include=lambda: "/headers of it"))
+    dataset_helpers.build(checkout(another_torch, "echo '$(CPPFLAGS)' > $@"))
+    (built,) = another_torch.glob("helpers_cpp*")
+    assert "-I/headers of it" in built.read_text()
+
+
+@needs_make
+def test_they_are_built_where_megatron_would_run_make(
+    another_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a job whose flags do not come from its command line, such as one of --yaml-cfg."""
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    monkeypatch.setattr(dataset_helpers, "are_built", lambda: False)
+    monkeypatch.setattr(
+        dataset_helpers.megatron.core.datasets, "__path__", [str(checkout(another_torch, "exit 1"))]
+    )
+    with pytest.raises(ValueError, match="pip install pybind11"):
+        dataset_helpers.skip_if_built(lambda: pytest.fail("stock ran make"))()

@@ -5,17 +5,21 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.runners import profile_guided
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.runners import profile_guided, tracing
+from megatron_pp_ext.request import source
 from megatron_pp_ext.request.measurements import ProfileSteps
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
@@ -80,6 +84,14 @@ def test_the_change_leaves_no_trace_in_losses(name: str, log: Path, uneven: None
     assert re.search(r"m = 8: measured \S+ ms before and \S+ ms under the compiled", gained)
     if name == "v-half":
         _assert_another_order_in_no_more_memory(trace_file.read(file), tmp_path / "before.json")
+
+
+def test_with_dropout_neither_where_a_rank_has_one_stage(log: Path, uneven: None) -> None:
+    """Its microbatches go forward in one order under every schedule, and so their masks stay."""
+    dropout = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    ours = run(4, [*PIPELINE, *dropout, *MEASURED, "--pipeline-schedule", "1f1b"])
+    assert "which runs from now on" in log.read_text()
+    assert_same_bits(ours, stock(4, *PIPELINE, *dropout))
 
 
 def _assert_another_order_in_no_more_memory(after: RecordedStep, file: Path) -> None:
@@ -198,6 +210,53 @@ def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch
         (line,) = log.read_text().splitlines()
         assert re.search(f"m = 1, measured in steps 2-3: flex stays, {reason}", line)
         log.write_text("")
+
+
+def test_the_gain_that_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians for each number of microbatches; before the change without the step that counted bytes."""
+    lines: list[str] = []
+    monkeypatch.setattr(profile_guided, "print_rank_0", lines.append)
+    durations = profile_guided._StepDurations()
+    for microbatches, seconds in ((8, 0.9), (8, 0.1), (8, 0.1), (8, 0.13), (4, 0.05)):
+        durations.add_before(microbatches, seconds)
+    durations.wait_for(5)
+    durations.wait_for(99)  # another number of microbatches changes later, which starts nothing anew
+    for microbatches, seconds in ((8, 0.08), (4, 0.06), (8, 0.3), (2, 0.02), (8, 0.08)):
+        assert durations.is_waiting and not lines
+        durations.add_after(microbatches, seconds)
+    assert not durations.is_waiting
+    assert [line.removeprefix("megatron_pp_ext: m = ") for line in lines] == [
+        "8: measured 100 ms before and 80 ms under the compiled schedule (20.0% shorter)",
+        "4: measured 50 ms before and 60 ms under the compiled schedule (20.0% longer)",
+        "2: measured 20 ms under the compiled schedule, and never before it",
+    ]
+
+
+def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting them takes time, and the schedule is compiled from the times of the others."""
+    args, counted = SimpleNamespace(), {}
+
+    def recording(group, model, forward_only, counting) -> None:
+        counted[args.curr_iteration + 1] = counting
+
+    monkeypatch.setattr(profile_guided, "get_args", lambda: args)
+    monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
+    monkeypatch.setattr(tracing, "recording", recording)
+    stages = source.from_catalogue("1f1b", linear(2))
+    chosen = requested.Pipeline(stages, linear(2), profile_steps=ProfileSteps(2, 4))
+    runner = profile_guided.ProfileGuidedRunner(chosen)
+    for args.curr_iteration in range(8):
+        if args.curr_iteration == 6:
+            runner._durations.wait_for(1)
+        runner._recording(None, SimpleNamespace(model=[], forward_only=False))
+        runner._measured_steps += 2 <= args.curr_iteration + 1 <= 4
+        if runner._durations.is_waiting:
+            runner._durations.add_after(8, 0.1)
+    seconds = tracing.Counting.SECONDS
+    # The step behind the measured ones is the first under the new schedule, if there is one.
+    assert counted == {
+        1: None, 2: tracing.Counting.BYTES, 3: seconds, 4: seconds, 5: seconds, 6: None, 7: seconds, 8: None
+    }  # fmt: skip
 
 
 FLAG = "--pipeline-profile-steps"

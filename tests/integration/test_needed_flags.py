@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.ranks import RankError, run_ranks
-from tests.support.training import TINY, train
+from tests.support.training import TINY, since, train
 
 # isort: split
 from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu, pretrain_gpt
+from megatron_pp_ext.integration import releases
 from megatron_pp_ext.integration.request import needed_flags
 
 DATA = ("--mock-data",)
@@ -125,3 +126,11 @@ def test_resuming_with_other_steps_names_the_flag(tmp_path) -> None:
         train(1, longer)
     (run,) = train(1, [*longer, "--override-opt_param-scheduler"])
     assert len(run.losses) == 1
+
+
+@since(releases.CORE_0_19, "before 0.19 Megatron asks for --spec itself")
+def test_hybrid_layers_name_the_package_that_they_need() -> None:
+    """Megatron's own are Transformer Engine's: without it, building the model fails without a word."""
+    flags = ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "*-*-|*-*-"]
+    with pytest.raises(RankError, match=r"Transformer Engine is not installed; install it, .* --spec MODULE"):
+        train(2, flags)

@@ -75,6 +75,9 @@ REFUSED = {
     "layout that cannot be shared": f"{P4} --pipeline-schedule 1f1b {LAYOUT} Ett|tt|tt|tt|L",
     "ends of a V": f"{P4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 1 "
     "--decoder-last-pipeline-num-layers 3",
+    "recomputed biases": f"{P4} --pipeline-schedule zb-h1 --recompute-granularity selective "
+    "--recompute-modules core_attn mlp",
+    "recomputed biases under stock": f"{P4} --recompute-activations --recompute-modules mlp",
     "limit": f"{P4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
     "no limit": f"{P4} --pipeline-schedule flex",
     "batch": f"{P4} --pipeline-schedule v-half --micro-batch-size 8 --global-batch-size 4",

@@ -13,7 +13,7 @@ FLEX = "flex --pipeline-memory-limit 0.75"
 
 
 # What Megatron recomputes by Transformer Engine's help (layernorm, moe_act) is not for a CPU, and "mlp" with
-# biases recurses without end in stock too.
+# biases is refused.
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [

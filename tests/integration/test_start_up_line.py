@@ -68,6 +68,9 @@ DROPOUT = "--attention-dropout 0.1"
         (f"--pipeline-schedule v-half {DROPOUT}", 0, "Initial weights and dropout follow "),
         (f"--pipeline-schedule v-half {DROPOUT} --pipeline-layer-seeds", 0, "Dropout follows "),
         (f"--pipeline-schedule v-half {DROPOUT}", 7, "Dropout follows "),
+        ("--pipeline-schedule v-half --hidden-dropout 0.1", 7, "Dropout follows "),
+        ("--pipeline-schedule v-half --pretrained-checkpoint x", 0, ""),
+        ("--pipeline-schedule v-half --load x", 0, "Initial weights follow "),
         ("--pipeline-schedule v-half --load x --finetune", 0, ""),
         ("--pipeline-schedule v-half", 7, ""),
         (f"--pipeline-schedule zb-h1 {DROPOUT}", 0, ""),
@@ -84,6 +87,33 @@ def test_what_follows_the_placement(
     said = start_up.caveat(pipeline, args)
     assert said.startswith(start) and bool(said) == bool(start)
     assert ("--pipeline-layer-seeds" in said) == ("nitial weights" in said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "measured_by"),
+    [
+        ("--pipeline-schedule v-half --pipeline-profile-steps 1-2", "--pipeline-profile-steps 1-2"),
+        ("--pipeline-schedule interleaved --pipeline-profile-steps 1-2", "--pipeline-profile-steps 1-2"),
+        ("--pipeline-schedule auto", "--pipeline-schedule auto"),
+        ("--pipeline-schedule zb-h1 --pipeline-profile-steps 1-2", None),
+        ("--pipeline-schedule v-half", None),
+    ],
+)
+@pytest.mark.parametrize("dropout", [True, False])
+def test_dropout_follows_the_order_that_goes_by_measurements(
+    flags: str, measured_by: str | None, dropout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several chunks a rank: with one, every schedule takes its microbatches forward in one order."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} {flags} {DROPOUT if dropout else ''}")
+    pipeline = read_flags(args)
+    assert pipeline is not None
+    args.iteration = 7
+    *_, last = start_up.caveat(pipeline, args).split("\n")
+    if dropout and measured_by is not None:
+        assert last.startswith(f"Under {measured_by} ") and "losses change with the schedule" in last
+    else:
+        assert "losses change" not in last
 
 
 def test_rank_0_prints_them_once(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

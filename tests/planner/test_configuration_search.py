@@ -172,7 +172,8 @@ def test_flags_of_the_user_stay_and_those_of_the_search_are_replaced():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "bias", "offered"), [("local", True, False), ("local", False, True)]
+    ("implementation", "bias", "offered"),
+    [("local", True, False), ("local", False, True), ("transformer_engine", True, False)],
 )
 def test_recomputation_that_megatron_cannot_do_is_not_offered(implementation, bias, offered):
     where = space(transformer_impl=implementation, add_bias_linear=bias)

@@ -17,16 +17,18 @@ _NEEDED = (
 
 
 def skip_if_built(stock: Callable[[], None]) -> Callable[[], None]:
-    """Build the helpers only where there are none.
+    """Build the helpers only where there are none, as ``build`` does.
 
     Stock's rank 0 runs ``make`` in megatron/core/datasets and ends the process with status 1 when that fails,
-    as it always does in a wheel, which has no Makefile.
+    as it always does in a wheel, which has no Makefile.  Most jobs have built them before, with their flags.
 
     Seam: ``compile_helpers`` in ``megatron.core.datasets.utils``.
     """
 
     @functools.wraps(stock)
     def compile_helpers() -> None:
+        if not are_built():
+            build()
         if not are_built():
             stock()
 
@@ -46,13 +48,18 @@ def build(folder: Path | None = None) -> None:
     """Build the helpers of the checkout whose megatron/core/datasets is ``folder``, the imported one's.
 
     Megatron's Makefile requests what it needs from the python3 of the search path, which may be another one
-    and lack pybind11.  Here it gets the settings of this Python, and the copy of pybind11 that torch has.
-    ValueError, in one line, if that fails.
+    and lack pybind11.  Here it gets the settings of this Python, and the copy of pybind11 that torch has, or
+    else the installed one.  ValueError, in one line, if that fails.
     """
     folder = folder or Path(megatron.core.datasets.__path__[0])
-    headers = Path(torch.__file__).parent / "include"
-    if not (folder / "Makefile").exists() or not (headers / "pybind11" / "numpy.h").exists():
+    if not (folder / "Makefile").exists():
         return  # Megatron's own way is left
+    headers = _pybind11()
+    if headers is None:
+        raise ValueError(
+            f"the dataset helpers of the checkout cannot be built in {folder} without pybind11, of "
+            "which this torch has no copy; install it: pip install pybind11"
+        )
     includes = shlex.join([f"-I{headers}", f"-I{sysconfig.get_path('include')}"])
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = ["make", "-C", str(folder), f"CPPFLAGS={includes}", f"LIBEXT={suffix}"]
@@ -68,3 +75,14 @@ def build(folder: Path | None = None) -> None:
             f"install {_NEEDED}"
         )
     importlib.invalidate_caches()
+
+
+def _pybind11() -> Path | None:
+    """Return the folder of pybind11's headers; None if neither torch nor this Python has them."""
+    copy = Path(torch.__file__).parent / "include"
+    if (copy / "pybind11" / "numpy.h").exists():
+        return copy
+    try:
+        return Path(importlib.import_module("pybind11").get_include())
+    except ImportError:
+        return None

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks.hybrid_layers import require_layers
 
 
 class MirroredGroup:
@@ -78,6 +80,7 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        require_layers(get_args())
         pipeline = requested.pipeline()
         if pipeline is None or not pipeline.is_mirrored(1):
             return stock(build_chunk, *args, **kwargs)

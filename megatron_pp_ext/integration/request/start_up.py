@@ -93,7 +93,21 @@ def caveat(pipeline: Pipeline, args: Namespace) -> str:
         "dropout": "turn dropout off",
     }
     verb = "follow" if follow != ["dropout"] else "follows"
-    return (
+    said = (
         f"{' and '.join(follow).capitalize()} {verb} the placement of layers: this run differs from one "
         f"under 1F1B as two seeds do.\nTo make losses equal, {', and '.join(fix[one] for one in follow)}."
     )
+    if "dropout" in follow and (measured_by := _measured_by(pipeline)):
+        said += (
+            f"\nUnder {measured_by} the order of a rank's chunks goes by measurements, and dropout by that "
+            "order: losses change with the schedule, and two runs with one seed may differ."
+        )
+    return said
+
+
+def _measured_by(pipeline: Pipeline) -> str | None:
+    """Return the flag by which the schedule changes during the run; None where it stays as it is."""
+    if pipeline.profile_steps is not None:
+        return f"--pipeline-profile-steps {pipeline.profile_steps}"
+    assert pipeline.source is not None
+    return f"--pipeline-schedule {AUTO}" if pipeline.source.name == AUTO else None

@@ -17,10 +17,12 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks import dataset_helpers
 from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
 from megatron_pp_ext.integration.request import model_costs, needed_flags
+from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import summary
 from megatron_pp_ext.request import layers, measurements, pipeline
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.request.refusals import refuse_endless_recomputation
 from megatron_pp_ext.request.source import source_of
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
@@ -58,11 +60,11 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
                 if args.rank == 0 and found.rehearsal is None:
                     found = replace(found, summary=summary(found, functools.partial(_costs, args)))
         except ValueError as error:
-            raise SystemExit(f"megatron_pp_ext: {error}") from error
+            raise refused(error) from error
         try:
             result = stock(args, defaults)
         except (AssertionError, ValueError) as error:
-            raise SystemExit(f"megatron_pp_ext: {needed_flags.failed_check(error)}") from error
+            raise refused(needed_flags.failed_check(error)) from error
         # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.
         args.pipeline_placement = describe(found.placement) if found and found.source else None
         requested.activate(found)
@@ -81,9 +83,9 @@ def refuse_yaml(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate_yaml(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
         ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
         if ours:
-            raise SystemExit(
-                f"megatron_pp_ext: {ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores "
-                "other flags; give all settings as flags"
+            raise refused(
+                f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
+                "all settings as flags"
             )
         return stock(args, defaults)
 
@@ -97,6 +99,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     schedule needs chunks and the user left their number open.
     """
     measurements.refuse(args)
+    refuse_endless_recomputation(args)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(args)
     profile_steps = measurements.profile_steps(args)

@@ -66,8 +66,7 @@ class Space:
         found = [Recompute("none")]
         if is_unfused:
             found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
-        # Megatron calls itself without end when it recomputes local linear layers with a bias.
-        if not args.num_experts and not (args.transformer_impl == "local" and args.add_bias_linear):
+        if not args.num_experts and not args.add_bias_linear:  # see refuse_endless_recomputation
             found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2
         if half:
