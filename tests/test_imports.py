@@ -35,10 +35,10 @@ BELOW: dict[str, set[str]] = {
     "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "planner"},
     "cpu": set(),
-    "integration": {*_STEPS, "partition", "planner", "runtime", "view", "verification", "cpu"},
+    "integration": {*_STEPS, "__init__", "partition", "planner", "runtime", "view", "verification", "cpu"},
     "data_split": set(),
-    "launch_errors": set(),
-    "text_data": {"data_split"},
+    "launch_errors": {"files"},
+    "text_data": {"data_split", "files"},
 }
 BELOW |= {
     "cli": {*BELOW},
@@ -57,12 +57,14 @@ BELOW_IN_INTEGRATION = {
     "cpu_seams": {"releases", "patching"},
     "seed_seams": {"releases", "patching", "hooks"},
     "record_seams": {"releases", "patching", "hooks"},
+    "loop_seams": {"releases", "patching", "hooks"},
     "seams": {
         "releases",
         "patching",
         "cpu_seams",
         "seed_seams",
         "record_seams",
+        "loop_seams",
         "request",
         "hooks",
         "runners",

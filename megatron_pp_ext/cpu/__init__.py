@@ -7,9 +7,9 @@ process groups and real checkpoints. Nothing here is meant to be fast.
 
 Each file has one task: ``devices`` puts tensors on the CPU, ``streams`` stands in for queues, events and
 memory counters, ``generators`` keeps random states, ``gloo`` replaces nccl, ``flags`` picks the Megatron
-flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh. Hooks into
-Megatron itself are in ``attention``, ``checkpoint_writers``, ``norms`` and ``optimizer``;
-``integration.cpu_seams`` lists them.
+flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh, and
+``orphans`` ends them with their rank. Hooks into Megatron itself are in ``attention``,
+``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_seams`` lists them.
 """
 
 import sys

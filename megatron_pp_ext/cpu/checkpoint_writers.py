@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_pp_ext.cpu.orphans import leave_no_orphans
+
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
@@ -21,11 +23,12 @@ def fork_checkpoint_writers(argv: Sequence[str]) -> None:
     These are the queue through which writers report and, for --async-save, the process that writes. Megatron
     keeps the first of each that is made, so it is enough to make them earlier. This has to be called before
     the process groups start their threads, so that the fork is safe. Nothing is replaced, and a Megatron that
-    starts them in another way goes on doing so.
+    starts them in another way goes on doing so. They end with this process, however that ends.
     """
     flags = {word.partition("=")[0] for word in argv}
     if "--save" not in flags:
         return
+    leave_no_orphans()
     writer = importlib.import_module(f"{STRATEGIES}.filesystem_async")
     _fork(getattr(writer, "get_write_results_queue", None))
     if {"--async-save", "--use-persistent-ckpt-worker"} <= flags:

@@ -1,7 +1,8 @@
 """Process groups that are requested with nccl are made with gloo.
 
 Megatron passes --distributed-backend to its first group only. Some of the groups that it makes later name
-nccl themselves, and its barriers name the GPU to wait on, an argument that gloo does not take.
+nccl themselves, and its barriers name the GPU to wait on, an argument that gloo does not take. Two functions
+get here what Megatron gives them on a GPU: memory that stays until it is sent, and sizes that are numbers.
 """
 
 import functools
@@ -55,10 +56,39 @@ def _alias_what_is_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
     return keeping
 
 
+def _count_by_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``all_to_all_single``, which takes the sizes of its parts as numbers.
+
+    Megatron counts the tokens of each expert in a tensor. It makes numbers of one that it moves from the GPU,
+    and leaves one that is on the CPU as it is.
+    """
+
+    @functools.wraps(exchange)
+    def counting(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sizes = (_as_numbers(output_split_sizes), _as_numbers(input_split_sizes))
+        return exchange(output, input, *sizes, *args, **kwargs)
+
+    return counting
+
+
+def _as_numbers(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
 def install() -> None:
-    """Wrap the functions that make groups, the barrier and ``isend``."""
+    """Wrap the functions that make groups, the barrier, ``isend`` and ``all_to_all_single``."""
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = _redirect_backend(dist.distributed_c10d.init_process_group, 0)  # type: ignore
         module.new_group = _redirect_backend(dist.distributed_c10d.new_group, 2)  # type: ignore
         module.barrier = _without_device_ids(dist.distributed_c10d.barrier)  # type: ignore
     dist.isend = dist.distributed_c10d.isend = _alias_what_is_sent(dist.isend)
+    dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _count_by_numbers(
+        dist.all_to_all_single
+    )

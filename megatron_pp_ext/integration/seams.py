@@ -2,12 +2,13 @@
 
 Each seam names the place, the parameters that it has since which release, the hook that goes there, and what
 the hook is for.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.  Those that only a machine
-without a GPU needs are in ``cpu_seams``, those of seeds by layer in ``seed_seams``, and those that
-only write something down in ``record_seams``.  Importing this module imports Megatron.
+without a GPU needs are in ``cpu_seams``, those that mend the training loop in ``loop_seams``, those of seeds
+by layer in ``seed_seams``, and those that only record in ``record_seams``.  This imports Megatron.
 """
 
 from megatron_pp_ext.integration.cpu_seams import CPU
 from megatron_pp_ext.integration.hooks import (
+    bucket_padding,
     checkpoint_placement,
     data_parallel,
     dataset_helpers,
@@ -16,12 +17,14 @@ from megatron_pp_ext.integration.hooks import (
     mirrored_chunks,
     resumed_learning_rate,
     skipped_steps,
+    stage_data,
     stage_optimizer,
 )
+from megatron_pp_ext.integration.loop_seams import LOOP
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.record_seams import RECORDS
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
-from megatron_pp_ext.integration.request import parser, validation
+from megatron_pp_ext.integration.request import parser, same_request, validation
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.seed_seams import LAYER_SEEDS
 
@@ -33,7 +36,7 @@ def all_seams(cpu: bool = False) -> tuple[Seam, ...]:
 
 def launch_seams(cpu: bool) -> tuple[Seam, ...]:
     """Return what lets a training script run where it otherwise would not, under any schedule."""
-    return (*LAUNCH, *CPU) if cpu else LAUNCH
+    return (*LAUNCH, *LOOP, *CPU) if cpu else (*LAUNCH, *LOOP)
 
 
 def schedule_seams() -> tuple[Seam, ...]:
@@ -50,6 +53,12 @@ def schedule_seams() -> tuple[Seam, ...]:
     )
 
 
+_BATCH_ON_TENSOR_PARALLEL_RANK = (
+    "is_hybrid_cp create_attention_mask_in_dataloader broadcast_src_rank broadcast_group cp_size tp_rank "
+    "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
+    "is_pipeline_last_stage"
+)
+
 LAUNCH = (
     Seam(
         "megatron.core.datasets.utils:compile_helpers",
@@ -64,10 +73,38 @@ LAUNCH = (
         "--iterations-to-skip on every rank that reads samples, and on those that do not",
     ),
     Seam(
+        "megatron.training.utils:is_first_or_last_pipeline_stage",
+        {CORE_0_17: "vp_stage"},
+        stage_data.read_on_every_stage,
+        "attention within documents on the stages between the ends",
+    ),
+    Seam(
+        "megatron.training.utils:get_batch_on_this_tp_rank",
+        {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
+        stage_data.send_whole_batch,
+        "attention within documents on every tensor-parallel rank",
+    ),
+    Seam(
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        {
+            CORE_0_18: f"batch is_sft {_BATCH_ON_TENSOR_PARALLEL_RANK}",
+            CORE_0_19: f"batch has_cu_seqlens {_BATCH_ON_TENSOR_PARALLEL_RANK}",
+        },
+        stage_data.send_whole_batch,
+        "attention within documents on every tensor-parallel rank",
+    ),
+    Seam(
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
         {CORE_0_17: "self cls_value sd_value name"},
         resumed_learning_rate.name_the_flag,
         "the flag that allows a resumed run another --train-iters",
+    ),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer"
+        ":DistributedOptimizer.sharded_param_state_fully_reshardable",
+        {CORE_0_17: "self model_sharded_state_dict is_loading metadata"},
+        bucket_padding.count_without_padding,
+        "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
     ),
 )
 """What Megatron needs under any schedule."""
@@ -90,6 +127,15 @@ FLAGS = (
         {CORE_0_17: "args defaults"},
         validation.refuse_yaml,
         "no schedule without its flags translated",
+    ),
+    Seam(
+        "megatron.training.initialize:_initialize_distributed",
+        {
+            CORE_0_17: "get_embedding_ranks get_position_embedding_ranks store",
+            CORE_0_19: "get_embedding_ranks get_position_embedding_ranks store skip_model_parallel_init",
+        },
+        same_request.compare_before_groups,
+        "one schedule, from the same flags and files, on all ranks of the job",
     ),
 )
 """The flags that request a schedule."""

@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.cpu import checkpoint_writers, norms, streams
 from tests.support.ranks import run_ranks
 
 
@@ -76,6 +81,21 @@ def test_what_is_sent_stays_until_it_has_left() -> None:
     assert run_ranks(send_and_free, 2) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_ranks_exchange_parts_of_any_size(kind: Callable[[list[int]], object]) -> None:
+    """Megatron counts in a tensor what each expert gets, which may be nothing."""
+
+    def exchange(rank: int) -> list[float]:
+        dist.init_process_group("nccl")
+        sends, receives = [[3, 1], [0, 2]][rank], [[3, 0], [1, 2]][rank]
+        numbers = torch.empty(sum(receives))
+        mine = 10.0 * rank + torch.arange(sum(sends))
+        dist.all_to_all_single(numbers, mine, kind(receives), input_split_sizes=kind(sends))
+        return numbers.tolist()
+
+    assert run_ranks(exchange, 2) == [[0, 1, 2], [3, 10, 11]]
+
+
 def test_installing_again_changes_nothing() -> None:
     before = torch.zeros
     cpu.install()
@@ -86,3 +106,45 @@ def test_installing_after_megatron_is_refused() -> None:
     code = "import sys; sys.modules['megatron.core'] = sys; from megatron_pp_ext import cpu; cpu.install()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "call megatron_pp_ext.cpu.install() before importing Megatron" in run.stderr
+
+
+def test_an_event_tells_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.cuda's does: Megatron's timers divide by a thousand."""
+    clock = iter([10.0, 12.5])
+    monkeypatch.setattr(streams, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    start, end = torch.cuda.Event(), torch.cuda.Event()
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) == 2500.0
+
+
+def test_what_was_saved_on_a_gpu_is_loaded(tmp_path: Path) -> None:
+    torch.save({"weight": torch.arange(3)}, tmp_path / "weights.pt")
+    for device in ("cuda", "cuda:3", torch.device("cuda", 1), lambda storage, location: storage):
+        loaded = torch.load(tmp_path / "weights.pt", map_location=device)
+        assert loaded["weight"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_in_the_background_has_its_own_copies() -> None:
+    """Training goes on with tensors that it shares with the process that writes."""
+    shared, own = torch.zeros(2).share_memory_(), torch.zeros(2)
+    preload = checkpoint_writers.copy_shared(lambda buckets: buckets).__func__
+    ((file, key, (others, tensors)),) = preload([("file", "key", (["other"], [("a", shared), ("b", own)]))])
+    shared.add_(1)
+    assert (file, key, others) == ("file", "key", ["other"])
+    assert [(item, tensor.tolist()) for item, tensor in tensors] == [("a", [0.0, 0.0]), ("b", [0.0, 0.0])]
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_norms_are_marked_for_sequence_parallelism(is_parallel: bool) -> None:
+    """Their gradients are summed over tensor-parallel ranks, and the layer is made as if it had none."""
+
+    def make(cls: type, config: SimpleNamespace, size: int) -> torch.nn.Module:
+        assert not config.sequence_parallel
+        return torch.nn.LayerNorm(size)
+
+    config = SimpleNamespace(sequence_parallel=is_parallel)
+    norm = norms.mark_for_sequence_parallelism(make)(torch.nn.LayerNorm, config, 4)
+    marks = [getattr(parameter, "sequence_parallel", False) for parameter in norm.parameters()]
+    assert marks == [is_parallel] * 2
+    assert config.sequence_parallel is is_parallel

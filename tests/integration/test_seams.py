@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import sys
 
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
@@ -52,6 +53,46 @@ def test_apply_and_undo(unpatched):
     assert trainer.get_forward_backward_func is stock_function
 
 
+def test_undo_puts_everything_back(unpatched):
+    """Each name, in the class or in all modules that hold it, and a static method as one."""
+
+    class Static:
+        @staticmethod
+        def method(): ...
+
+    schedules.Static = Static
+    extra = patching.Seam(
+        "megatron.core.pipeline_parallel.schedules:Static.method",
+        {(0, 17): ""},
+        lambda stock: print,
+        "a test",
+    )
+    patching.undo()
+    every = [*seams.all_seams(cpu=True), extra]
+    assert not any(map(patching.is_applied, every))
+
+    def held() -> dict:
+        modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+        classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+        return {
+            (id(holder), name): value
+            for holder in (*modules, *classes)
+            for name, value in vars(holder).items()
+        }
+
+    try:
+        before = held()
+        patching.apply(every)
+        during = held()
+        assert len([key for key in before if during.get(key) is not before[key]]) > len(SEAMS)
+        patching.undo()
+        after = held()
+        assert [key[1] for key in before if after.get(key) is not before[key]] == []
+        assert isinstance(vars(Static)["method"], staticmethod)
+    finally:
+        del schedules.Static
+
+
 def test_a_moved_seam_is_refused_whole(unpatched, monkeypatch):
     def backward_step(input_tensor, output_tensor): ...
 
@@ -83,7 +124,8 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
     assert not is_any_applied()
     assert trainer.get_forward_backward_func is before
     # What was applied before stays.
-    assert all(patching.is_applied(seam) for seam in seams.launch_seams(cpu=True))
+    stay = patching.seams_of_this_release(seams.launch_seams(cpu=True))
+    assert all(map(patching.is_applied, stay))
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.99.0", "1.17.0", "development"])

@@ -83,6 +83,7 @@ FLAGS = {
         "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "selective": "--recompute-granularity selective",
     },
+    "dispatcher": {"all-gather": "", "all-to-all": "--moe-token-dispatcher-type alltoall"},
     "clipping": {"engages": "--clip-grad 0.1", "off": "--clip-grad 0"},
     "loss": {"by-microbatch": "", "by-token": "--calculate-per-token-loss"},
 }
@@ -96,6 +97,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": tuple(FLAGS["recompute"]),
     "microbatches": tuple(MICROBATCHES),
     "optimizer": tuple(FLAGS["optimizer"]),
+    "dispatcher": tuple(FLAGS["dispatcher"]),
     "clipping": tuple(FLAGS["clipping"]),
     "loss": tuple(FLAGS["loss"]),
 }
@@ -107,6 +109,9 @@ EXCLUDED: dict[Pair, str] = {
     ): "Megatron wants --sequence-parallel",
     (("layout", "pp2-ep2"), ("model", "gpt-tied")): "expert parallelism needs experts",
     (("layout", "pp2-ep2"), ("model", "llama-like")): "expert parallelism needs experts",
+    (("dispatcher", "all-to-all"), ("layout", "pp2-tp2")): "Megatron wants --sequence-parallel with experts",
+    (("dispatcher", "all-to-all"), ("model", "gpt-tied")): "tokens are dispatched to experts",
+    (("dispatcher", "all-to-all"), ("model", "llama-like")): "tokens are dispatched to experts",
 }
 """Two choices that make no job, with the reason."""
 
@@ -119,6 +124,7 @@ LARGE_ROWS: tuple[Row, ...] = (
         "recompute": "selective",
         "microbatches": "odd",
         "optimizer": "distributed-overlap",
+        "dispatcher": "all-gather",
         "clipping": "engages",
         "loss": "by-token",
     },
@@ -130,6 +136,7 @@ LARGE_ROWS: tuple[Row, ...] = (
         "recompute": "none",
         "microbatches": "ramp-up",
         "optimizer": "plain",
+        "dispatcher": "all-to-all",
         "clipping": "engages",
         "loss": "by-microbatch",
     },

@@ -67,6 +67,9 @@ TINY = shlex.split(
     "--distributed-timeout-minutes 5"
 )
 
+ONE_OF_TWO = {"--step-batch-size-schedule": "--global-batch-size", "--train-samples": "--train-iters"}
+"""Flags beside which Megatron refuses one of those above."""
+
 
 @dataclass
 class Run:
@@ -92,7 +95,7 @@ def train(
 ) -> list[Run]:
     """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
 
-    It trains on mock data unless ``flags`` has a --data-path.
+    It trains on mock data unless ``flags`` has a --data-path, or one for each part.
 
     ``initialize(chunks)`` sets the weights before the optimizer is made and a checkpoint is loaded; by
     default they go by layer. ``grab(chunks)`` is called once, on every rank, after the gradients of the first
@@ -103,10 +106,11 @@ def train(
     for flag in flags:
         if flag.startswith("--") and not has_flag(flag):
             pytest.skip(f"megatron-core {releases.megatron_version()} has no {flag}")
-    data = [] if "--data-path" in flags else ["--mock-data"]
+    data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
     tiny = [*TINY]
-    if "--step-batch-size-schedule" in flags:  # Megatron takes one of the two
-        del tiny[(at := tiny.index("--global-batch-size")) : at + 2]
+    for flag, other in ONE_OF_TWO.items():
+        if flag in flags:
+            del tiny[(at := tiny.index(other)) : at + 2]
     argv = cpu.with_cpu_flags([*tiny, *data, *flags])
     return ranks.run_ranks(_train, world_size, argv, initialize or initialize_by_layer, grab, timeout=timeout)
 

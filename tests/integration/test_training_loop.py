@@ -1,0 +1,76 @@
+"""What Megatron's training loop does between steps: larger batches, evaluation on several or whole sets."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext.text_data import prepare
+from tests.support import rounding
+from tests.support.comparison import assert_same_bits, assert_same_norms, run, stock
+from tests.support.flags import PP4, assert_refused
+from tests.support.training import train
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+STOCK: tuple[str, ...] = ()
+
+
+def schedule(name: str) -> tuple[str, ...]:
+    return ("--pipeline-schedule", name)
+
+
+def write(folder: Path, lines: int) -> str:
+    """Make a data set of about eight tokens a line; return its prefix."""
+    (folder / "text").write_text("".join(f"line {number}\n" for number in range(lines)))
+    prepare(folder / "text", folder / f"data-{lines}")
+    return str(folder / f"data-{lines}")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved"])
+def test_evaluation_while_fp16_skips_steps(name: str) -> None:
+    """The hooks that wait for gathered weights are not in place before a step has changed any."""
+    flags = (*PP2, "--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1", "--train-iters", "6")
+    flags += ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    flags += ("--eval-interval", "1", "--eval-iters", "1", "--clip-grad", "0")
+    ours, theirs = run(4, [*flags, *schedule(name)]), stock(4, *flags)
+    assert theirs.norms[0] is None
+    assert theirs.norms[-1] is not None
+    assert ours.losses == theirs.losses
+    assert ours.validation == theirs.validation
+    assert len(ours.validation) == 8
+    assert_same_norms(ours.norms, theirs.norms)
+
+
+@pytest.mark.parametrize("ours", [STOCK, schedule("1f1b"), schedule("v-half"), schedule("interleaved")])
+def test_data_last_while_batches_grow(ours: tuple[str, ...], tmp_path: Path) -> None:
+    """Twelve steps take 66 samples, not two each as Megatron counts them."""
+    data = ("--data-path", write(tmp_path, 80), "--vocab-size", "257", "--split", "100,0,0")
+    growing = (*PP2, *data, "--step-batch-size-schedule", "0:2 64:4 192:6", "--clip-grad", "0")
+    by_steps = run(2, [*growing, "--train-iters", "12", *ours])
+    assert len(by_steps.losses) == 12
+    assert_same_bits(by_steps, run(2, [*growing, "--train-samples", "66"]))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_several_validation_sets(name: str, tmp_path: Path) -> None:
+    sets = [write(tmp_path, 40), write(tmp_path, 30)]
+    flags = (*PP2, "--train-data-path", sets[0], "--valid-data-path", *sets, "--vocab-size", "257")
+    flags += ("--multiple-validation-sets", "--full-validation", "--eval-interval", "2", "--eval-iters", "1")
+    flags += ("--global-batch-size", "2", "--clip-grad", "0")
+    ours, theirs = (train(2, [*flags, *more])[-1] for more in (schedule(name), STOCK))
+    assert ours.losses == theirs.losses
+    assert ours.validation == theirs.validation
+    assert len(ours.validation) == 4
+    assert ours.validation[0] != pytest.approx(ours.validation[1], rel=rounding.of_losses(updates=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("1f1b --full-validation", "fails at the first evaluation; add --multiple-validation-sets"),
+        ("1f1b --multiple-validation-sets", "as a whole alone; add --full-validation"),
+        ("1f1b --multiple-validation-sets --full-validation", "stages between the ends"),
+        ("v-half --multiple-validation-sets --full-validation", "stages between the ends"),
+    ],
+)
+def test_where_megatron_cannot_evaluate(flags: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(monkeypatch, f"{PP4} --pipeline-schedule {flags}", says)
