@@ -84,7 +84,8 @@ def extent(step: RecordedStep) -> tuple[float, float]:
     """Return the times at which the step began and ended, reductions of gradients included."""
     begins = [record.events[0].start for record in step.records if record.events]
     ends = [record.events[-1].end for record in step.records if record.events]
-    return min(begins), max(*ends, *(r.end for record in step.records for r in record.reductions))
+    ends += [reduction.end for record in step.records for reduction in record.reductions]
+    return min(begins), max(ends)
 
 
 def _idle(record: RankRecord, own_gaps: Sequence[Gap], start: float, end: float) -> Idle:

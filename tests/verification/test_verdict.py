@@ -122,3 +122,56 @@ def test_a_run_that_ended_early(tmp_path: Path) -> None:
         run_record.read(tmp_path, 3)
     with pytest.raises(ValueError, match="recorded 0 of 3 steps"):
         run_record.read(tmp_path / "nothing", 3)
+
+
+def test_only_updates_before_a_step_excuse_it() -> None:
+    """The second update is the first that is clipped: losses may differ from the third step on."""
+    norms = (0.05, 0.5, 0.5)
+    stock, clipped = record(4.0, 4.0, 4.0, norms=norms), Arithmetic(clip=0.1)
+    assert not compare(stock, record(4.0, LAST_BIT, 4.0, norms=norms), clipped).is_equal
+    assert compare(stock, record(4.0, 4.0, LAST_BIT, norms=norms), clipped).is_equal
+
+
+def test_a_norm_may_move_more_than_a_loss() -> None:
+    """In bf16 by four thousandths of it, behind a clipped update."""
+    for moved, equal in ((0.003, True), (0.005, False)):
+        ours = record(4.0, 4.0, 4.0, norms=(0.5, 0.5, 0.5 * (1 - moved)))
+        assert compare(STOCK, ours, Arithmetic("bf16", clip=0.1)).is_equal is equal
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "replicas"),
+    [
+        ("", 4, 4),
+        ("--pipeline-model-parallel-size 2", 4, 2),
+        ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2", 16, 2),
+        ("--pipeline-model-parallel-size=4", 2, 1),
+    ],
+)
+def test_replicas_are_what_the_model_leaves(flags: str, ranks: int, replicas: int) -> None:
+    """The sum of two gradients has one order only, that of more has many."""
+    words = flags.replace("=", " ").split()
+    found = Arithmetic.of_flags(words, ranks)
+    assert found.replicas == replicas
+    assert (found.gradient("decoder.layers.1.mlp.linear_fc1.weight") == BITS) is (replicas <= 2)
+    low = Arithmetic.of_flags([*words, "--bf16"], ranks).gradient("x").allowed
+    assert low == (0.0 if replicas <= 2 else 2e-2)
+
+
+def test_the_last_clip_grad_counts() -> None:
+    """As for Megatron's parser."""
+    assert Arithmetic.of_flags(["--clip-grad", "1", "--clip-grad", "0"], 1).clip == 0
+    with pytest.raises(ValueError, match="--clip-grad needs a number"):
+        Arithmetic.of_flags(["--clip-grad", "much"], 1)
+
+
+def test_gradients_of_other_shapes_differ(tmp_path: Path) -> None:
+    stock = written(tmp_path / "stock", {"a": torch.ones(4, 1), "b": torch.ones(0)})
+    ours = written(tmp_path / "ours", {"a": torch.ones(1, 4), "b": torch.ones(0)})
+    verdict = compare(stock, ours, Arithmetic(), gradients=True)
+    assert [row.difference for row in verdict.of("gradient")] == [math.inf, 0.0]
+
+
+def test_a_loss_that_stock_does_not_have() -> None:
+    ours = RunRecord(tuple({"lm loss": 4.0, "mtp loss": 1.0} for _ in range(3)), STOCK.norms)
+    assert not compare(STOCK, ours, Arithmetic()).is_equal
