@@ -3,6 +3,9 @@
 # make test   lint, types and tests                                            (ARGS=what pytest should get)
 # make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones
+# make mutants   breaks the source in one place at a time, and says which of it tests notice: benchmarks/results/mutants.md
+# make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
+# make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
 # make lock   renews requirements.lock, from which make env installs
 
 # The newest interpreter that the project supports.  A python3.12 that does not run (an inactive pyenv shim) is passed over.
@@ -17,7 +20,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 OLDER := 0.17.1 0.18.2
 packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-.PHONY: env demo test test-all test-matrix smoke lint lock clean
+.PHONY: env demo test test-all test-matrix smoke lint lock clean mutants faults fuzz
 
 env: .venv/.installed
 
@@ -68,6 +71,16 @@ smoke-%: .venv-%/.installed
 		$(BIN)/python -m pip --python .venv-$*/bin/python install --compile --no-deps megatron-core==$*; \
 	fi
 	@touch $@
+
+mutants: env
+	$(BIN)/python -m tests.hunt.mutants.pure_rooms $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.hunt.mutants.defects
+
+fuzz: env
+	$(BIN)/python -W ignore -m tests.hunt.fuzz $(if $(N),--cases $(N)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+faults: env
+	$(BIN)/python -m tests.hunt.faults $(if $(N),--cases $(N)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 lint: env
 	$(BIN)/ruff check .

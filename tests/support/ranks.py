@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,25 +50,38 @@ def run_ranks(
     they may hold tensors but not modules with hooks. When a rank raises, or when ``timeout`` seconds are
     over, every rank is killed and RankError tells the tracebacks and the last lines of output.
     """
+    with started(fn, world_size, *args) as (running, files):
+        failed, problem = _wait(running, timeout)
+        if problem:
+            raise RankError("\n\n".join([problem, *(story(rank, files[rank]) for rank in failed)]))
+        return [pickle.loads(file.with_suffix(".result").read_bytes()) for file in files]
+
+
+@contextlib.contextmanager
+def started(
+    fn: Callable[..., Any], world_size: int, *args: Any
+) -> Iterator[tuple[dict[int, int], list[Path]]]:
+    """Fork processes that call ``fn(rank, *args)``; kill them, and what they started, at the context's end.
+
+    Yield their ids by rank, where whoever reaps one makes it negative, and the names of each rank's files
+    without the endings: .output, and .result or .traceback once it has ended.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         port = _free_port()
         sys.stdout.flush()
         sys.stderr.flush()
-        running = {}
+        running: dict[int, int] = {}
         try:
             for rank in range(world_size):
                 pid = os.fork()
                 if pid == 0:
                     _be_rank(fn, rank, world_size, args, files[rank], port)
                 running[rank] = pid
-            failed, problem = _wait(running, timeout)
+            yield running, files
         finally:
             for pid in running.values():
                 _kill(pid)
-        if problem:
-            raise RankError("\n\n".join([problem, *(_story(rank, files[rank]) for rank in failed)]))
-        return [pickle.loads(file.with_suffix(".result").read_bytes()) for file in files]
 
 
 def _be_rank(
@@ -146,7 +159,7 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _story(rank: int, files: Path) -> str:
+def story(rank: int, files: Path) -> str:
     """What a rank said last, and where it raised."""
     parts = [f"--- rank {rank} ---"]
     for suffix, lines in ((".output", OUTPUT_LINES), (".traceback", None)):

@@ -9,8 +9,9 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import placement as places
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from tests.support.random_orders import random_schedule
 
 
 def starts(schedule, costs):
@@ -83,26 +84,9 @@ def placements(draw):
 
 @st.composite
 def schedules(draw):
-    """Any valid schedule: ranks take ready actions at random, whole and halved backwards mixed."""
-    placement = draw(placements())
-    microbatches = draw(st.integers(1, 4))
+    """Any valid schedule."""
     random = draw(st.randoms(use_true_random=False))
-    orders = [[] for _ in range(placement.ranks)]
-    ready = [Action(0, Kind.F, i) for i in range(microbatches)]
-    while ready:
-        a = ready.pop(random.randrange(len(ready)))
-        orders[placement.rank_of(a.stage)].append(a)
-        stage, kind, i = a
-        backward = Kind.B if random.random() < 0.4 else Kind.I
-        if kind is Kind.F:
-            at_end = stage == placement.stages - 1
-            ready.append(Action(stage, backward, i) if at_end else Action(stage + 1, Kind.F, i))
-        else:
-            if kind is Kind.I:
-                ready.append(Action(stage, Kind.W, i))
-            if kind is not Kind.W and stage > 0:
-                ready.append(Action(stage - 1, backward, i))
-    return Schedule("random", placement, microbatches, tuple(map(tuple, orders)))
+    return random_schedule(random, draw(placements()), draw(st.integers(1, 4)))
 
 
 @st.composite

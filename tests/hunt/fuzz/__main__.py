@@ -1,0 +1,81 @@
+"""Draws random jobs and compares each with stock Megatron.
+
+    make fuzz N=50 SEED=1
+    make fuzz SEED=1 CASE=17          # one of them again
+    python -m tests.hunt.fuzz --cases 500 --report benchmarks/results/fuzz.md
+
+A difference is shrunk to the least that shows it.  The exit status is 1 if there is one.
+"""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+# What has to be set before torch is imported, and the stand-ins for torch.cuda.
+import tests.conftest
+import tests.support.ranks  # noqa: F401
+
+# isort: split
+import typer
+from rich.progress import Progress
+
+from benchmarks.report import publish
+from megatron_pp_ext.integration import install
+from tests.hunt.fuzz.draw import draw
+from tests.hunt.fuzz.factors import Row
+from tests.hunt.fuzz.report import Found, sections, told
+from tests.hunt.fuzz.shrink import shrunk
+from tests.hunt.fuzz.trial import Outcome, Trials
+from tests.support.few_trials import few_trials
+
+
+def main(
+    cases: Annotated[int, typer.Option(help="How many to draw.")] = 50,
+    seed: Annotated[int, typer.Option(help="Draws the same cases whenever it is the same.")] = 1,
+    case: Annotated[int | None, typer.Option(help="Only this one of the seed.")] = None,
+    budget: Annotated[float, typer.Option(help="Minutes after which no further case begins.")] = float("inf"),
+    report: Annotated[Path | None, typer.Option(help="The page to write.", metavar="FILE")] = None,
+    shrink: Annotated[bool, typer.Option(help="Look for the least that shows a difference.")] = True,
+) -> None:
+    """Draw, run, compare, shrink and report."""
+    install()
+    numbers = range(cases) if case is None else [case]
+    end = time.monotonic() + 60 * budget
+    found: list[Found] = []
+    minimal: dict[int, Row] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+        few_trials(os.path.join(folder, "compiled")),
+    ):
+        trials = Trials(Path(folder))
+        with Progress() as progress:
+            bar = progress.add_task("", total=len(numbers))
+            for number in numbers:
+                if time.monotonic() > end:
+                    break
+                row = draw(seed, number)
+                progress.update(bar, description=f"case {number}: {row['schedule']}")
+                outcome = trials(row)
+                found.append((number, row, outcome))
+                if outcome.kind.is_finding:
+                    if shrink:
+                        progress.update(bar, description=f"case {number}: shrinking")
+                        minimal[number] = _least(trials, row, outcome)
+                    print(told(seed, found[-1], minimal.get(number)), flush=True)
+                progress.advance(bar)
+    if report is not None:
+        about = "Each case is a job drawn at random, trained under a schedule and under stock's 1F1B."
+        publish(report, "Random jobs against stock Megatron", about, *sections(seed, found, minimal))
+    findings = sum(outcome.kind.is_finding for _, _, outcome in found)
+    print(f"{len(found)} cases of seed {seed}, {findings} to look at")
+    raise typer.Exit(1 if findings else 0)
+
+
+def _least(trials: Trials, row: Row, outcome: Outcome) -> Row:
+    return shrunk(row, lambda plainer: trials(plainer).is_like(outcome))
+
+
+if __name__ == "__main__":
+    typer.run(main)

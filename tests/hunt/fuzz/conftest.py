@@ -1,0 +1,8 @@
+"""Ranks here are forked from this process, as in tests/integration."""
+
+from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
+
+# isort: split
+from megatron_pp_ext.integration import install
+
+install()

@@ -1,0 +1,59 @@
+"""Draws jobs at random, the same ones for the same seed on every machine."""
+
+from functools import cache
+from random import Random
+
+from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
+from tests.hunt.fuzz.job import STOCK, has_checkpoint
+from tests.hunt.fuzz.schedules import drawn
+from tests.support.training import has_flag
+
+TOGETHER = 4
+"""Cases in a row that are one job under several schedules, and share the run of stock."""
+
+_EVEN = ("pipeline", "microbatches")
+"""Factors whose levels are drawn equally often."""
+
+_PLAIN = 0.6
+"""How often another factor is plain, so that of thirty a dozen are not."""
+
+
+def draw(seed: int, number: int) -> Row:
+    """Return case ``number`` of ``seed``, counted from 0: a level for each factor, and a schedule.
+
+    Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
+    measured (``measures``), and the schedule under which it goes on from a checkpoint (``resume``).
+    """
+    random = Random(f"{seed} {number // TOGETHER}")
+    row = _job(random)
+    names = drawn(row, random)
+    schedule = names[number % TOGETHER % len(names)]
+    own = Random(f"{seed} {number} {schedule}")
+    measures = own.choice(["none", "none", "none", "trace", "profile"])
+    if measures == "profile" and schedule.startswith("csv"):
+        measures = "trace"
+    resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
+    return {**row, "schedule": schedule, "measures": measures, "resume": resume}
+
+
+def _job(random: Random) -> dict[str, str]:
+    row = {"seed": str(random.randrange(10**6))}
+    for factor in FACTORS:
+        legal = [
+            level
+            for level in levels(factor)
+            if is_legal({**row, factor: level}, factor) and _is_known(factor, level)
+        ]
+        plain = levels(factor)[0]
+        others = [level for level in legal if level != plain]
+        share = 1 / len(legal) if factor in _EVEN else _PLAIN
+        stays = plain in legal and (not others or random.random() < share)
+        row[factor] = plain if stays else random.choice(others)
+    return row
+
+
+@cache
+def _is_known(factor: str, level: str) -> bool:
+    """Whether this release of Megatron has the flags of a level."""
+    words = FLAGS.get(factor, {}).get(level, "").split()
+    return all(has_flag(word) for word in words if word.startswith("--"))

@@ -1,0 +1,233 @@
+"""What a random job can choose: Megatron's flags in groups, and the choices that do not go together."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+Row = Mapping[str, str]
+"""Factor -> level.  The first level of a factor is its plain one, and adds the least."""
+
+DATA = "{data}"
+"""Stands in flags for the folder in which ``samples`` has written data."""
+
+FLAGS: Mapping[str, Mapping[str, str]] = {
+    "parallel": {
+        "none": "",
+        "dp2": "",
+        "tp2": "--tensor-model-parallel-size 2",
+        "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+        "cp2": "--context-parallel-size 2",
+        "ep2": "--expert-model-parallel-size 2",
+        "dp4": "",
+        "tp2-sp-dp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+        "tp2-sp-cp2": "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+        "tp2-sp-ep2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+    },
+    "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
+    "position": {
+        "learned": "",
+        "rope": "--position-embedding-type rope",
+        "rope-half": "--position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved",
+        "none": "--position-embedding-type none",
+    },
+    "norm": {
+        "layer": "",
+        "rms": "--normalization RMSNorm",
+        "query-key": "--qk-layernorm --norm-epsilon 1e-4",
+    },
+    "attention": {
+        "plain": "",
+        "grouped": "--group-query-attention --num-query-groups 2",
+        "window": "--window-size 4,0",
+        "biased": "--add-qkv-bias --attention-softmax-in-fp32",
+    },
+    "mlp": {
+        "gelu": "",
+        "swiglu": "--swiglu",
+        "squared-relu": "--squared-relu --ffn-hidden-size 48",
+        "post-residual": "--apply-residual-connection-post-layernorm",
+    },
+    "experts": {
+        "none": "",
+        "aux": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
+        "sequence": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "alltoall": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        "shared": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+        "--moe-shared-expert-intermediate-size 32",
+        "biased": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+        "alternating": "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2",
+    },
+    "biases": {"yes": "", "no": "--disable-bias-linear"},
+    "prediction": {
+        "none": "",
+        "one": "--mtp-num-layers 1",
+        "two": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
+    },
+    "precision": {
+        "fp32": "",
+        "bf16": "--bf16",
+        "bf16-gradients": "--bf16 --grad-reduce-in-bf16",
+        "bf16-fp32-residual": "--bf16 --fp32-residual-connection",
+        "fp16": "--fp16 --initial-loss-scale 256",
+        "fp16-fp32-gradients": "--fp16 --initial-loss-scale 256 --accumulate-allreduce-grads-in-fp32",
+        "fp16-overflows": "--fp16 --initial-loss-scale 16777216 --hysteresis 1",
+    },
+    "dropout": {"off": "", "on": "--attention-dropout 0.1 --hidden-dropout 0.2"},
+    "recompute": {
+        "none": "",
+        "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "distributed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--distribute-saved-activations",
+        "core": "--recompute-granularity selective",
+        "mlp": "--recompute-granularity selective --recompute-modules mlp",
+        "experts": "--recompute-granularity selective --recompute-modules moe",
+    },
+    "update": {
+        "adam": "",
+        "sgd": "--optimizer sgd --lr 0.1",
+        "decay": "--weight-decay 0.1 --adam-beta1 0.5 --adam-beta2 0.8 --adam-eps 1e-4",
+        "warm-up": "--lr-warmup-iters 2 --lr-decay-style linear --lr-decay-iters 8 --min-lr 0.001",
+        "decoupled": "--decoupled-lr 0.002 --decoupled-min-lr 0.0002",
+    },
+    "optimizer": {
+        "plain": "",
+        "overlap": "--overlap-grad-reduce",
+        "distributed": "--use-distributed-optimizer",
+        "distributed-reduce": "--use-distributed-optimizer --overlap-grad-reduce",
+        "distributed-overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    },
+    "buckets": {
+        "default": "",
+        "small": "--ddp-bucket-size 2000",
+        "three": "--ddp-num-buckets 3",
+        "unaligned": "--ddp-bucket-size 5000 --no-align-grad-reduce --no-align-param-gather",
+    },
+    "clipping": {"off": "--clip-grad 0", "engages": "--clip-grad 0.1", "default": ""},
+    "loss": {"by-microbatch": "", "by-token": "--calculate-per-token-loss"},
+    "data": {
+        "random": f"--data-path {DATA}/long --split 80,10,10",
+        "short": f"--data-path {DATA}/short --split 80,10,10",
+        "blend": f"--data-path 0.3 {DATA}/long 0.7 {DATA}/short --split 80,10,10",
+        "mock": "",
+    },
+    "masks": {
+        "none": "",
+        "positions": "--reset-position-ids",
+        "attention": "--reset-attention-mask",
+        "loss": "--eod-mask-loss",
+        "all": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+        "no-masks": "--no-create-attention-mask-in-dataloader",
+    },
+    "evaluation": {
+        "none": "",
+        "each-step": "--eval-interval 1 --eval-iters 2",
+        "late": "--eval-interval 2 --eval-iters 1",
+    },
+    "vocabulary": {"even": "", "odd": "--vocab-size 61", "padded": "--make-vocab-size-divisible-by 48"},
+    "samples": {"1": "", "2": "--micro-batch-size 2"},
+    "messages": {"default": "", "no-overlap": "--no-overlap-p2p-communication"},
+    "log": {
+        "plain": "",
+        "all": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2",
+    },
+}
+"""Factors whose levels are flags alone."""
+
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "pipeline": ("2", "3", "4"),
+    "microbatches": ("4", "1", "2", "3", "5", "6", "7", "8", "9", "growing"),
+    "chunks": ("2", "1", "3", "4"),
+    "cut": ("even", "layout", "ends", "first", "last"),
+    "checkpoint": ("none", "sync", "async", "persistent"),
+}
+"""Factors from which ``job`` computes flags.  ``chunks`` is the most that a rank may have."""
+
+OTHERS = "others"
+"""Stands in FORBIDDEN for every level of a factor but the plain one."""
+
+_SPARSE = "alternating"
+_ENDS = "first last ends"
+
+FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("eight ranks are enough", {"pipeline": "3 4", "parallel": "dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2"}),
+    ("experts want --sequence-parallel", {"parallel": "tp2", "experts": OTHERS}),
+    ("expert parallelism needs experts", {"parallel": "ep2 tp2-sp-ep2", "experts": "none"}),
+    ("experts have no biases in Megatron's local layers", {"experts": OTHERS, "biases": "yes"}),
+    ("prediction needs rotated or no positions", {"prediction": OTHERS, "position": "learned"}),
+    (
+        "Megatron cannot save tied embeddings beside a prediction's",
+        {"checkpoint": OTHERS, "embeddings": "tied", "prediction": OTHERS},
+    ),
+    ("Megatron cannot load the state of SGD", {"checkpoint": OTHERS, "update": "sgd"}),
+    (
+        "Megatron wants overlapped messages between two ranks with several chunks",
+        {"messages": "no-overlap", "pipeline": "2", "chunks": "2 3 4"},
+    ),
+    ("a layer norm on a CPU has one type", {"precision": "bf16-fp32-residual", "norm": "layer query-key"}),
+    (
+        "the distributed optimizer is for Adam",
+        {"update": "sgd", "optimizer": "distributed distributed-reduce distributed-overlap"},
+    ),
+    ("experts are there to be recomputed", {"recompute": "experts", "experts": "none"}),
+    ("recomputing an MLP with biases never ends", {"recompute": "mlp", "biases": "yes"}),
+    ("a layer of experts has no MLP to recompute", {"recompute": "mlp", "experts": OTHERS}),
+    (
+        "saved activations are distributed over tensor ranks, where these have whole ones",
+        {
+            "recompute": "distributed",
+            "parallel": "none dp2 tp2-sp cp2 ep2 dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2",
+        },
+    ),
+    (
+        "Megatron samples a blend's validation, which then has to have samples",
+        {"data": "blend", "evaluation": "none"},
+    ),
+    ("another vocabulary ends documents otherwise", {"vocabulary": "odd", "data": "random short blend"}),
+    (
+        "the CPU's context parallelism is for causal attention",
+        {"parallel": "cp2 tp2-sp-cp2", "attention": "window"},
+    ),
+    (
+        "the CPU's context parallelism is for causal attention",
+        {"parallel": "cp2 tp2-sp-cp2", "masks": "attention all"},
+    ),
+    ("dropout follows the placement", {"dropout": "on", "chunks": "2 3 4"}),
+    ("the ends of a model count in whole layers", {"cut": _ENDS, "chunks": "3 4"}),
+    ("a layout is given for one stage a rank, or two", {"cut": "layout", "chunks": "3 4"}),
+    ("sixteen layers take too long", {"chunks": "4", "pipeline": "4"}),
+    ("layers with and without experts repeat", {"experts": _SPARSE, "cut": OTHERS}),
+    ("batches that grow are counted in samples of one", {"microbatches": "growing", "samples": "2"}),
+)
+"""Choices of several factors that make no job together, each with the reason.  Plain levels make one."""
+
+
+def levels(factor: str) -> tuple[str, ...]:
+    """All levels of ``factor``, the plain one first."""
+    return SIZES[factor] if factor in SIZES else tuple(FLAGS[factor])
+
+
+FACTORS = (*SIZES, *FLAGS)
+
+
+def is_legal(row: Row, factor: str | None = None) -> bool:
+    """Whether a row, of which factors may be missing, is not forbidden; by the rules on ``factor`` alone."""
+    rules = (choices for _, choices in FORBIDDEN if factor is None or factor in choices)
+    return not any(_holds(choices, row) for choices in rules)
+
+
+def _holds(choices: Row, row: Row) -> bool:
+    return all(factor in row and row[factor] in _meant(factor, names) for factor, names in choices.items())
+
+
+@cache
+def _meant(factor: str, names: str) -> tuple[str, ...]:
+    return levels(factor)[1:] if names == OTHERS else tuple(names.split())
+
+
+def unusual(row: Row) -> Iterator[str]:
+    """The factors of ``row`` that are not plain."""
+    return (factor for factor in FACTORS if row[factor] != levels(factor)[0])

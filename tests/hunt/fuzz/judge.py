@@ -1,0 +1,96 @@
+"""How far a run may be from stock's: what the documents promise, with the tolerances of ``mpp verify``."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.verification.tolerances import Arithmetic
+from megatron_pp_ext.verification.verdict import compare, relative
+from tests.support import rounding
+from tests.support.comparison import Result
+
+_OTHER_ORDER = 3
+"""Replicas from which on sums are taken in another order than stock's, as under some csv files."""
+
+_CANCELLED = 0.01
+"""Of the largest gradient of all: one that is smaller may be what rounding leaves of terms that cancel.
+
+Attention does not change with a bias of the keys, for one, so that its exact gradient is 0.
+"""
+
+
+def arithmetic(flags: Sequence[str], ranks: int, other_order: bool) -> Arithmetic:
+    """What decides about the last bits of a job; in ``other_order`` each stage sums its gradients."""
+    known = Arithmetic.of_flags(flags, ranks)
+    return replace(known, replicas=max(known.replicas, _OTHER_ORDER)) if other_order else known
+
+
+def differences(ours: Result, theirs: Result, allowed: Arithmetic) -> Iterator[str]:
+    """Yield a line for every number of ``ours`` that is further from stock's than is allowed."""
+    yield from _gradients(ours, theirs, allowed)
+    yield from later_differences(ours, theirs, allowed, 0)
+    if len(ours.validation) != len(theirs.validation):
+        yield f"{len(ours.validation)} evaluations, but {len(theirs.validation)} under stock"
+    last = allowed.losses(_record(theirs), len(theirs.losses))
+    for number, (mine, stock) in enumerate(zip(ours.validation, theirs.validation, strict=False), 1):
+        if not last.accepts(apart := relative(mine, stock)):
+            yield f"evaluation {number}: {mine} and under stock {stock}, {apart:.2g} apart, allowed {last}"
+    for step, (mine, stock) in enumerate(zip(ours.logged, theirs.logged, strict=False), 1):
+        if mine.keys() != stock.keys():
+            yield f"step {step}: logs {', '.join(mine)}, but under stock {', '.join(stock)}"
+        for name in mine.keys() & stock.keys():
+            within = last.allowed + rounding.PRINTED
+            if not (apart := relative(float(mine[name]), float(stock[name]))) <= within:
+                yield f"step {step}: {name} logged {mine[name]}, under stock {stock[name]}, {apart:.2g} apart"
+
+
+def later_differences(ours: Result, theirs: Result, allowed: Arithmetic, first: int) -> Iterator[str]:
+    """Yield a line for each such loss and norm of ``ours``, which begins with step ``first`` from 0."""
+    if len(ours.losses) + first != len(theirs.losses):
+        yield f"{len(ours.losses)} losses, but {len(theirs.losses) - first} under stock"
+    stock, mine = _record(theirs), _record(ours)
+    whole = RunRecord(stock.losses[:first] + mine.losses, stock.norms[:first] + mine.norms)
+    for row in compare(stock, whole, allowed).rows:
+        if not row.is_equal:
+            yield (
+                f"step {row.step}: {row.name} {row.ours} and under stock {row.stock}, {row.difference:.2g} "
+                f"apart, allowed {row.tolerance}"
+            )
+
+
+def _record(result: Result) -> RunRecord:
+    return RunRecord(tuple({"lm loss": loss} for loss in result.losses), tuple(result.norms))
+
+
+def _gradients(ours: Result, theirs: Result, allowed: Arithmetic) -> Iterator[str]:
+    if missing := ours.gradients.keys() ^ theirs.gradients.keys():
+        yield f"gradients that one of the runs lacks: {sorted(missing)}"
+    found = []
+    largest = max((gradient.abs().max().item() for gradient in theirs.gradients.values()), default=0.0)
+    for (name, part), stock in theirs.gradients.items():
+        mine = ours.gradients.get((name, part))
+        if mine is not None and not allowed.gradient(name).accepts(
+            apart := _apart(mine, stock, _CANCELLED * largest)
+        ):
+            found.append((apart, f"{name} of tensor rank {part}, allowed {allowed.gradient(name)}"))
+    if found:
+        apart, worst = max(found)
+        yield f"{len(found)} of {len(theirs.gradients)} gradients, most {apart:.2g}: {worst}"
+
+
+def _apart(mine: torch.Tensor, stock: torch.Tensor, least: float) -> float:
+    """The largest distance of two numbers, relative to the largest, which counts as no less than ``least``.
+
+    What is not finite has to be the same in both.
+    """
+    if mine.shape != stock.shape:
+        return float("inf")
+    # Where fp16 overflows, the numbers are infinite or none in both.
+    same = (mine == stock) | (mine.isnan() & stock.isnan())
+    if same.all():
+        return 0.0
+    scale = stock.double().abs().max().clamp(min=least)
+    distance = (mine.double() - stock.double())[~same].abs().max() / scale
+    return distance.item() if distance.isfinite() else float("inf")

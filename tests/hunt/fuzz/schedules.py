@@ -1,0 +1,63 @@
+"""Which schedules a drawn job can run under, by names that say all about them.
+
+A name is that of the catalogue, with a number of chunks where it is not the usual one ("interleaved 3");
+"flex 0.75" with its limit, "auto", and "csv v 2": a random order of that placement.
+"""
+
+from collections.abc import Iterator
+from random import Random
+
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.placement import Shape
+from tests.hunt.fuzz.factors import Row
+from tests.hunt.fuzz.job import CSV, CSV_ANY_ORDER
+
+LIMITS = (0.4, 1.6)
+"""Of ``flex``, as fractions of what 1F1B keeps; a limit that is too low for the job is refused."""
+
+
+def drawn(row: Row, random: Random) -> list[str]:
+    """The schedules that the job of ``row`` can run under, in a random order."""
+    names = list(_of_catalogue(row))
+    for chunks in _compiled_chunks(row):
+        names += [f"{FLEX} {random.uniform(*LIMITS):.3f}{chunks}" for _ in range(2)]
+    if not row["precision"].startswith("fp16") and row["chunks"] in "12":
+        names.append(AUTO)
+    if row["microbatches"] != "growing":
+        placements = list(_placements(row))
+        kinds = [CSV] if row["dropout"] == "on" else [CSV, CSV_ANY_ORDER]
+        names += [f"{random.choice(kinds)} {random.choice(placements)}" for _ in range(3)]
+    names = list(dict.fromkeys(names))
+    random.shuffle(names)
+    return names
+
+
+def _of_catalogue(row: Row) -> Iterator[str]:
+    for entry in catalog.ENTRIES.values():
+        for chunks in _chunks(row, entry.shape):
+            if entry.accepts(chunks):
+                yield entry.name if chunks == entry.chunks else f"{entry.name} {chunks}"
+
+
+def _chunks(row: Row, shape: Shape) -> list[int]:
+    """The stages that a rank may have in a placement of ``shape``."""
+    most, cut = int(row["chunks"]), row["cut"]
+    if cut == "layout":
+        return [most]
+    if cut in ("first", "last") and shape in (Shape.V, Shape.WAVE):
+        return [1]
+    return [chunks for chunks in range(1, most + 1) if most % chunks == 0]
+
+
+def _compiled_chunks(row: Row) -> list[str]:
+    """The stages of a rank as flex wants them given: it cuts in two by itself."""
+    return [f" {row['chunks']}"] if row["chunks"] in "34" else [""]
+
+
+def _placements(row: Row) -> Iterator[str]:
+    for shape in Shape:
+        for chunks in _chunks(row, shape):
+            fits = {Shape.LINEAR: chunks == 1, Shape.V: chunks == 2, Shape.LOOP: chunks > 1}
+            if fits.get(shape, chunks > 2):
+                yield f"{shape} {chunks}"

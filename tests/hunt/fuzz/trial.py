@@ -1,0 +1,150 @@
+"""Tries a drawn case: runs it and stock, and says what came of it."""
+
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tests.hunt.fuzz import job, judge, samples
+from tests.hunt.fuzz.factors import Row
+from tests.support.comparison import Result, run
+from tests.support.ranks import RankError
+
+
+class Kind(StrEnum):
+    """What can come of a case."""
+
+    EQUAL = "equal to stock"
+    REFUSED = "refused by a rule that the documents state"
+    DIFFERENT = "different"
+    FAILED = "failed"
+    HUNG = "hung"
+    STOCK_FAILED = "stock failed"
+
+    @property
+    def is_finding(self) -> bool:
+        """Whether somebody has to look at it.  The hunt should never draw what stock cannot run."""
+        return self not in (Kind.EQUAL, Kind.REFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a case, in lines; ``seconds`` are those of its runs, with stock's if that had to run."""
+
+    kind: Kind
+    lines: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def is_like(self, other: "Outcome") -> bool:
+        """Whether the two are the same finding, as far as one can tell: errors of one type."""
+        return self.kind is other.kind and self._error() == other._error()
+
+    def _error(self) -> str:
+        raises = self.kind in (Kind.FAILED, Kind.STOCK_FAILED)
+        return self.lines[-1].partition(":")[0] if raises and self.lines else ""
+
+
+REFUSALS = (
+    r"memory limit .* is infeasible",  # docs/schedules.md, "flex": a rank must keep at least one microbatch
+)
+"""The refusals that a drawn case may meet, each with where the documents state it."""
+
+_LINE = 300
+"""How much of a line is shown."""
+
+_REFUSED = re.compile(r"SystemExit: megatron_pp_ext: (.*)")
+
+
+class _StockFailed(Exception):
+    pass
+
+
+class Trials:
+    """Tries cases one after the other, with data in a folder of its own, and keeps stock's last runs."""
+
+    _KEPT = 4
+
+    def __init__(self, folder: Path, train: Callable[..., Result] = run) -> None:
+        self._folder = folder
+        self._train = train
+        self._stock: dict[tuple[str, ...], Result | str] = {}
+        samples.write(folder)
+
+    def __call__(self, row: Row) -> Outcome:
+        """Run the case; whatever goes wrong is in the outcome."""
+        start = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                lines = tuple(self._differences(row, Path(folder)))
+            kind = Kind.DIFFERENT if lines else Kind.EQUAL
+        except _StockFailed as error:
+            kind, lines = Kind.STOCK_FAILED, _last_lines(str(error))
+        except RankError as error:
+            kind, lines = _failure(str(error))
+        except AssertionError as error:
+            # Ranks that should have the same number do not.
+            kind, lines = Kind.DIFFERENT, _last_lines(f"ranks disagree: {error}")
+        return Outcome(kind, lines, time.monotonic() - start)
+
+    def _differences(self, row: Row, folder: Path) -> Iterator[str]:
+        ranks = job.ranks(row)
+        theirs = self._stock_of(row)
+        flags = job.trained(row, self._folder, folder)
+        other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
+        allowed = judge.arithmetic(flags, ranks, other_order)
+        ours = self._train(ranks, [*flags, *job.saving(row, folder)])
+        yield from judge.differences(ours, theirs, allowed)
+        if job.has_checkpoint(row):
+            try:
+                ours = self._train(ranks, job.resumed(row, self._folder, folder))
+            except RankError:
+                self._resume_stock(row)
+                raise
+            for line in judge.later_differences(ours, theirs, allowed, job.SAVED_AFTER):
+                yield f"resumed under {row['resume']}, {line}"
+
+    def _resume_stock(self, row: Row) -> None:
+        """Raise _StockFailed where stock itself cannot go on from its own checkpoint of the job."""
+        alone = {**row, "resume": job.STOCK}
+        with tempfile.TemporaryDirectory(dir=self._folder) as name:
+            folder = Path(name)
+            try:
+                self._train(job.ranks(row), [*job.stock(row, self._folder), *job.saving(row, folder)])
+                self._train(job.ranks(row), job.resumed(alone, self._folder, folder))
+            except AssertionError as error:
+                raise _StockFailed(str(error)) from error
+
+    def _stock_of(self, row: Row) -> Result:
+        """Stock's run, which saves as well: what Megatron cannot save, nobody can resume."""
+        flags = job.stock(row, self._folder)
+        key = (str(job.ranks(row)), row["checkpoint"], *flags)
+        if key not in self._stock:
+            while len(self._stock) >= self._KEPT:
+                del self._stock[next(iter(self._stock))]
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                try:
+                    flags += job.saving(row, Path(folder))
+                    self._stock[key] = self._train(job.ranks(row), flags)
+                except AssertionError as error:
+                    self._stock[key] = str(error)
+        found = self._stock[key]
+        if isinstance(found, str):
+            raise _StockFailed(found)
+        return found
+
+
+def _failure(text: str) -> tuple[Kind, tuple[str, ...]]:
+    refused = _REFUSED.search(text)
+    if refused and any(re.search(known, refused[1]) for known in REFUSALS):
+        return Kind.REFUSED, (refused[1],)
+    hung = re.match(r"ranks .* did not finish", text)
+    return (Kind.HUNG if hung else Kind.FAILED), _last_lines(text)
+
+
+def _last_lines(text: str) -> tuple[str, ...]:
+    """The last lines of the first rank that failed, which say what it raised and where."""
+    first = text.split("\n--- rank ")[:2][-1]
+    return tuple(line[:_LINE] for line in first.splitlines() if line.strip())[-6:]
