@@ -2,6 +2,7 @@
 
 import functools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_pp_ext import cpu, pretrain_gpt
+from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import choose, flush_free, free_memory
 from megatron_pp_ext.request import updates
@@ -18,6 +19,7 @@ from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding, training
 from tests.support.ranks import RankError, run_ranks
+from tests.support.samples import note_samples, samples_of
 
 UNTIED = "--untie-embeddings-and-output-weights"
 UPDATES = 20
@@ -184,11 +186,20 @@ def test_evaluation_leaves_alone_what_is_in_flight() -> None:
     assert ranks[-1]["losses"] == reference(4, 1, "latest", SGD)["losses"]
 
 
-def test_clipping_goes_by_stage() -> None:
-    """The two stages' norms make up the whole model's, and neither has waited for the other's."""
+def test_clipping_goes_by_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The two stages' norms make up the whole model's; neither has waited for the other's, which is said."""
+    said = tmp_path / "said"
+
+    def print_rank_0(text: str) -> None:
+        with said.open("a") as log:
+            log.write(f"{text}\n")
+
+    monkeypatch.setattr(flush_free, "print_rank_0", print_rank_0)
     flags = (*MODEL, *SGD, "--clip-grad", "0.1", "--train-iters", "2")
     first, last = (rank["norms"][0] for rank in run(2, (*flags, *flags_of(2, 1, "latest"))))
+    assert said.read_text().count("--clip-grad 0.1 goes by each pipeline stage's own gradient norm") == 2
     whole = run(2, (*flags, *flags_of(2, 1, "latest"), "--pipeline-allow-waits"))
+    assert said.read_text().count("goes by each") == 2
     assert whole[0]["norms"] == whole[1]["norms"]
     assert first != last
     assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
@@ -206,6 +217,39 @@ def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:
     assert run(4, (*MODEL, *SGD, "--train-iters", "2", *flags_of(4, 4, "previous")))
 
 
+def test_room_for_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 4 keeps three older versions, each of 100 bytes; to the byte."""
+
+    def check(free: int) -> None:
+        def gather(devices: list, mine: tuple[int, int], group: object) -> None:
+            devices[:] = [(100, free), (100, 10**6), (100, 10**6), (100, 10**6)]
+
+        monkeypatch.setattr(flush_free.dist, "all_gather_object", gather)
+        monkeypatch.setattr(free_memory, "free_bytes", lambda: free)
+        flush_free.require_room(
+            updates.Updates(1, Weights.LATEST, waits=False), 100, SimpleNamespace(size=lambda: 4)
+        )
+
+    check(300)
+    with pytest.raises(ValueError, match=r"keep 3 older version\(s\) of 100 bytes .* rank 0, which has 299"):
+        check(299)
+    with pytest.raises(ValueError, match=r"set --pipeline-update-interval to 2,"):
+        check(200)
+    with pytest.raises(ValueError, match="choose a schedule that flushes"):
+        check(99)
+
+
+def test_a_buffer_that_changes_is_refused() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    running = object.__new__(flush_free._RunningPipeline)
+    running._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    model.eval()(torch.randn(3, 2))
+    running._require_constant_buffers()
+    model.train()(torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match="the model's buffer num_batches_tracked changes in a forward"):
+        running._require_constant_buffers()
+
+
 def test_another_number_of_microbatches_under_way_is_refused() -> None:
     running = object.__new__(flush_free._RunningPipeline)
     running._updates = updates.Updates(4, Weights.PREVIOUS, waits=False)
@@ -213,27 +257,8 @@ def test_another_number_of_microbatches_under_way_is_refused() -> None:
         running.update(SimpleNamespace(microbatches=2), None)
 
 
-def note_samples(file: str) -> None:
-    """Write a line for each training loss: the number of its step and its first tokens."""
-    stock = pretrain_gpt.loss_func
-    batch = pretrain_gpt.get_batch
-    seen: list = []
-
-    def get_batch(iterator, vp_stage):
-        rows = batch(iterator, vp_stage)
-        seen.append(rows["labels"])
-        return rows
-
-    def loss_func(*args):
-        with open(file, "a") as log:
-            log.write(f"{training.training.get_args().curr_iteration} {seen[-1][0, :8].tolist()}\n")
-        return stock(*args)
-
-    pretrain_gpt.get_batch, pretrain_gpt.loss_func = get_batch, loss_func
-
-
 def noted(rank: int, argv: list[str], file: str, dies_at: int | None) -> None:
-    note_samples(f"{file}.{rank}")
+    note_samples(Path(f"{file}.{rank}"))
     if dies_at is not None:
         stock = training.training.train_step
 
@@ -244,15 +269,6 @@ def noted(rank: int, argv: list[str], file: str, dies_at: int | None) -> None:
 
         training.training.train_step = train_step
     training._train(rank, argv, training.initialize_by_layer, None)
-
-
-def samples_of(file: str) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    with open(file) as log:
-        for line in log:
-            step, _, tokens = line.partition(" ")
-            found.setdefault(int(step), []).append(tokens)
-    return found
 
 
 def test_a_killed_and_resumed_run_uses_every_sample_once(tmp_path) -> None:
@@ -266,7 +282,7 @@ def test_a_killed_and_resumed_run_uses_every_sample_once(tmp_path) -> None:
         run_ranks(noted, 3, [*ours, *saves], str(tmp_path / "killed"), 5)
     run_ranks(noted, 3, [*ours, "--load", str(tmp_path / "ckpt")], str(tmp_path / "resumed"), None)
 
-    stock, killed, resumed = (samples_of(f"{tmp_path / name}.2") for name in ("stock", "killed", "resumed"))
+    stock, killed, resumed = (samples_of(tmp_path / f"{name}.2") for name in ("stock", "killed", "resumed"))
     assert min(resumed) == 3  # the checkpoint's
     assert {step: killed[step] for step in range(3)} | resumed == stock
     assert [len(samples) for samples in stock.values()] == [2] * 8

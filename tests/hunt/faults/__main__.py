@@ -1,0 +1,51 @@
+"""Hits ranks of random jobs with signals, and resumes what is left.
+
+    make faults N=20 SEED=1
+    make faults SEED=1 CASE=17        # one of them again
+    python -m tests.hunt.faults --cases 60 --report benchmarks/results/faults.md
+
+The exit status is 1 if a case went wrong.
+"""
+
+import itertools
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+# What the tests set before they import torch.
+import tests.conftest  # noqa: F401
+
+# isort: split
+import typer
+
+from tests.hunt.faults.cases import drawn
+from tests.hunt.faults.report import line_of, write
+from tests.hunt.faults.trial import try_case
+
+
+def main(
+    cases: Annotated[int, typer.Option(help="How many to draw.")] = 20,
+    seed: Annotated[int, typer.Option(help="Draws the same cases whenever it is the same.")] = 1,
+    case: Annotated[int | None, typer.Option(help="Only this one of the seed.")] = None,
+    budget: Annotated[float, typer.Option(help="Minutes after which no further case begins.")] = float("inf"),
+    report: Annotated[Path | None, typer.Option(help="The page to write.", metavar="FILE")] = None,
+) -> None:
+    """Try the cases, and print a line for each."""
+    warnings.simplefilter("ignore")
+    end = time.monotonic() + 60 * budget
+    first, count = (0, cases) if case is None else (case, 1)
+    outcomes = []
+    for number, one in enumerate(itertools.islice(drawn(seed), first, first + count), start=first):
+        if time.monotonic() > end:
+            break
+        outcomes.append(try_case(one))
+        print(f"{number}: {line_of(outcomes[-1])}", flush=True)
+        if report:
+            write(outcomes, report)
+    if any(outcome.problems for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
