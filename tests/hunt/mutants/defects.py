@@ -1,0 +1,158 @@
+"""Defects that are planted by hand, one at a time, in a copy of the project; named tests have to notice.
+
+    python -m tests.hunt.mutants.defects [WORD...]
+
+Each file in ``planted`` lists the defects of one room.  With words, only those defects are planted whose file
+or snippet has one of them, and nothing is written to the page of results.
+"""
+
+import compileall
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import table
+from tests.hunt.mutants import report
+
+ROOT = Path(__file__).parents[3]
+PLANTED = Path(__file__).parent / "planted"
+COPIED = ("megatron_pp_ext", "tests", "benchmarks", "reference", "docs", "examples", "scripts")
+FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
+TIMEOUT = 1800.0
+"""Seconds after which tests count as failed; ranks that a defect makes hang end by themselves before."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One place of the package, what is planted there, and who has to notice.
+
+    ``user`` says what somebody would see who trained with it.  ``equivalent`` is the reason why nobody can
+    notice, for a change that looked like a defect; ``tests`` are then those nearest to it, and pass.
+    """
+
+    file: str
+    before: str
+    after: str
+    user: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+    @property
+    def room(self) -> str:
+        """The room of the package."""
+        return self.file.partition("/")[0]
+
+    @property
+    def path(self) -> str:
+        """The file from the project's folder on."""
+        return f"megatron_pp_ext/{self.file}"
+
+    def applied(self, source: str) -> str:
+        """Return ``source`` with the defect; ValueError unless what it replaces is there exactly once."""
+        found = source.count(self.before)
+        if found != 1:
+            raise ValueError(
+                f"{self.path} has what a defect replaces {found} times, not once: {self.before!r}"
+            )
+        return source.replace(self.before, self.after)
+
+
+def all_defects() -> list[Defect]:
+    """Return the defects of all rooms."""
+    return [
+        Defect(**{**entry, "tests": tuple(entry["tests"])})
+        for path in sorted(PLANTED.glob("*.toml"))
+        for entry in tomllib.loads(path.read_text(encoding="utf-8"))["defect"]
+    ]
+
+
+def copied(folder: Path) -> None:
+    """Copy to ``folder`` what tests need; bytecode there is checked by its source, whatever the time."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / name)
+    checked = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(folder, quiet=1, invalidation_mode=checked)
+
+
+def passes(folder: Path, tests: Sequence[str]) -> bool:
+    """Run ``tests`` in the copy and return whether all pass; ValueError if they could not be run."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if run.returncode not in (0, 1):  # no such test, or a file that cannot be imported
+        raise ValueError(f"{' '.join(tests)} cannot be run:\n{run.stdout[-2000:]}")
+    return run.returncode == 0
+
+
+def noticed(defects: Sequence[Defect]) -> Iterator[tuple[Defect, bool]]:
+    """Plant each of ``defects`` by itself and yield it with whether its tests fail.
+
+    ValueError if a test fails without any defect.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        copied(folder)
+        tests = list(dict.fromkeys(test for defect in defects for test in defect.tests))
+        if not passes(folder, tests):
+            raise ValueError("tests of the list fail without a defect; run them, and mend them first")
+        for defect in defects:
+            file = folder / defect.path
+            source = file.read_text(encoding="utf-8")
+            file.write_text(defect.applied(source), encoding="utf-8")
+            try:
+                yield defect, not passes(folder, defect.tests)
+            finally:
+                file.write_text(source, encoding="utf-8")
+
+
+def main(words: Sequence[str]) -> int:
+    """Plant the defects that ``words`` choose, all without words; return 1 if one was not noticed."""
+    chosen = [
+        defect
+        for defect in all_defects()
+        if not words or any(word in f"{defect.path} {defect.before} {defect.after}" for word in words)
+    ]
+    score: dict[str, list[bool]] = {}
+    missed: list[Defect] = []
+    for defect, is_noticed in noticed(chosen):
+        as_expected = is_noticed is not bool(defect.equivalent)
+        said = "noticed" if is_noticed else "equivalent" if defect.equivalent else "MISSED"
+        print(f"{said:10} {defect.path}: {defect.user}", flush=True)
+        if not defect.equivalent:
+            score.setdefault(defect.room, []).append(is_noticed)
+        if not as_expected:
+            missed.append(defect)
+    if not words:
+        report.write_section("Planted defects", _section(chosen, score, missed))
+    return bool(missed)
+
+
+def _section(chosen: Sequence[Defect], score: dict[str, list[bool]], missed: Sequence[Defect]) -> str:
+    rows = [(room, len(found), sum(found), f"{sum(found) / len(found):.0%}") for room, found in score.items()]
+    everything = [one for found in score.values() for one in found]
+    rows.append(("all", len(everything), sum(everything), f"{sum(everything) / len(everything):.0%}"))
+    parts = [table(("room", "planted", "noticed", "score"), rows)]
+    parts += [f"Missed: `{defect.path}`: {defect.user}" for defect in missed]
+    equivalent = [defect for defect in chosen if defect.equivalent]
+    if equivalent:
+        parts.append("These changes are equivalent, and are not counted:")
+        parts.append("\n".join(f"- `{one.path}`: {one.user} {one.equivalent}" for one in equivalent))
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Mutants of the pure-Python rooms, drawn by a seed, and the share of them that the tests of the room notice.
+
+    python -m tests.hunt.mutants.pure_rooms [ROOM...] [--number N] [--seed S]
+
+``equivalent.toml`` names the mutants that nobody can notice, each with the reason; they are not counted.
+Each room has a section of the page of results.
+"""
+
+import argparse
+import random
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.report import table
+from tests.hunt.mutants import report
+from tests.hunt.mutants.mutations import Mutant, count, mutants
+from tests.hunt.mutants.noticing import is_noticed, reached
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = "megatron_pp_ext"
+ROOMS = ("schedule", "compiler", "partition", "planner")
+SLOW = (
+    "--deselect=tests/planner/test_published.py::test_the_98b_grid_search",
+    "--deselect=tests/planner/test_published.py::test_megatrons_own_steps",
+)
+"""Tests of the rooms that are not even tried once here."""
+
+
+def drawn(room: str, number: int, seed: int) -> Iterator[Mutant]:
+    """Yield ``number`` mutants of ``room``, any of its mutants as likely as any other."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / room).rglob("*.py"))
+    everywhere = [(file, at) for file in files for at in range(count(ROOT, file))]
+    # A seed draws the same place however many are drawn.
+    places = random.Random(f"{room} {seed}").sample(everywhere, len(everywhere))[:number]
+    by_file: dict[str, list[int]] = {}
+    for file, at in places:
+        by_file.setdefault(file, []).append(at)
+    for file, chosen in sorted(by_file.items()):
+        yield from mutants(ROOT, file, iter(sorted(chosen)))
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Return the reason for each (file, before, after) that nobody can notice."""
+    listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text(encoding="utf-8"))
+    return {(one["file"], one["before"], one["after"]): one["why"] for one in listed.get("mutant", [])}
+
+
+def survivors(room: str, number: int, seed: int) -> tuple[Counter[str], list[Mutant]]:
+    """Try ``number`` mutants of ``room``; return the number of each outcome, and those not noticed."""
+    tests = reached(ROOT, f"{PACKAGE}/{room}", [f"tests/{room}", *SLOW])
+    known, counts, left = equivalents(), Counter[str](), []
+    for mutant in drawn(room, number, seed):
+        if (mutant.file, mutant.before, mutant.after) in known:
+            counts["equivalent"] += 1
+        elif is_noticed(ROOT, mutant, tests):
+            counts["noticed"] += 1
+        else:
+            counts["survived"] += 1
+            left.append(mutant)
+            print(f"{mutant.file}:{mutant.line}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
+    return counts, left
+
+
+def section(room: str, number: int, seed: int) -> str:
+    """Try the room's mutants, and return the text about them."""
+    counts, left = survivors(room, number, seed)
+    judged = counts["noticed"] + counts["survived"]
+    share = f"{counts['noticed'] / judged:.0%}" if judged else "-"
+    head = ["drawn", "equivalent", "noticed", "survived", "noticed of those not equivalent"]
+    row = [counts.total(), counts["equivalent"], counts["noticed"], counts["survived"], share]
+    lines = [f"- `{one.file}`, line {one.line}: `{one.before}` became `{one.after}`" for one in left]
+    return "\n\n".join([table(head, [row]), *(["These survived:", "\n".join(lines)] if left else [])])
+
+
+def main() -> None:
+    """Try the rooms that the command line names, or all, and write a section of the page for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rooms", nargs="*", choices=[[], *ROOMS], metavar="ROOM")
+    parser.add_argument("--number", type=int, default=150, help="mutants a room")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    for room in asked.rooms or ROOMS:
+        report.write_section(f"Pure Python: {room}", section(room, asked.number, asked.seed))
+
+
+if __name__ == "__main__":
+    main()
