@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.request import source
 from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
@@ -66,6 +69,28 @@ def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: 
         assert named("flex", 4, 8, limit=limit).compile(estimated).timeline.schedule.digest == schedule.digest
         totals[limit] = max(timeline.peak_memory)
     assert totals[0.75 * whole] <= 0.75 * whole < totals[0.75]
+
+
+def test_auto_takes_what_is_free_and_never_less_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step it takes the least; a device that is nearly full gets that schedule again."""
+    auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
+    costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
+    needed = max(least_limits(4, costs, auto.placement))
+    first = auto.build(8, None)
+    assert auto.build(8, lambda: 1.0).digest == first.digest
+    assert auto.limits(costs, first, lambda: 1.0) == (needed, costs)
+    assert auto.limits(costs, first, lambda: 2 * needed) == (2 * needed, costs)
+    roomy = auto.build(8, lambda: 100 * needed)
+    least, most = (simulate(one, costs) for one in (first, roomy))
+    assert max(least.peak_memory) <= needed < max(most.peak_memory)
+    assert most.makespan < least.makespan
+
+
+def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
+    """The limit is each rank's own peak; a rank whose stage keeps nothing still has one that can be kept."""
+    costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
+    family = source.from_catalogue("1f1b", linear(2))
+    assert family.limits(costs, family.build(4, None), lambda: 0.0) == ([1.0, 8.0], costs)
 
 
 REFUSED = {

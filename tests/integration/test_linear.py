@@ -1,10 +1,12 @@
 """The cut of Megatron's linear function alone, beside a function that ends as Megatron's does."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_pp_ext.integration.hooks import local_linear
 from megatron_pp_ext.integration.hooks.local_linear import split_backward
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
@@ -73,3 +75,75 @@ def test_what_waits_for_w_is_cast_too():
     finally:
         STORE.meter = None
     assert held == [2 * ROWS * (WIDTH + OUT)]
+
+
+@pytest.mark.parametrize(
+    ("kept_in", "kernel"),
+    [(torch.float32, "wgrad_gemm_accum_fp32"), (torch.bfloat16, "wgrad_gemm_accum_fp16")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_goes_by_the_gradients_dtype(dtype, kept_in, kernel, monkeypatch):
+    """Weights in bf16 often have gradients in fp32; the weight is marked as one that has its gradient."""
+    called = []
+
+    def kernel_called(name):
+        return lambda input, gradient, into: called.append((name, input, gradient, into))
+
+    names = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
+    kernels = SimpleNamespace(**{name: kernel_called(name) for name in names})
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
+    weight = torch.nn.Parameter(torch.zeros(OUT, WIDTH, dtype=dtype))
+    weight.main_grad = torch.zeros(OUT, WIDTH, dtype=kept_in)
+    input, gradient = torch.zeros(ROWS, WIDTH, dtype=dtype), torch.zeros(ROWS, OUT, dtype=dtype)
+    local_linear._accumulate_fused(input, gradient, weight)
+    ((name, *operands),) = called
+    assert name == kernel
+    assert all(
+        mine is theirs for mine, theirs in zip(operands, (input, gradient, weight.main_grad), strict=True)
+    )
+    assert weight.grad_added_to_main_grad is True
+
+
+def in_layer(frozen: bool, has_bias: bool, run):
+    """The gradients of input, weight and bias of a layer, and how many slots waited for W."""
+    torch.manual_seed(0)
+    input = torch.randn(ROWS, 2, WIDTH, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(OUT, WIDTH), requires_grad=not frozen)
+    bias = torch.nn.Parameter(torch.randn(OUT)) if has_bias else None
+    run(split_backward(WithBias).apply(input, weight, bias).square().sum())
+    return input.grad, weight.grad, bias.grad if has_bias else None
+
+
+class WithBias(Whole):
+    """The same with a bias, whose gradient is a sum."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias):
+        Whole.forward(ctx, input, weight, bias is not None)
+        return torch.nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        input, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        return gradient @ weight, rows.t() @ input.flatten(0, -2), rows.sum(dim=0) if ctx.use_bias else None
+
+
+def test_biases_have_whole_gradients_in_i():
+    stock = in_layer(False, True, lambda loss: loss.backward())
+    for ours, theirs in zip(in_layer(False, True, in_halves), stock, strict=True):
+        assert theirs.any() and torch.equal(ours, theirs)
+
+
+def test_a_frozen_weight_leaves_nothing_for_w():
+    waiting = []
+
+    def first_half(loss):
+        with STORE.collecting(SLOT):
+            loss.backward()
+        waiting.append(len(STORE._work[SLOT]))
+        STORE.run(SLOT)
+
+    input_gradient, weight_gradient, _ = in_layer(True, False, first_half)
+    assert (waiting, weight_gradient) == ([0], None)
+    assert input_gradient.any()

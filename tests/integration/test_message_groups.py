@@ -1,6 +1,7 @@
 """Megatron's flags for NCCL groups hold for those of a pipeline's messages."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from megatron.core.parallel_state import get_nccl_options
 from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.runners import message_groups
 from megatron_pp_ext.integration.runners.message_groups import group_options
 from megatron_pp_ext.runtime.groups import GroupOptions
 from tests.support.training import TINY
@@ -57,6 +59,25 @@ def test_named_groups_have_a_high_priority(options: Options, tmp_path: Path) -> 
     path = f"--nccl-communicator-config-path {file}"
     assert not options(f"{path} --high-priority-stream-groups dp_cp").is_high_priority_stream
     assert options(f"{path} --high-priority-stream-groups dp_cp pp").is_high_priority_stream
+
+
+def test_messages_have_megatrons_patience_and_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """--distributed-timeout-minutes, and what a file says of NCCL, on the way to the groups."""
+    file = tmp_path / "nccl.yaml"
+    file.write_text("pp: {max_ctas: 16}")
+    flags = ["--distributed-timeout-minutes", "3", "--nccl-communicator-config-path", str(file)]
+    monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags])])
+    args = megatron_arguments.parse_args()
+    made = []
+    monkeypatch.setattr(message_groups, "get_args", lambda: args)
+    monkeypatch.setattr(message_groups.dist, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(
+        message_groups, "direction_groups", lambda *given, **named: made.append((given, named))
+    )
+    message_groups.message_groups(None)
+    assert made == [(([1, 3], timedelta(minutes=3)), {"options": GroupOptions(max_ctas=16)})]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Megatron makes NCCL's own options")

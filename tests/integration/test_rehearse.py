@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
+from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes
 from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
 from megatron_pp_ext.request.measurements import refuse_rehearsal
 from megatron_pp_ext.schedule import csv_file
@@ -100,3 +102,22 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="rehears") as error:
         refuse_rehearsal(args)
     assert message in str(error.value)
+
+
+def test_bytes_that_outlive_a_step() -> None:
+    """Weights, gradients (experts' have buffers of their own) and Adam's state; memory counts once."""
+    dense, expert = (torch.nn.Parameter(torch.ones(rows, 4)) for rows in (4, 8))
+    tied = torch.nn.Parameter(dense.data[:])
+    buffers = [SimpleNamespace(grad_data=torch.zeros(parameter.numel())) for parameter in (dense, expert)]
+    chunk = SimpleNamespace(
+        parameters=lambda: [dense, expert, tied], buffers=buffers[:1], expert_parallel_buffers=buffers[1:]
+    )
+    optimizer = torch.optim.Adam([dense, expert])
+    for parameter in (dense, expert):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = _LastingBytes([chunk], [optimizer])
+    numbers = 4 * (4 + 8)
+    assert (held.weights, held.gradients) == (4 * numbers, 4 * numbers)
+    # Two moments, and a counter of steps for each parameter; the weights themselves are counted already.
+    assert held.optimizer == 2 * 4 * numbers + 2 * 4

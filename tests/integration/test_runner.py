@@ -1,14 +1,23 @@
-"""What a script may request of the forward-backward function and schedules refuse, in one line."""
+"""What Megatron may request of the forward-backward function, and what runners do around the microbatches."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import flushed
+from megatron_pp_ext.integration.runners import flushed, pipeline_runner
+from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.request import source
+from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import linear
 from tests.support.ranks import run_ranks
 
@@ -42,14 +51,140 @@ def test_several_modules_are_refused(pipeline):
 
 
 def compare(rank: int) -> str:
-    """Ranks 0 and 1 are one pipeline, 2 and 3 another, with another schedule."""
+    """Ranks 0 and 1 are one pipeline, 2 and 3 another, with another schedule by the same name."""
     dist.init_process_group("gloo")
     flushed.require_same_on_all(catalog.build("1f1b", 2, 4))
+    order = catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4)
     with pytest.raises(RuntimeError) as error:
-        flushed.require_same_on_all(catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4))
+        flushed.require_same_on_all(replace(order, name="mine"))
     return str(error.value)
 
 
 def test_all_pipelines_of_a_job_run_one_schedule() -> None:
     for error in run_ranks(compare, 4):
-        assert "ranks 0 and 2 of this job built different schedules" in error
+        assert "ranks 0 and 2 of this job built different schedules for 'mine'" in error
+
+
+class Noting(PipelineRunner):
+    """A runner whose steps do nothing but what a test asks for, and note what is done around them."""
+
+    def __init__(self, act=lambda inputs: None) -> None:
+        super().__init__(requested.Pipeline(source.from_catalogue("1f1b", linear(2)), linear(2)))
+        self.act, self.done, self.inputs = act, [], []
+
+    def _run(self, inputs, group, shape, recorder) -> None:
+        self.inputs.append(inputs)
+        self.done.append("run")
+        self.act(inputs)
+
+    @contextmanager
+    def _recording(self, group, inputs):
+        yield None
+
+    def _losses_on_last_rank(self, inputs, group) -> list:
+        self.done.append("losses")
+        return ["loss"]
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch):
+    """Run a step of a ``Noting`` runner with settings of the model's config; the runner."""
+    groups = SimpleNamespace(
+        cp=SimpleNamespace(size=lambda: 3), tp=None, pp=SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    )
+    monkeypatch.setattr(pipeline_runner.stock_schedules, "get_tensor_shapes", lambda **_: [(1,)])
+
+    def run(runner: Noting, forward_only: bool = False, force: bool = False, **settings) -> Noting:
+        finalize = runner.finalize = []
+
+        def finalize_model_grads(model, tokens, **about) -> None:
+            runner.done.append("finalize")
+            finalize.append((tokens if tokens is None else tokens.item(), about["force_all_reduce"]))
+
+        reduced = runner.reduced = []
+        defaults = {
+            "finalize_model_grads_func": finalize_model_grads,
+            "grad_sync_func": lambda parameters: reduced.append(parameters),
+            **dict.fromkeys(("no_sync_func", "param_sync_func", "timers", "calculate_per_token_loss")),
+            "barrier_with_L1_time": True,
+        }
+        config = SimpleNamespace(**{**defaults, **settings})
+        monkeypatch.setattr(pipeline_runner, "get_model_config", lambda model: config)
+        about = {"pg_collection": groups, "forward_only": forward_only, "force_all_reduce": force}
+        assert runner(**contract(model=torch.nn.Linear(1, 1), **about)) == ["loss"]
+        return runner
+
+    return run
+
+
+def test_gradients_are_finalized_as_megatron_asks(step) -> None:
+    """After the actions and before the losses; with a forced all-reduce nothing is reduced before."""
+
+    def add_tokens(inputs) -> None:
+        inputs.tokens += 12
+
+    plain = step(Noting(add_tokens))
+    assert (plain.done, plain.finalize) == (["run", "finalize", "losses"], [(None, False)])
+    assert plain.inputs[0].data_parallel._reduce is not None
+    by_token = step(Noting(add_tokens), force=True, calculate_per_token_loss=True)
+    assert by_token.finalize == [(12, True)]
+    assert by_token.inputs[0].data_parallel._reduce is None
+    assert step(Noting(), forward_only=True).done == ["run", "losses"]
+    assert step(Noting(), finalize_model_grads_func=None).done == ["run", "losses"]
+
+
+def test_an_evaluation_is_no_training_step(step) -> None:
+    """Optimizers allocate their state in the first training step, which ``auto`` waits for."""
+    runner = step(step(Noting(), forward_only=True), forward_only=True)
+    assert runner._training_steps == 0
+    assert step(runner)._training_steps == 1
+
+
+def test_weight_gradients_that_are_left_end_the_step(step) -> None:
+    def forget(inputs) -> None:
+        with STORE.collecting(Owner(0, 0)):
+            STORE.defer(lambda: None)
+
+    with pytest.raises(RuntimeError, match="1 weight gradients were left at the end of the step"):
+        step(Noting(forget))
+    STORE.run(Owner(0, 0))
+
+
+def test_the_timer_waits_for_all_ranks(step) -> None:
+    """As stock's does: a rank that is early would otherwise count its wait for the others."""
+    started = []
+    timer = SimpleNamespace(start=lambda barrier: started.append(barrier), stop=lambda: None)
+    for waits in (True, False):
+        step(Noting(), timers=lambda name, log_level=None: timer, barrier_with_L1_time=waits)
+    assert started == [True, False]
+
+
+def test_a_step_knows_its_context_parallel_size(step) -> None:
+    assert step(Noting()).inputs[0].cp_size == 3
+
+
+def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations have an order of their own; each number of microbatches has a schedule, built once."""
+    built = []
+
+    def build(microbatches: int, free_bytes):
+        built.append((microbatches, free_bytes is not None))
+        return catalog.build("1f1b", 2, microbatches)
+
+    monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
+    group = SimpleNamespace(rank=lambda: 0)
+    runner = flushed.FlushedRunner(
+        requested.Pipeline(source.Source("auto", linear(2), True, build), linear(2))
+    )
+    first = runner._plan(4, False, group)
+    evaluation = runner._plan(4, True, group)
+    assert (
+        {step.action.kind for step in evaluation.steps}
+        == {Kind.F}
+        < {step.action.kind for step in first.steps}
+    )
+    assert runner._plan(4, False, group) is first
+    runner._training_steps = 1
+    for microbatches in (4, 4, 6, 4):
+        runner._plan(microbatches, False, group)
+    assert built == [(4, False), (4, True), (6, True)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.jobs import slurm
-from megatron_pp_ext.jobs.job import Job, State, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, Job, State, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 
 STEP = "iteration {n}/ 5 | elapsed time per iteration (ms): {ms} | learning rate: 1 |"
@@ -103,6 +103,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ("no good", "1", "no good ("),
         ("assert 1 == None\n       ^^^^^^^^^\nAssertionError", "1", "assert 1 == None: AssertionError ("),
         ("ValueError: bad\nbye", "1", "ValueError: bad ("),
+        ("KeyError: 'a'\n\nDuring handling of the above\nValueError: bad\nbye", "1", "ValueError: bad ("),
         ("training ...", "-9", "a rank was killed"),
         ("", "1", "it printed nothing"),
     ],
@@ -113,6 +114,22 @@ def test_the_reason_is_the_run_s_own_and_not_what_torchrun_adds(
     failing = job(tmp_path, "one", f"cat <<'E'\n{output}\n{TORCHRUN.replace('CODE', code)}\nE\nexit 1")
     (result,) = run_all([failing], local, 60.0).values()
     assert result.problem.startswith(problem)
+
+
+def test_a_job_that_only_warmed_up_has_failed(tmp_path: Path) -> None:
+    """It has no step to measure."""
+    steps = "\n".join(STEP.format(n=n, ms=900.0) for n in range(WARM_UP))
+    (result,) = run_all([job(tmp_path, "brief", f"cat <<'E'\n{steps}\nE")], local, 60.0).values()
+    assert (result.state, result.step_seconds) == (State.FAIL, None)
+
+
+def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:
+    """A job that is given another command, here one without a trace, reports nothing of before."""
+    trace = '{"otherData": {"pipeline": {"peak_bytes": [5, 3]}}}'
+    with_trace = job(tmp_path, "one", f"cat <<'E'\n{GOOD}\nE\necho '{trace}' > {tmp_path}/one/trace.json")
+    assert run_all([with_trace], local, 60.0)["one"].activation_bytes == (5, 3)
+    without = job(tmp_path, "one", f"cat <<'E'\n{GOOD}\nE")
+    assert run_all([without], local, 60.0)["one"].activation_bytes is None
 
 
 def test_two_jobs_cannot_share(tmp_path: Path) -> None:
@@ -188,6 +205,19 @@ def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "invalid partition" in results["refused"].problem
     submitted = re.findall(r"^sbatch (.*)$", (cluster / "calls").read_text(), re.MULTILINE)
     assert f"--time 2 --output {tmp_path}/good/log.txt --nodes 2 train.sbatch good" in submitted[0]
+
+
+def test_a_job_that_is_forgotten_now_and_then_is_waited_for(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only queries in a row for which nobody knows it are an end."""
+    monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
+    flaky = Job("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")
+    flaky.begin()
+    flaky.become(State.PENDING)
+    (flaky.directory / "slurm_id").write_text("1")
+    (cluster / "1.job").write_text("gone gone RUNNING gone gone RUNNING gone TIMEOUT")
+    assert run_all([flaky], Slurm(poll_seconds=0), 90.0)["flaky"].state is State.TIMEOUT
 
 
 def test_a_search_finds_its_slurm_jobs_again(cluster: Path, tmp_path: Path) -> None:

@@ -68,3 +68,20 @@ def test_command_lines_of_training() -> None:
         python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "megatron_pp_ext", "mine.py", "--x",
     ]  # fmt: skip
+
+
+def test_what_ignores_a_request_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "GRACE_SECONDS", 0.2)
+    child = tmp_path / "child"
+    script = f"trap '' TERM; echo $$ > {child}; while true; do sleep 0.05; done"
+    with (tmp_path / "log").open("wb") as log, process.started(["bash", "-c", script], log):
+        wait_for(child)
+    assert ended(wait_for(child))
+
+
+def test_variables_are_added_to_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN", "kept")
+    monkeypatch.setenv("CHANGED", "before")
+    log = tmp_path / "log"
+    assert process.run(["bash", "-c", "echo $OWN $CHANGED"], log, {"CHANGED": "after"}) == 0
+    assert log.read_text() == "kept after\n"

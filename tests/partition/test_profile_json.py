@@ -37,6 +37,7 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
         ({"layers": [3]}, "layer 0: is 3, but must be an object"),
         ({"layers": [{**LAYER, "forward": 1}]}, "layer 'a': 'forward' is unknown"),
         ({"layers": [{"name": "a"}]}, "layer 'a': 'forward_seconds' is missing"),
+        ({"layers": [LAYER, {"forward_seconds": 1}]}, "layer 1: 'name' is missing"),
         ({"layers": [{**LAYER, "name": 1}]}, "'name' is 1, but must be a text"),
         ({"layers": [{**LAYER, "backward_seconds": "2"}]}, "backward_seconds is '2', but must be a number"),
         ({"layers": [{**LAYER, "backward_seconds": None}]}, "backward_seconds is None, but must be a number"),

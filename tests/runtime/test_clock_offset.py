@@ -173,3 +173,32 @@ def test_messages_that_are_over_once_launched_are_waited_for(ask_over_devices) -
         assert abs(offset.seconds + ahead) <= offset.error
         # The clock is read twice more in a round trip: by the first rank, and where it ends.
         assert offset.error == TICK
+
+
+def test_the_shortest_round_trip_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of round trips that were held up differently; the first rank answers in the middle of the shortest."""
+    delays = [3.0, 0.5, 2.0] * clock_offset.ROUNDS
+    here, ahead = {"now": 100.0}, 1000.0
+
+    class Number:
+        value = 0.0
+
+        def item(self) -> float:
+            return self.value
+
+    def send(number: Number, to: int, group: Any) -> None:
+        here["now"] += 0.25
+        number.value = here["now"] + ahead
+
+    def recv(number: Number, sender: int, group: Any) -> None:
+        here["now"] += delays.pop(0)
+
+    fake = SimpleNamespace(
+        get_process_group_ranks=lambda group: [0, 1], get_rank=lambda: 1, send=send, recv=recv
+    )
+    monkeypatch.setattr(clock_offset, "dist", fake)
+    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(), float64=None)
+    monkeypatch.setattr(clock_offset, "torch", zeros)
+    monkeypatch.setattr(clock_offset, "now", lambda: here["now"])
+    # Asked at 0, answered at 0.25, back at 0.75: the answer is taken for that of 0.375.
+    assert clock_offset.offset_to_first(None, None) == (ahead + 0.25 - 0.375, 0.375)

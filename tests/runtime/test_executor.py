@@ -1,5 +1,9 @@
 """The executor on plain torch stages: the gradients of one process, under every family."""
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +14,7 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
@@ -76,3 +80,72 @@ def _die_in_the_middle(rank: int, schedule: Schedule) -> None:
 
         plain_stages.ModuleStage = Dying  # type: ignore[misc]
     run_schedule(rank, schedule)
+
+
+class Watched:
+    """Channels, a stage and a recorder in one: what is taken when, and what is alive meanwhile."""
+
+    def __init__(self, produces: bool = True) -> None:
+        self.is_computing, self.produces = False, produces
+        self.taken: list[weakref.ref] = []
+        self.produced: list[weakref.ref] = []
+
+    def post(self, peer, message) -> None:
+        self._require_nothing_taken()
+
+    def receive(self, peer, message) -> torch.Tensor:
+        assert not self.is_computing, "waiting for a message is no computation"
+        arrived = torch.ones(2)
+        self.taken.append(weakref.ref(arrived))
+        return arrived
+
+    def send(self, peer, tensor) -> None:
+        self._require_nothing_taken()
+
+    def _require_nothing_taken(self) -> None:
+        """Between two actions the input of the first makes room for messages."""
+        assert not self.is_computing
+        assert not any(one() is not None for one in self.taken)
+
+    def close(self) -> None:
+        assert not any(one() is not None for one in self.taken + self.produced)
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        self.is_computing = True
+        yield
+        self.is_computing = False
+
+    def _compute(self, received: torch.Tensor | None) -> torch.Tensor | None:
+        alive = [one() for one in self.taken + self.produced if one() is not None]
+        assert [one is received for one in alive] == [True] * (received is not None), "kept for too long"
+        if not self.produces:
+            return None
+        made = torch.ones(2)
+        self.produced.append(weakref.ref(made))
+        return made
+
+    def forward(self, microbatch, activation) -> torch.Tensor | None:
+        return self._compute(activation)
+
+    def backward_input(self, microbatch, gradient) -> torch.Tensor | None:
+        return self._compute(gradient)
+
+    def backward_weight(self, microbatch) -> None:
+        self._compute(None)
+        if self.produced:
+            self.produced.pop()
+
+
+def test_a_message_lives_as_long_as_its_action() -> None:
+    """The executor holds no tensor of one action while it runs another, nor counts a wait as work."""
+    watched = Watched()
+    execute(plan_rank(catalog.build("zb-h1", 3, 4), 1), {1: watched}, watched, watched)
+    assert len(watched.taken) == 8
+
+
+def test_a_stage_that_produces_nothing_is_named() -> None:
+    watched = Watched(produces=False)
+    plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
+    with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .* in 1F0"):
+        execute(plan, {1: watched}, watched)

@@ -20,7 +20,11 @@ MESSAGES = [2, 1, 2, 2, 2, 1]
 """One for the form where it is another one, and one for the numbers."""
 
 
-def exchange(rank: int) -> tuple[list, list[int]]:
+SAME_LENGTH = [{"lm loss": LOSS}, {"mm loss": LOSS}, {"mm loss": LOSS.flip(0)}]
+"""Names of as many letters, as of two auxiliary losses."""
+
+
+def exchange(rank: int, trees: list) -> tuple[list, list[int]]:
     dist.init_process_group("gloo")
     parcels = Parcels(0, 1, dist.group.WORLD, torch.device("cpu"))
     counts, send, receive = [], dist.send, dist.recv
@@ -34,14 +38,19 @@ def exchange(rank: int) -> tuple[list, list[int]]:
 
     dist.send, dist.recv = counted(send), counted(receive)
     got = []
-    for tree in TREES:
+    for tree in trees:
         counts.append(0)
         got.append(parcels.send(tree) if rank == 0 else parcels.receive())
     return got, counts
 
 
 def test_trees_arrive() -> None:
-    (_, sent), (got, received) = run_ranks(exchange, 2)
+    (_, sent), (got, received) = run_ranks(exchange, 2, TREES)
     assert sent == received == MESSAGES
     for tree, arrived in zip(TREES, got, strict=True):
         torch.testing.assert_close(arrived, tree, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_form_of_the_same_length_is_another() -> None:
+    _, (got, _) = run_ranks(exchange, 2, SAME_LENGTH)
+    torch.testing.assert_close(got, SAME_LENGTH, rtol=0, atol=0)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 START, LAG = 100.0, 7.0
@@ -100,3 +101,52 @@ def test_the_backward_counts_as_the_threads_own_work(monkeypatch: pytest.MonkeyP
     (event,) = recorder.record.events
     assert event.processor_seconds is not None
     assert event.processor_seconds >= Work.SECONDS
+
+
+def forward(recorder: StepRecorder, number: int = 0) -> torch.Tensor:
+    with recorder.during(Action(0, Kind.F, number)):
+        return torch.ones(2, 3, requires_grad=True).square()
+
+
+def test_timed_steps_count_no_bytes() -> None:
+    """Neither those of forwards nor those that wait for W: counting takes time, which would be measured."""
+    recorder = StepRecorder()
+    with recorder.step(metered=False):
+        kept = forward(recorder)
+        assert STORE.meter is None
+    assert kept.requires_grad and recorder.record.peak_bytes == 0
+    with recorder.step():
+        kept = forward(recorder)
+        assert STORE.meter is recorder.meter
+    assert STORE.meter is None
+    assert recorder.record.peak_bytes == 4 * 2 * 3
+
+
+def test_a_reduction_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron may call for a bucket that is under way; its first call is when it left."""
+    times = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(clock_offset, "now", lambda: next(times))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    recorder = StepRecorder()
+    recorder.reduction_started("bucket")
+    recorder.reduction_started("bucket")
+    recorder.reduction_ended("bucket", 1)
+    recorder.reduction_ended("bucket", 1)
+    assert recorder.record.reductions == ((1, 1.0, 3.0),)
+
+
+def test_a_step_that_is_forgotten() -> None:
+    """Neither its actions, nor its reductions, nor its peak are in the record of the next one."""
+    recorder = StepRecorder()
+    with recorder.step():
+        both = forward(recorder), forward(recorder, 1)
+        recorder.reduction_started("bucket")
+        recorder.reduction_ended("bucket", 0)
+    assert recorder.record.peak_microbatches == len(both)
+    del both
+    recorder.forget()
+    with recorder.step():
+        kept = forward(recorder, 2)
+    record = recorder.record
+    assert [event.action.microbatch for event in record.events] == [2]
+    assert (record.reductions, record.peak_bytes, record.peak_microbatches) == ((), kept.nbytes, 1)

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.split import SplitLinear
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
@@ -118,3 +121,83 @@ def most_versions(weights: Weights, stage: int, ranks: int, interval: int) -> in
     if weights is Weights.PREVIOUS:
         return 1
     return -(-(ranks - 1) // interval)
+
+
+def test_frozen_weights_have_no_versions() -> None:
+    """They never change; copies of them would take memory for nothing."""
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    versions = WeightVersions(layer.parameters())
+    assert versions.bytes_of_one == layer.bias.nbytes
+    versions.update_follows([0])
+    assert versions.kept_bytes == layer.bias.nbytes
+
+
+class Parts(torch.nn.Module):
+    """Uses its square weight as it is, transposed, and by halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.double))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ self.weight).sin() @ self.weight.t() @ self.weight[2:].t() @ self.weight[:2, 1:]
+
+
+def test_a_part_of_a_weight_is_that_of_its_version() -> None:
+    """The optimizer writes between forward and backward; both meet the weights of the forward."""
+    module, rows = Parts(), torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+    module(rows).square().sum().backward()
+    expected = module.weight.grad, rows.grad
+    module.weight.grad = rows.grad = None
+    versions = WeightVersions(module.parameters())
+    with versions.using(0):
+        output = module(rows).square().sum()
+    versions.update_follows([0])
+    with torch.no_grad():
+        module.weight.mul_(2)
+    newest = module.weight.clone()
+    with versions.using(0):
+        output.backward()
+    assert torch.equal(module.weight.grad, expected[0]) and torch.equal(rows.grad, expected[1])
+    assert torch.equal(module.weight, newest)
+
+
+def test_both_halves_of_a_backward_meet_the_forwards_version() -> None:
+    torch.manual_seed(0)
+    layer = SplitLinear(4, 4)
+    versions = WeightVersions(layer.parameters())
+    stage = VersionedStage(ModuleStage(1, layer), versions, lambda microbatch: 0)
+    gradient = torch.randn(3, 4)
+    expected = gradient @ layer.weight.detach()
+    stage.forward(0, torch.randn(3, 4))
+    versions.update_follows([0])
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(stage.backward_input(0, gradient), expected)
+    stage.backward_weight(0)
+
+
+def test_activations_are_counted_beside_versions() -> None:
+    layer = torch.nn.Linear(4, 4)
+    versions, meter = WeightVersions(layer.parameters()), ActivationMeter(layer.parameters())
+    rows = torch.randn(3, 4, requires_grad=True)
+    with meter.forward(Owner(0, 0)), versions.using(0):
+        output = layer(rows)
+    assert (meter.live_bytes, meter.live_microbatches) == (rows.nbytes, 1)
+    with versions.using(0):
+        output.sum().backward()
+    assert meter.live_bytes == 0
+
+
+def test_the_newest_weights_come_back_after_an_error() -> None:
+    layer = torch.nn.Linear(4, 4)
+    versions = WeightVersions(layer.parameters())
+    versions.update_follows([0])
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    newest = layer.weight.clone()
+    with pytest.raises(ArithmeticError), versions.using(0):
+        assert not torch.equal(layer.weight, newest)
+        raise ArithmeticError
+    assert torch.equal(layer.weight, newest)

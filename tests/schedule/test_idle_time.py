@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import extent, idle_times, message_seconds
+from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -81,3 +82,12 @@ def test_a_gap_without_a_message_is_overhead():
     )
     assert last.events[5].action.kind == "W"
     assert idle_times(RecordedStep(step.name, step.placement, (first, held_up)))[1].overhead == 10
+
+
+def test_a_step_of_one_rank_has_an_extent():
+    (record,) = simulated(
+        "1f1b", {"forward": 1, "input_gradient": 1, "weight_gradient": 1}, p=2, m=1
+    ).records[:1]
+    assert extent(RecordedStep("none", linear(1), (record,))) == (0, 6)
+    reduced = record._replace(reductions=(Reduction(0, 5, 9),))
+    assert extent(RecordedStep("none", linear(1), (reduced,))) == (0, 9)

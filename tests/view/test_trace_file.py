@@ -6,7 +6,8 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Units
+from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 
@@ -127,3 +128,33 @@ def test_what_is_no_trace_is_refused(timeline, tmp_path):
             ValueError, match=r"is no trace .* give a file of --pipeline-trace, or of mpp sch"
         ):
             trace_file.read(tmp_path / f"{name}.json")
+
+
+def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
+    """Times from the first action of any rank on; reductions that overlap; errors of clocks; memory."""
+    actions = [Action(0, Kind.F, 0)], [Action(1, Kind.F, 0)]
+    starts = (5.0, 4.5)
+    records = [
+        RankRecord(
+            tuple(Measured(action, start, start + 1, 8) for action in row),
+            16,
+            1,
+            (
+                Reduction(0, start, start + 3),
+                Reduction(1, start + 1, start + 2),
+                Reduction(0, start + 2, start + 4),
+            ),
+            clock_error=0.125 * rank,
+            device_bytes=None if rank else 2**30,
+        )
+        for rank, (row, start) in enumerate(zip(actions, starts, strict=True))
+    ]
+    path = tmp_path / "trace.json"
+    trace_file.write(path, "gpipe", linear(2), records)
+    step = trace_file.read(path)
+    assert [record.clock_error for record in step.records] == [0.0, 0.125]
+    assert [record.device_bytes for record in step.records] == [2**30, None]
+    assert [record.events[0].start for record in step.records] == pytest.approx([0.5, 0.0])
+    for record, start in zip(step.records, (0.5, 0.0), strict=True):
+        found = sorted((chunk, begin - start, end - start) for chunk, begin, end in record.reductions)
+        assert found == [pytest.approx(one) for one in ((0, 0, 3), (0, 2, 4), (1, 1, 2))]

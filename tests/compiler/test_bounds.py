@@ -1,0 +1,98 @@
+"""The lower bounds against proved optima, Little's law and sums by hand; one that is too low is seen, too.
+
+The optima were proved with CP-SAT, as smaller ones are in ``test_compile_exact``.
+"""
+
+import pytest
+
+from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
+
+UNIT = (1, 1, 1, 0)
+
+
+def uniform(placement: Placement, times) -> Costs:
+    forward, i, w, hop = times
+    return Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
+
+
+def bound(placement, microbatches, times, limit):
+    return lower_bound(placement, microbatches, uniform(placement, times), [limit] * placement.ranks)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "optimum"),
+    [
+        (4, 8, 4, 59), (4, 8, 5, 56), (4, 8, 6, 53), (4, 8, 8, 51), (8, 16, 16, 103),
+        (6, 6, 6, 53), (6, 6, 7, 50), (6, 6, 8, 47), (6, 6, 10, 43), (6, 6, 12, 41),
+    ],
+)  # fmt: skip
+def test_the_bound_is_the_proved_optimum(p, m, limit, optimum):
+    """Unit cost on a V; only below V-Min's memory is the optimum above it: 86 at p = 4, 58 at p = 6."""
+    assert bound(v(p), m, UNIT, limit) == optimum
+    assert bound(v(4), 8, UNIT, 3) <= 86
+    assert bound(v(6), 6, UNIT, 5) <= 58
+
+
+@pytest.mark.parametrize("times", [UNIT, (10, 11, 7, 1), (3, 2, 5, 2)])
+@pytest.mark.parametrize("p", [4, 6])
+def test_little_s_law(times, p):
+    """A V with room for M chunks: ((2p+1)(F+I) + 2W + (4p-4) hop) / M a microbatch, or its work if more.
+
+    While a rank fills up and runs empty it cannot use all of its memory, for (M-1)/2 of F and W in all; and
+    the first microbatch has to reach the last rank.
+    """
+    forward, i, w, hop = times
+    kept = (2 * p + 1) * (forward + i) + 2 * w + (4 * p - 4) * hop
+    for limit in (2, 3, p):
+        each = max(kept / limit, 2 * (forward + i + w))
+        more = bound(v(p), 401, times, limit) - bound(v(p), 400, times, limit)
+        assert more == pytest.approx(each)
+    head = (p - 1) * (forward + hop)
+    assert bound(v(p), 400, times, 3) == pytest.approx(head + 400 * kept / 3 + (3 - 1) / 2 * (forward + w))
+    assert bound(v(p), 400, times, 3.9) == bound(v(p), 400, times, 3)
+
+
+def test_what_w_still_holds_counts_until_its_end():
+    """Two ranks, room for one microbatch: 2 units from F to the end of I, 1 of them until W has ended."""
+    costs = Costs((StageCosts(1, 1, 1, 2, 1),) * 2)
+    few, more = (lower_bound(linear(2), m, costs, [2, 2]) for m in (100, 101))
+    assert more - few == pytest.approx((2 * 4 + 1 * 1) / 2)
+    all_kept = Costs((StageCosts(1, 1, 1, 2),) * 2)
+    few, more = (lower_bound(linear(2), m, all_kept, [2, 2]) for m in (100, 101))
+    assert more - few == pytest.approx((2 * 4 + 2 * 1) / 2)
+
+
+@pytest.mark.parametrize(("placement", "hops"), [(linear(3), 4), (v(3), 8), (loop(3, 2), 10)])
+def test_one_microbatch_takes_its_way_and_the_last_w(placement, hops):
+    """Nothing but the way through all stages and back; a V turns round without a hop."""
+    times = 3, 2, 5, 7
+    assert bound(placement, 1, times, 9) == (3 + 2) * placement.stages + 5 + hops * 7
+
+
+def test_the_last_w_need_not_be_the_first_stage_s():
+    costs = Costs((StageCosts(1, 1, 1), StageCosts(1, 1, 1), StageCosts(1, 1, 20)), hop=1)
+    assert lower_bound(linear(3), 1, costs, [9] * 3) == 3 + 2 + 1 + 20
+
+
+def test_work_begins_when_the_first_microbatch_arrives():
+    """The slow last rank: the way to it, then all of its work."""
+    costs = Costs((StageCosts(1, 1, 1), StageCosts(1, 1, 1), StageCosts(4, 5, 6)), hop=2)
+    # Behind its last I the others still have 2 hops, 2 I and a W to go; its own W, 6 long, may fill that.
+    assert lower_bound(linear(3), 10, costs, [99] * 3) == 2 + 4 + 10 * 15
+
+
+def test_memory_that_lets_nothing_overlap():
+    """A limit of one microbatch for two ranks: each waits for the other's F and I, every time."""
+    assert bound(linear(2), 10, UNIT, 1) == 10 * 5
+    assert bound(linear(2), 10, (1, 1, 1, 3), 1) >= 10 * (5 + 2 * 3)
+
+
+def test_limits_of_single_ranks_count():
+    costs = Costs.unit(v(4))
+    wide = lower_bound(v(4), 100, costs, [8] * 4)
+    for rank in range(4):
+        limits = [8.0] * 4
+        limits[rank] = 2
+        assert lower_bound(v(4), 100, costs, limits) > 1.5 * wide

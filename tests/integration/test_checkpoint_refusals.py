@@ -1,0 +1,72 @@
+"""Which checkpoints a run refuses because their state goes by rank, without one being written."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from megatron.training.checkpointing import CheckpointType
+
+from megatron_pp_ext.integration.hooks import checkpoint_placement
+
+V = "v placement with 2 chunk(s) on each of 2 ranks"
+STOCK = {"pipeline_placement": None, "pipeline_model_parallel_size": 2}
+LINE = Namespace(**STOCK, virtual_pipeline_model_parallel_size=None)
+LOOP = Namespace(**STOCK, virtual_pipeline_model_parallel_size=2)
+MIRRORED = Namespace(**{**STOCK, "pipeline_placement": V}, virtual_pipeline_model_parallel_size=2)
+
+
+def refused(
+    saved: Namespace, now: Namespace, kind: object = None, sharding: str | None = "dp", **flags
+) -> bool:
+    """Whether a run with the placement of ``now`` refuses a checkpoint of ``saved``."""
+    needs = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False, **flags}
+    state = {"args": saved, "content_metadata": {"distrib_optim_sharding_type": sharding}}
+    try:
+        checkpoint_placement._refuse_other_placement("folder", state, kind, Namespace(**vars(now), **needs))
+    except SystemExit as end:
+        assert "keeps state rank by rank" in str(end) and "\n" not in str(end)
+        return True
+    return False
+
+
+def test_who_needs_state_that_goes_by_rank() -> None:
+    by_rank = "dp_zero_gather_scatter"
+    assert refused(MIRRORED, LINE, sharding=by_rank)
+    assert not refused(MIRRORED, MIRRORED, sharding=by_rank)
+    # A fine-tuning starts a new optimizer, whatever the checkpoint has.
+    for flag in ("finetune", "no_load_optim"):
+        assert not refused(MIRRORED, LINE, sharding=by_rank, **{flag: True})
+    assert not refused(MIRRORED, LINE, sharding=by_rank, use_distributed_optimizer=False)
+    assert not refused(MIRRORED, LINE, sharding="fully_reshardable")
+    assert not refused(MIRRORED, LINE, sharding=None)
+    # Files of each rank are of no use elsewhere, fine-tuning or not.
+    for finetune in (False, True):
+        assert refused(MIRRORED, LINE, kind=CheckpointType.LEGACY, sharding=None, finetune=finetune)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"), [(MIRRORED, LINE), (LINE, MIRRORED), (MIRRORED, LOOP), (LOOP, MIRRORED)]
+)
+def test_either_side_may_have_another_placement(saved: Namespace, now: Namespace) -> None:
+    assert refused(saved, now, sharding="dp_zero_gather_scatter")
+
+
+def test_what_stock_saved_for_stock_is_stocks_own_affair() -> None:
+    assert not refused(LINE, LOOP, sharding="dp_zero_gather_scatter")
+
+
+def test_a_schedule_of_ours_with_stocks_placement_goes_on_with_stocks_state() -> None:
+    loop = Namespace(**vars(LOOP))
+    loop.pipeline_placement = "loop placement with 2 chunk(s) on each of 2 ranks"
+    assert not refused(LOOP, loop) and not refused(loop, LOOP)
+    assert refused(LINE, loop)
+
+
+def test_each_copy_has_its_own_memory() -> None:
+    moment, empty = torch.arange(3.0), torch.zeros(0)
+    state = {"first": {"moment": moment, "none": empty}, "last": [{"moment": moment}, {"none": empty}, 7]}
+    checkpoint_placement._separate_copies(state)
+    first, last = state["first"]["moment"], state["last"][0]["moment"]
+    first.add_(1)
+    assert first.tolist() == [1.0, 2.0, 3.0] and last.tolist() == [0.0, 1.0, 2.0]
+    assert state["last"][2] == 7

@@ -1,0 +1,145 @@
+"""What a step asks of data parallelism, and when, beside chunks that only note it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_pp_ext.integration.hooks import data_parallel
+from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, LastActions, defer_weight
+from megatron_pp_ext.schedule.actions import Action, Kind
+
+
+class Job:
+    """Chunks, and the three functions that the trainer puts into the model's config."""
+
+    def __init__(self, chunks: int, aligned: bool = True) -> None:
+        self.done: list[str] = []
+        self.uncounted: set[int] = set()
+        self.model = [torch.nn.Linear(1, 1) for _ in range(chunks)]
+        self.config = SimpleNamespace(
+            no_sync_func=[self._no_sync(number) for number in range(chunks)],
+            grad_sync_func=[self._note("reduce", number) for number in range(chunks)] if aligned else None,
+            param_sync_func=[self._note("gather", number) for number in range(chunks)],
+        )
+
+    def _note(self, what: str, number: int):
+        def note(parameters) -> None:
+            assert [*map(id, parameters)] == [*map(id, self.model[number].parameters())]
+            self.done.append(f"{what} {number}")
+
+        return note
+
+    def _no_sync(self, number: int):
+        @contextmanager
+        def no_sync() -> Iterator[None]:
+            self.uncounted.add(number)
+            try:
+                yield
+            finally:
+                self.uncounted.remove(number)
+
+        return no_sync
+
+    def parallel(self, forward_only: bool = False, force_all_reduce: bool = False) -> DataParallel:
+        return DataParallel(self.model, self.config, forward_only, force_all_reduce)
+
+
+LAST = LastActions(Action(0, Kind.I, 3), Action(0, Kind.W, 3))
+ACTIONS = [Action(0, kind, number) for number in (2, 3) for kind in (Kind.I, Kind.W)]
+
+
+def test_weights_are_gathered_a_chunk_ahead() -> None:
+    """Two before the first forward, each further one as the chunk before it begins; none twice."""
+    job = Job(4)
+    parallel = job.parallel()
+    with parallel.step():
+        assert job.done == ["gather 0", "gather 1"]
+        for chunk in range(4):
+            parallel.first_forward(chunk)
+            assert len(job.done) == min(4, max(2, chunk + 2))
+    assert job.done == [f"gather {chunk}" for chunk in range(4)]
+
+
+def test_a_single_chunk_is_gathered_once() -> None:
+    job = Job(1)
+    job.config.param_sync_func = job.config.param_sync_func[0]
+    parallel = job.parallel()
+    with parallel.step():
+        parallel.first_forward(0)
+    assert job.done == ["gather 0"]
+
+
+def test_an_evaluation_gathers_nothing() -> None:
+    job = Job(2)
+    parallel = job.parallel(forward_only=True)
+    with parallel.step():
+        parallel.first_forward(0)
+        parallel.first_forward(1)
+    assert job.done == []
+
+
+def test_a_chunk_is_reduced_after_its_last_weight_gradient() -> None:
+    job = Job(1)
+    parallel = job.parallel()
+    seen = []
+    with parallel.step():
+        job.done.clear()
+        for action in ACTIONS:
+            with parallel.backward(0, action, LAST):
+                assert not job.done and job.uncounted == {0}, (
+                    "a whole chunk is reduced, bucket by bucket is not"
+                )
+            seen.append(list(job.done))
+    assert seen == [[], [], [], ["reduce 0"]]
+
+
+def test_a_forced_reduction_waits_for_the_end() -> None:
+    job = Job(1)
+    parallel = job.parallel(force_all_reduce=True)
+    with parallel.step():
+        for action in ACTIONS:
+            with parallel.backward(0, action, LAST):
+                pass
+    assert job.done == ["gather 0"]
+
+
+def test_a_chunk_counts_in_its_last_actions_alone() -> None:
+    """Bucket by bucket: what arrives in any other action is not the last of it.  After an error all count."""
+    job = Job(2, aligned=False)
+    parallel = job.parallel()
+    counted = []
+    with pytest.raises(ArithmeticError), parallel.step():
+        assert job.uncounted == {0, 1}
+        for action in [*ACTIONS, Action(0, Kind.I, 4)]:
+            with parallel.backward(0, action, LAST):
+                counted.append(0 not in job.uncounted)
+            assert job.uncounted == {0, 1}
+        raise ArithmeticError
+    assert counted == [False, False, True, True, False]
+    assert job.uncounted == set()
+
+
+def test_a_weight_counts_after_its_last_product() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    counted: list[int] = []
+    weight.count = lambda: counted.append(len(done))
+    done: list[int] = []
+    work = [defer_weight(weight, lambda number=number: done.append(number)) for number in range(2)]
+    assert data_parallel.is_deferred(weight)
+    for one in work:
+        one()
+    assert (done, counted) == ([0, 1], [2])
+    assert not data_parallel.is_deferred(weight)
+
+
+def test_gradients_are_added_where_they_are_kept() -> None:
+    plain, buffered = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    buffered.main_grad = torch.zeros(2, dtype=torch.double)
+    for parameter in (plain, buffered):
+        for value in (1.0, 2.0):
+            data_parallel.add_gradient(parameter, torch.full((2,), value))
+    assert plain.grad is not None and plain.grad.tolist() == [3.0, 3.0]
+    assert buffered.grad is None and buffered.main_grad.tolist() == [3.0, 3.0]

@@ -1,0 +1,46 @@
+"""The memory that ``auto`` may use, as every rank of a job sees it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.runners import free_memory
+from tests.support.ranks import run_ranks
+
+GIB = 2.0**30
+
+
+def least(rank: int, free: list[float]) -> float:
+    dist.init_process_group("gloo")
+    free_memory.free_bytes = lambda: int(free[rank])
+    return free_memory.least_free_bytes()
+
+
+def test_the_fullest_device_decides() -> None:
+    """With a tenth left for what allocators and kernels take."""
+    found = run_ranks(least, 3, [5 * GIB, 2 * GIB, 70 * GIB])
+    assert found == pytest.approx([0.9 * 2 * GIB] * 3)
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=12 * 2**30))
+    monkeypatch.setattr(free_memory, "psutil", memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory.free_bytes() == 3 * GIB
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert free_memory.free_bytes() == 12 * GIB
+
+
+def test_what_torch_has_reserved_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB the driver has 30 left; torch holds 40, of which tensors take 25."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for name, value in (
+        ("mem_get_info", (30 * GIB, 80 * GIB)),
+        ("memory_reserved", 40 * GIB),
+        ("memory_allocated", 25 * GIB),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert free_memory.free_bytes() == 45 * GIB

@@ -1,0 +1,50 @@
+"""Megatron's report of theoretical memory under a schedule, beside a report of round numbers."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks import memory_report
+from megatron_pp_ext.request import source
+from megatron_pp_ext.schedule.placement import linear, v
+
+ARGS = Namespace(
+    pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, padded_vocab_size=100
+)
+
+
+@pytest.fixture(autouse=True)
+def stock_again() -> Iterator[None]:
+    yield
+    requested.activate(None)
+
+
+def activations(args: Namespace, microbatches: int | None, verbose: bool = False) -> float:
+    """1F1B's: a hundred bytes for each rank, of a model that is not cut into chunks."""
+    assert args.virtual_pipeline_model_parallel_size is None and microbatches is None
+    return 400.0
+
+
+def weights(args: Namespace, verbose: bool = False) -> float:
+    return 10.0 * args.padded_vocab_size
+
+
+def test_activations_are_those_in_flight() -> None:
+    """Under V-Half three microbatches on the fullest of four ranks, where 1F1B has four."""
+    for name, placement, expected in (
+        ("v-half", v(4), 300.0),
+        ("1f1b", linear(4), 400.0),
+        ("gpipe", linear(4), 800.0),
+    ):
+        requested.activate(requested.Pipeline(source.from_catalogue(name, placement), placement))
+        assert memory_report.activations_as_scheduled(activations)(ARGS, 8) == expected
+    assert ARGS.virtual_pipeline_model_parallel_size == 2
+
+
+def test_a_v_has_the_output_layer_beside_the_embedding() -> None:
+    for name, placement, expected in (("v-half", v(4), 2000.0), ("1f1b", linear(4), 1000.0)):
+        requested.activate(requested.Pipeline(source.from_catalogue(name, placement), placement))
+        assert memory_report.weights_of_both_ends(weights)(ARGS) == expected
+    assert ARGS.padded_vocab_size == 100

@@ -1,0 +1,81 @@
+"""A stage made of a model chunk: what it tells Megatron's own forward_step, and what it keeps."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_pp_ext.integration.runners import model_stage
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+
+TOKENS = (3, 5, 4)
+
+
+class Forwards:
+    """Stands in for Megatron's forward_step; the numbers of tokens differ between microbatches."""
+
+    def __init__(self) -> None:
+        self.first: list[bool] = []
+        self.gathered: list[int] = []
+
+    def __call__(self, function, iterator, chunk, microbatches, activation, losses, config, **about):
+        self.first.append(about["is_first_microbatch"])
+        return activation * 2, torch.tensor(TOKENS[about["current_microbatch"]])
+
+    def first_forward(self, chunk: int) -> None:
+        self.gathered.append(chunk)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
+    stand_in = Forwards()
+    monkeypatch.setattr(model_stage.stock_schedules, "forward_step", stand_in)
+    monkeypatch.setattr(model_stage, "as_chunk", lambda vp_stage: nullcontext())
+    return stand_in
+
+
+def stage(forwards: Forwards, forward_only: bool = False) -> ModelStage:
+    inputs = StepInputs(
+        forward_step_func=None,
+        model=[None, None],
+        iterators=[None, None],
+        microbatches=len(TOKENS),
+        config=SimpleNamespace(deallocate_pipeline_outputs=True, timers=None),
+        cp_size=1,
+        data_parallel=forwards,
+        forward_only=forward_only,
+        collect_non_loss_data=False,
+        first_val_step=True if forward_only else None,
+    )
+    return ModelStage(inputs, stage=2, chunk=1, vp_stage=1, is_last=False, last=None)
+
+
+def run(one: ModelStage) -> list[torch.Tensor]:
+    return [one.forward(number, torch.ones(4)) for number in range(len(TOKENS))]
+
+
+def test_tokens_and_outputs_of_a_step(forwards: Forwards) -> None:
+    """Tokens are those of all microbatches; an output in flight keeps its graph and not its numbers."""
+    one = stage(forwards)
+    handed_on = run(one)
+    assert one.inputs.tokens.item() == sum(TOKENS)
+    assert [output.tolist() for output in handed_on] == [[2.0] * 4] * 3
+    assert not any(output.requires_grad for output in handed_on)
+    kept = [output for _, output in one._in_flight.values()]
+    assert [output.numel() for output in kept] == [1] * 3
+    assert all(output.requires_grad for output in kept)
+
+
+def test_the_first_microbatch_is_announced(forwards: Forwards) -> None:
+    """To layers that cast their weights then, and to what gathers the next chunk's weights."""
+    run(stage(forwards))
+    assert forwards.first == [True, False, False]
+    assert forwards.gathered == [1]
+
+
+def test_an_evaluation_keeps_nothing(forwards: Forwards) -> None:
+    one = stage(forwards, forward_only=True)
+    handed_on = run(one)
+    assert not one._in_flight
+    assert not any(output.requires_grad for output in handed_on)

@@ -1,0 +1,20 @@
+"""--iterations-to-skip, beside iterators that count."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_pp_ext.integration.hooks import skipped_steps
+
+
+@pytest.mark.parametrize("iterators", [2, 1, 0])
+def test_every_iterator_passes_the_samples_of_a_step(iterators: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all chunks of a rank, of which some have none, once; and of a rank without any."""
+    runs = iter([True, False])
+    machine = SimpleNamespace(should_run_forward_backward=lambda data: next(runs))
+    monkeypatch.setattr(skipped_steps, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(skipped_steps, "get_num_microbatches", lambda: 3)
+    readers = [iter(range(10)) for _ in range(iterators)]
+    data = [readers[0], None, readers[1]] if iterators == 2 else readers[0] if iterators else None
+    skipped_steps.pass_over(lambda data: pytest.fail("stock reads one iterator alone"))(data)
+    assert [next(reader) for reader in readers] == [3] * iterators

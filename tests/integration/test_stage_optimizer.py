@@ -1,0 +1,36 @@
+"""Which updates wait for all stages, beside functions of Megatron's that would."""
+
+import pytest
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks import stage_optimizer
+from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.placement import linear
+
+
+@pytest.mark.parametrize(
+    ("updates", "waits"),
+    [
+        (None, True),
+        (Updates(1, Weights.LATEST, waits=True), True),
+        (Updates(1, Weights.LATEST, waits=False), False),
+    ],
+)
+def test_a_stage_keeps_its_own_value(updates: Updates | None, waits: bool) -> None:
+    across = stage_optimizer.keep_within_stage(lambda value, group=None: f"{value} of all")
+
+    def norm(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
+        return grad_stats_parallel_group
+
+    within = stage_optimizer.sum_within_stage(norm)
+    requested.activate(requested.Pipeline(None, linear(2), updates=updates))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_optimizer, "_part_of_stage", lambda group: f"this stage's of {group}")
+        try:
+            assert across("norm") == ("norm of all" if waits else "norm")
+            assert within([], grad_stats_parallel_group="all") == ("all" if waits else "this stage's of all")
+            assert within([], 2, "all") == ("all" if waits else "this stage's of all")
+            assert within([]) is None
+        finally:
+            requested.activate(None)

@@ -1,0 +1,207 @@
+"""What a stage costs as a whole: recomputed layers, the ends of the model, numbers of parameters."""
+
+import pytest
+
+from megatron_pp_ext.planner import model_names, system
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.planner.step.model_state import Sharing, gradient_size, model_state, padded_vocabulary
+from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.placement import linear
+
+S, H, V = 512, 256, 1024
+HIDDEN = 2 * S * H
+EXACT = {"make_vocab_size_divisible_by": 1}
+MODEL = {
+    "num_layers": 8, "hidden_size": H, "num_attention_heads": 8, "seq_length": S, "micro_batch_size": 1,
+    "vocab_size": V, "max_position_embeddings": S, "bf16": True, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
+def model(**changed):
+    args = describe({**MODEL, **changed})
+    return args, pieces(args, LayerCosts(args), V)
+
+
+def stages(layers=(4, 4), **changed):
+    args, made = model(**changed)
+    return made, stage_parts(args, made, layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        # 46,702,792,704 with the routers, 8 x 4096 numbers in each of 32 layers, which are left out.
+        ("mixtral-8x7b", 46_702_792_704 - 32 * 8 * 4096),
+    ],
+)
+def test_parameters_are_those_of_the_published_files(name, parameters):
+    """The sums of all tensors in the models' own files (their index of safetensors)."""
+    given = model_names.named(name)
+    args = describe({**given.values, **EXACT, "micro_batch_size": 1})
+    (part,) = Workload(args, system.read("h100"), linear(1), 1).by_rank
+    assert part.parameters + part.expert_parameters == parameters
+
+
+def test_the_ends_of_the_model_are_in_the_first_and_the_last_stage():
+    made, (first, last) = stages()
+    layer = made.layers[0]
+    assert first.parameters == 4 * layer.parameters + V * H + S * H
+    assert last.parameters == 4 * layer.parameters + V * H + 2 * H
+    assert last.forward_seconds - first.forward_seconds == pytest.approx(made.head.forward_seconds)
+
+
+def test_each_depth_of_prediction_has_a_layer_and_an_output_layer():
+    made, (_, plain) = stages()
+    _, (_, deep) = stages(mtp_num_layers=2)
+    each = made.prediction + made.layers[-1] + made.head
+    assert deep.weight_operations - plain.weight_operations == pytest.approx(2 * each.weight_operations)
+    assert deep.parameters - plain.parameters == 2 * each.parameters
+
+
+FULL = {"recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize(("number", "groups"), [(None, 4), (1, 4), (2, 2), (3, 2), (4, 1)])
+def test_full_recomputation_keeps_the_input_of_each_group(number, groups):
+    """Uniform: groups of so many layers, the last one as long as is left."""
+    made, (first, _) = stages(**FULL, recompute_method="uniform", recompute_num_layers=number)
+    layer, largest = made.layers[0], min(number or 1, 4)
+    assert first.after_forward == groups * HIDDEN
+    assert first.brief_in_whole == largest * layer.after_forward
+    assert first.brief == largest * max(0, layer.after_forward - layer.after_input_gradient)
+    assert first.repeated_operations == 4 * layer.forward_operations
+    plain = stages()[1][0]
+    assert first.input_gradient_seconds == pytest.approx(
+        plain.input_gradient_seconds + 4 * layer.forward_seconds
+    )
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_block_recomputation_leaves_the_later_layers_alone(number):
+    made, (first, _) = stages(**FULL, recompute_method="block", recompute_num_layers=number)
+    assert first.after_forward == number * HIDDEN + (4 - number) * made.layers[0].after_forward
+    assert first.repeated_operations == number * made.layers[0].forward_operations
+
+
+def test_distributed_inputs_are_shared_by_tensor_parallel_ranks():
+    changed = {"recompute_method": "uniform", "distribute_saved_activations": True}
+    _, (first, _) = stages(**FULL, **changed, tensor_model_parallel_size=4)
+    assert first.after_forward == 4 * HIDDEN / 4
+
+
+def test_what_a_schedule_is_charged_for_a_recomputed_part():
+    """40 bytes after F become 10; I makes 30 more than W's 25 need, and they fall back to 25."""
+    part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(kept=10)
+    assert (part.brief, part.brief_in_whole, part.repeated_operations) == (15, 40, 3)
+    costs = part.costs()
+    assert (costs.forward, costs.input_gradient, costs.weight_gradient) == (3, 7, 5)
+    assert (costs.activation, costs.released_by_input_gradient) == (40, 15)
+
+
+def test_parts_add_up_but_are_recomputed_one_after_the_other():
+    one = Part(*range(1, 13))
+    other = Part(*range(20, 8, -1))
+    both = [getattr(one + other, name) for name in Part.__slots__]
+    assert both == [21] * 8 + [12, 11] + [21] * 2
+    thrice = [getattr(one.times(3), name) for name in Part.__slots__]
+    assert thrice == [3, 6, 9, 12, 15, 18, 21, 24, 9, 10, 33, 36]
+    assert one.times(0) == Part()
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({}, HIDDEN),
+        ({"fp32_residual_connection": True}, 2 * HIDDEN),
+        ({"fp32_residual_connection": True, "bf16": False}, 2 * HIDDEN),
+    ],
+)
+def test_messages_are_as_wide_as_the_residuals(changed, size):
+    args = describe({name: value for name, value in {**MODEL, **changed}.items() if "residual" not in name})
+    args.fp32_residual_connection = "fp32_residual_connection" in changed
+    assert Workload(args, system.read("h100"), linear(2), 1).costs.message == size
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({}, 4), ({"grad_reduce_in_bf16": True}, 2), ({"bf16": False}, 4), ({"bf16": False, "fp16": True}, 2),
+        ({"bf16": False, "fp16": True, "accumulate_allreduce_grads_in_fp32": True}, 4),
+        ({"bf16": False, "grad_reduce_in_bf16": True}, 4),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_gradient(changed, size):
+    assert gradient_size(describe({**MODEL, **changed})) == size
+
+
+@pytest.mark.parametrize(
+    ("changed", "data", "each"),
+    [
+        ({}, 1, 18), ({"use_distributed_optimizer": True}, 8, 6 + 12 / 8),
+        ({"bf16": False}, 1, 16), ({"bf16": False, "use_distributed_optimizer": True}, 8, 8 + 8 / 8),
+        ({"bf16": False, "fp16": True}, 1, 20),
+        ({"optimizer": "sgd"}, 1, 14), ({"optimizer": "sgd", "sgd_momentum": 0.0}, 1, 10),
+        ({"use_distributed_optimizer": True, "exp_avg_dtype": "fp8"}, 2, 6 + 9 / 2),
+        ({"use_distributed_optimizer": True, "exp_avg_sq_dtype": "bf16"}, 2, 6 + 10 / 2),
+        ({"use_distributed_optimizer": True, "main_params_dtype": "fp16"}, 2, 6 + 10 / 2),
+    ],
+)  # fmt: skip
+def test_bytes_for_each_weight(changed, data, each):
+    """Megatron-LM, docs of the distributed optimizer: the table of bytes for each parameter."""
+    args = describe({**MODEL, **changed})
+    state = model_state(args, Part(parameters=1.0), Sharing(dense=data, expert=1))
+    assert state.weights + state.gradients + state.optimizer == pytest.approx(each)
+    assert state.updated == (1 / data if args.use_distributed_optimizer else 1)
+
+
+def test_a_rank_with_both_ends_has_one_tied_weight():
+    single, untied = (
+        Workload(describe({**MODEL, **changed}), system.read("h100"), linear(1), 1).by_rank[0].parameters
+        for changed in (EXACT, {**EXACT, "untie_embeddings_and_output_weights": True})
+    )
+    assert untied - single == V * H
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tensor", "padded"), [(50257, 1, 50304), (50257, 8, 51200), (51200, 8, 51200), (1, 2, 256)]
+)
+def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabulary, tensor, padded):
+    changed = {
+        "vocab_size": vocabulary,
+        "tensor_model_parallel_size": tensor,
+        "make_vocab_size_divisible_by": 128,
+    }
+    assert padded_vocabulary(describe({**MODEL, **changed})) == padded
+    assert padded_vocabulary(describe({**MODEL, **changed, "padded_vocab_size": 99})) == 99
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert_tensor", "factor"), [(1, None, 1), (4, None, 1), (4, 1, 4), (4, 2, 2)]
+)
+def test_an_expert_s_weights_are_shared_by_its_own_tensor_parallel_ranks(tensor, expert_tensor, factor):
+    changed = {"num_experts": 4, "tensor_model_parallel_size": tensor, "add_bias_linear": False}
+    args = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
+    assert LayerCosts(args).experts().expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
+
+
+@pytest.mark.parametrize(
+    ("frequency", "experts"),
+    [(1, [1] * 8), (2, [1, 0] * 4), (3, [1, 0, 0, 1, 0, 0, 1, 0]), ([0, 1] * 4, [0, 1] * 4)],
+)
+def test_layers_of_experts_come_as_often_as_asked(frequency, experts):
+    _, made = model(num_experts=4, moe_layer_freq=frequency)
+    assert [int(layer.expert_parameters > 0) for layer in made.layers] == experts
+
+
+def test_hybrid_layers_are_those_of_the_pattern():
+    args, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
+    costs = LayerCosts(args)
+    assert made.layers == (costs.attention(), costs.mlp(), costs.attention(), costs.experts())
+    with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern"):
+        model(hybrid_layer_pattern="M*", num_layers=None)

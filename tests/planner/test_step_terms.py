@@ -1,0 +1,285 @@
+"""Each term of a step around its kernels: links, collectives, the update, and how they overlap."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp_ext.planner.search.best_first import bounds
+from megatron_pp_ext.planner.step.estimate import Estimate, estimate
+from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.programs import placement_of, program
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.simulate import simulate
+
+RATE, COPY = 1e14, 2e12
+NODE, NETWORK = Link(1e11, 1e-6), Link(1e10, 1e-5)
+RATES = {"bf16": RATE, "fp8": 3 * RATE, "fp32": RATE / 8}
+MACHINE = System(
+    "test", 4, 80e9, {name: [[64, 64, 64, rate]] for name, rate in RATES.items()}, COPY, NODE, NETWORK,
+    peak_rates={"bf16": 4e14, "fp8": 8e14},
+)  # fmt: skip
+S, H, V = 512, 1024, 32000
+MODEL = {
+    "num_layers": 8, "hidden_size": H, "num_attention_heads": 8, "seq_length": S, "micro_batch_size": 1,
+    "vocab_size": V, "max_position_embeddings": S, "bf16": True, "make_vocab_size_divisible_by": 1,
+}  # fmt: skip
+HIDDEN = 2 * S * H
+
+
+def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
+    args = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    return Workload(args, MACHINE, placement_of(name, ranks, chunks), data)
+
+
+def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:
+    return estimate(made, program(name, made.placement.ranks, microbatches, chunks), name, microbatches)
+
+
+def ring(size, ranks, link=NODE):
+    """A reduce-scatter or an all-gather: each rank sends all parts but one to its neighbour."""
+    return (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
+
+
+def test_collectives_take_the_steps_of_a_ring_with_their_latency():
+    assert MACHINE.gather_seconds(8e6, 4) == pytest.approx(ring(8e6, 4))
+    assert MACHINE.all_reduce_seconds(8e6, 4) == pytest.approx(2 * ring(8e6, 4))
+    assert MACHINE.all_to_all_seconds(8e6, 4) == pytest.approx(ring(8e6, 4))
+    for ranks, size in ((1, 8e6), (4, 0)):
+        assert MACHINE.all_reduce_seconds(size, ranks) == MACHINE.all_to_all_seconds(size, ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "rate"),
+    [(4, 1, 1e11), (5, 1, 4e10), (2, 2, 1e11), (2, 4, 1e10), (4, 2, 2e10), (8, 3, 1e10), (2, 8, 1e10)],
+)
+def test_a_group_is_as_fast_as_its_slowest_part(ranks, stride, rate):
+    """Nodes have four GPUs, and each a link of its own into the network."""
+    wide = Link(rate, NODE.latency_seconds if rate == 1e11 else NETWORK.latency_seconds)
+    assert MACHINE.link(ranks, stride) == wide
+    slow_node = replace(MACHINE, node=Link(1.5e10, 0))
+    assert slow_node.link(ranks, stride).bytes_per_second == min(1.5e10, rate)
+
+
+def test_measured_collectives_reach_below_and_beyond_their_rows():
+    measured = replace(MACHINE, all_reduce=[[2, 4e6, 3e-3], [2, 1e6, 1e-3], [4, 1e6, 9e-3]])
+    for size, seconds in ((1e3, 1e-3), (1e6, 1e-3), (2e6, 1e-3 + 2e-3 / 3), (4e6, 3e-3), (8e6, 6e-3)):
+        assert measured.all_reduce_seconds(size, 2) == pytest.approx(seconds)
+    assert measured.all_reduce_seconds(1e6, 3) == pytest.approx(2 * ring(1e6, 3))
+
+
+def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
+    """Half-way between rows is their mean; at a third, the nearer one counts four times."""
+    rates = {"bf16": [[16, 16, 16, 1e12], [1024, 1024, 1024, 7e12]]}
+    machine = replace(MACHINE, matrix_rates=rates)
+    assert machine.rate("bf16", 128, 128, 128) == pytest.approx(4e12)
+    assert machine.rate("bf16", 64, 64, 64) == pytest.approx((4 * 1e12 + 7e12) / 5)
+    # Thin: 2**18 operations from the first row, 2**6 in the smallest side from the second.
+    assert machine.rate("bf16", 16, 2**13, 2**13) == pytest.approx((1e12 + 9 * 7e12) / 10)
+    assert machine.peak("bf16") == 4e14
+    assert replace(machine, peak_rates={}).peak("bf16") == 7e12
+
+
+def kernels(**changed) -> SystemKernelSeconds:
+    return SystemKernelSeconds(MACHINE, describe({**MODEL, **changed}))
+
+
+def test_products_run_at_their_rate_or_that_of_memory():
+    plain = kernels()
+    assert plain.product(1000, 2000, 3000) == pytest.approx(2 * 6e9 / RATE)
+    thin = 2 * (1000 * 2 + 2 * 3000)
+    assert plain.product(1000, 3000, 2) == pytest.approx((thin + 2 * 1000 * 3000) / COPY)
+    # Adding to a gradient in fp32 reads it and writes it.
+    assert plain.product(1000, 3000, 2, adds=True) == pytest.approx((thin + 8 * 1000 * 3000) / COPY)
+    assert kernels(fp8="hybrid").product(1000, 2000, 3000) == pytest.approx(2 * 6e9 / (3 * RATE))
+
+
+def test_attention_is_causal_where_it_is_fused():
+    """A fused kernel does half of the operations at 0.7 of the rate; its backward does 2.5 times as many."""
+    for made in (kernels(), kernels(fp8="hybrid")):
+        half = 1e12 / 2 / (0.7 * RATE)
+        assert made.attention(1e12, 1e6, True) == pytest.approx((half, 2.5 * half))
+        plain = 1e12 / RATE
+        assert made.attention(1e12, 1e6, False) == pytest.approx((plain + 6e6 / COPY, 2 * plain + 9e6 / COPY))
+
+
+def test_groups_of_a_layer():
+    """Tensor-parallel ranks are neighbours, and everything else counts in strides of them."""
+    made = kernels(
+        tensor_model_parallel_size=2, context_parallel_size=3, num_experts=8, expert_model_parallel_size=4
+    )
+    assert made.gather(1e6) == pytest.approx(ring(1e6, 2))
+    assert made.shuffle(1e6) == pytest.approx(ring(1e6, 4, Link(2e10, 1e-5)))
+    assert made.exchange(1e6) == pytest.approx(2 * Link(2e10, 1e-5).seconds(1e6))
+    assert kernels().exchange(1e6) == 0
+    etp = kernels(
+        tensor_model_parallel_size=2,
+        num_experts=8,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    )
+    assert etp.shuffle(1e6) == pytest.approx(ring(1e6, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "changed", "link"),
+    [
+        (2, 1, {}, NODE),
+        (4, 1, {}, NODE),
+        (5, 1, {"num_layers": 10}, NETWORK),
+        (2, 2, {}, NODE),
+        (2, 4, {}, NETWORK),
+        (4, 2, {}, NETWORK),
+        (2, 2, {"context_parallel_size": 2}, NETWORK),
+        (2, 2, {"tensor_model_parallel_size": 2}, NETWORK),
+    ],
+)
+def test_a_hop_crosses_the_network_where_neighbours_are_on_other_nodes(ranks, data, changed, link):
+    made = work(ranks, data, **changed)
+    assert made.costs.hop == pytest.approx(link.seconds(HIDDEN / changed.get("context_parallel_size", 1)))
+    size = 4 * V * H / changed.get("tensor_model_parallel_size", 1)
+    assert made.tied_seconds == pytest.approx(link.seconds(size))
+
+
+def test_who_sums_a_tied_weight():
+    assert work(2, grad_reduce_in_bf16=True).tied_seconds == pytest.approx(NODE.seconds(2 * V * H))
+    assert work(2, untie_embeddings_and_output_weights=True).tied_seconds == 0
+    assert work(2, name="v-half", chunks=2).tied_seconds == work(1).tied_seconds == work(1).costs.hop == 0
+
+
+def test_gradients_are_reduced_and_weights_gathered():
+    """Sharded: a reduce-scatter of fp32 gradients, a gathering of bf16 weights. Otherwise an all-reduce."""
+    plain, sharded = (work(data=4, use_distributed_optimizer=on) for on in (False, True))
+    weights = plain.by_rank[0].parameters
+    assert plain.waits[0].reduction == pytest.approx(2 * ring(4 * weights, 4))
+    assert plain.waits[0].gathering == 0
+    assert sharded.waits[0].reduction == pytest.approx(ring(4 * weights, 4))
+    assert sharded.waits[0].gathering == pytest.approx(ring(2 * weights, 4))
+    half = work(data=4, grad_reduce_in_bf16=True)
+    assert half.waits[0].reduction == pytest.approx(2 * ring(2 * weights, 4))
+
+
+def test_context_parallel_ranks_share_gradients_too():
+    made = work(data=2, context_parallel_size=2, tensor_model_parallel_size=2, use_distributed_optimizer=True)
+    weights = made.by_rank[0].parameters
+    assert made.waits[0].reduction == pytest.approx(ring(4 * weights, 4, MACHINE.link(4, 2)))
+    assert made.states[0].optimizer == pytest.approx(12 * weights / 4)
+
+
+def test_an_update_passes_over_its_share_of_the_weights():
+    """Adam: the gradient read for its norm, read, written and zeroed; weight and moments read and written."""
+    for data, sharded in ((1, False), (4, False), (4, True)):
+        made = work(data=data, use_distributed_optimizer=sharded)
+        weights = made.by_rank[0].parameters
+        touched = 38 * weights / (data if sharded else 1) + 4 * weights
+        assert made.waits[0].update == pytest.approx(touched / COPY)
+
+
+def test_experts_reduce_among_those_that_have_them():
+    """Eight ranks, experts over four of them: two replicas, four ranks apart."""
+    made = work(data=8, num_experts=8, expert_model_parallel_size=4, use_distributed_optimizer=True)
+    part = made.by_rank[0]
+    assert (made.sharing.dense, made.sharing.expert) == (8, 2)
+    dense = ring(4 * part.parameters, 8, MACHINE.link(8, 1))
+    assert made.waits[0].reduction == pytest.approx(dense + ring(4 * part.expert_parameters, 2, NETWORK))
+    assert made.states[0].optimizer == pytest.approx(12 * (part.parameters / 8 + part.expert_parameters / 2))
+    tensor = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    assert work(data=4, num_experts=8, expert_model_parallel_size=4, **tensor).sharing.expert == 2
+
+
+def test_a_step_on_one_rank_is_the_sum_of_what_it_does():
+    made = work(data=4, use_distributed_optimizer=True)
+    part, waits = made.by_rank[0], made.waits[0]
+    found = step(made, 8, "none")
+    each = part.forward_seconds + part.input_gradient_seconds + part.weight_gradient_seconds
+    assert found.pipeline_seconds == pytest.approx(8 * each)
+    assert found.step_seconds == pytest.approx(8 * each + waits.reduction + waits.gathering + waits.update)
+    assert found.bubble == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (4, 4), (64, 64)])
+def test_the_last_bucket_cannot_be_hidden(ranks, rows):
+    """Megatron's buckets have 40 million weights, or a million for each data-parallel rank."""
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    made = work(data=ranks, **overlaps)
+    share = min(1, max(40e6, ranks * 1e6) / made.by_rank[0].parameters)
+    assert made.last_bucket(0) == pytest.approx(share)
+    waits = made.waits[0]
+    exposed = step(made, 2, "none").other_seconds - waits.update
+    hidden = made.by_rank[0].forward_seconds
+    gathered = max(share * waits.gathering, waits.gathering - hidden)
+    reduced = max(share * waits.reduction, waits.reduction - made.backward_seconds(0))
+    assert exposed == pytest.approx(gathered + reduced)
+
+
+@pytest.mark.parametrize("first_layers", [4, 1])
+def test_a_rank_reduces_while_others_still_work_and_gathers_before_it_is_reached(first_layers):
+    """1F1B's last rank begins after one forward and a hop, and ends a backward and a hop before the first."""
+    changed = {"use_distributed_optimizer": True, "decoder_first_pipeline_num_layers": first_layers}
+    made = work(2, 4, untie_embeddings_and_output_weights=True, **changed)
+    first, last = made.waits
+    reached = made.costs.stages[0].forward + made.costs.hop
+    ahead = made.backward_seconds(0) + made.costs.hop
+    if first_layers == 1:  # The last rank then has so many weights that it is the one to wait for.
+        assert last.gathering - reached > first.gathering
+        assert last.reduction - ahead > first.reduction
+    before = max(first.gathering, last.gathering - reached)
+    after = max(first.reduction, last.reduction - ahead)
+    update = max(first.update, last.update)
+    assert step(made).other_seconds == pytest.approx(before + after + update)
+    tied = work(2, 4, **changed)
+    assert step(tied).other_seconds == pytest.approx(before + after + update + tied.tied_seconds)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("v-half", 2)])
+def test_the_pipeline_is_the_simulated_one(name, chunks):
+    made = work(2, name=name, chunks=chunks)
+    found, timeline = step(made, 8, name, chunks), simulate(catalog.build(name, 2, 8), made.costs)
+    assert found.pipeline_seconds == pytest.approx(timeline.makespan)
+    assert found.bubble == pytest.approx(timeline.bubble)
+    assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
+
+
+def test_the_search_s_bound_is_1f1b_s_step_where_the_last_stage_is_slowest():
+    """The way to it, its work, and the way back of its last gradient; then the update and the tied weight."""
+    made = work(4)
+    first, last = made.by_rank[0], made.by_rank[-1]
+    assert last.forward_seconds > 1.5 * first.forward_seconds
+    assert bounds(made, 8)[0] == pytest.approx(step(made).step_seconds)
+    others = sum(stage.input_gradient + stage.weight_gradient for stage in made.costs.stages[:-1])
+    assert bounds(made, 8)[0] - bounds(made, 8)[1] == pytest.approx(others + 3 * made.costs.hop)
+
+
+@pytest.mark.parametrize(("fp8", "peak"), [(None, 4e14), ("hybrid", 8e14)])
+def test_utilisation_and_tokens_are_of_the_whole_machine(fp8, peak):
+    """The same batch on one GPU and on sixteen: as many tokens, as many operations, 16 times the peak."""
+    batch = 16
+    one = work(1, fp8=fp8)
+    changed = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
+    many = work(2, 2, fp8=fp8, **changed)
+    few, spread = step(one, batch, "none"), step(many, batch // 2)
+    assert few.tokens_per_second * few.step_seconds == pytest.approx(batch * S)
+    assert spread.tokens_per_second * spread.step_seconds == pytest.approx(batch * S)
+    done = [found.utilisation * found.step_seconds for found in (few, spread)]
+    assert done[0] * peak == pytest.approx(one.operations(batch))
+    assert done[1] * 16 == pytest.approx(done[0], rel=1e-3)
+
+
+def test_recomputation_is_no_model_operation():
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert work(**again).operations(4) == work().operations(4)
+
+
+def test_memory_is_the_sum_of_its_parts_with_a_margin_on_what_comes_and_goes():
+    made = work(2, 2, use_distributed_optimizer=True)
+    for rank, (found, state) in enumerate(zip(step(made).ranks, made.states, strict=True)):
+        assert (found.weights, found.gradients, found.optimizer) == (
+            state.weights,
+            state.gradients,
+            state.optimizer,
+        )
+        assert found.loss == (rank == 1) * (2 + 4) * S * V
+        assert found.margin == pytest.approx(0.05 * (found.activations + found.messages + found.loss))
+        assert found.versions == 0

@@ -1,0 +1,100 @@
+"""The store of weight gradients that wait for their W."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.split import STORE, SplitLinear, WeightGradientStore
+
+ROWS, WIDTH, OUT = 3, 4, 5
+SLOT = Owner(0, 0)
+
+
+@pytest.fixture
+def meter() -> Iterator[ActivationMeter]:
+    STORE.meter = ActivationMeter()
+    yield STORE.meter
+    STORE.meter = None
+
+
+def halves(loss: torch.Tensor) -> None:
+    with STORE.collecting(SLOT):
+        loss.backward()
+    STORE.run(SLOT)
+
+
+def test_all_tensors_of_a_weight_gradient_count_until_it_ran(meter: ActivationMeter) -> None:
+    """Both operands, and those of one product no longer than until it is done."""
+    store = WeightGradientStore()
+    store.meter = meter
+    operands = [torch.randn(ROWS, width) for width in (WIDTH, OUT, WIDTH, OUT)]
+    of_one = 4 * ROWS * (WIDTH + OUT)
+    seen: list[int] = []
+
+    def product(input: torch.Tensor, gradient: torch.Tensor):
+        def work() -> None:
+            (gradient.t() @ input).sum()
+            seen.append(meter.live_bytes)
+
+        return work
+
+    with store.collecting(SLOT):
+        for pair in (operands[:2], operands[2:]):
+            store.defer(product(*pair), *pair)
+    assert meter.live_bytes == 2 * of_one
+    store.run(SLOT)
+    # While a product runs, its own operands are alive, and those of the products before it are not.
+    assert seen == [2 * of_one, of_one]
+    assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
+
+
+def test_work_runs_in_its_order() -> None:
+    """Sums of floating-point numbers depend on it: stock adds the gradients as its backward reaches them."""
+    order: list[int] = []
+    with STORE.collecting(SLOT):
+        for number in range(3):
+            STORE.defer(lambda number=number: order.append(number))
+    STORE.run(SLOT)
+    assert order == [0, 1, 2]
+
+
+def test_outside_of_a_slot_work_runs_at_once() -> None:
+    order: list[int] = []
+    STORE.defer(lambda: order.append(0))
+    assert (order, len(STORE)) == ([0], 0)
+
+
+def test_gradients_that_never_ran_are_an_error() -> None:
+    """Both where the step ends with them and where the same slot comes once more."""
+    store = WeightGradientStore()
+    with store.collecting(SLOT):
+        store.defer(lambda: None)
+    assert len(store) == 1
+    earlier = pytest.raises(RuntimeError, match="has weight gradients from an earlier backward")
+    with earlier, store.collecting(SLOT):
+        pass
+    within = pytest.raises(RuntimeError, match=r"cannot collect .* while")
+    with store.collecting(Owner(0, 1)), within, store.collecting(Owner(1, 1)):
+        pass
+    with pytest.raises(KeyError):
+        store.run(Owner(2, 0))
+
+
+def test_a_backward_that_fails_collects_no_longer() -> None:
+    store = WeightGradientStore()
+    with pytest.raises(ArithmeticError), store.collecting(SLOT):
+        raise ArithmeticError
+    done: list[int] = []
+    store.defer(lambda: done.append(0))
+    assert done == [0] and not store.is_collecting
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    layer = SplitLinear(WIDTH, OUT)
+    layer.weight.requires_grad_(False)
+    input = torch.randn(ROWS, WIDTH, requires_grad=True)
+    halves(layer(input).square().sum())
+    assert layer.weight.grad is None
+    assert input.grad is not None and layer.bias.grad is not None
