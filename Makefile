@@ -3,7 +3,7 @@
 # make test   lint, types and tests                                            (ARGS=what pytest should get)
 # make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones
-# make mutants   breaks the source in one place at a time, and says which of it tests notice: benchmarks/results/mutants.md
+# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
 # make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
 # make lock   renews requirements.lock, from which make env installs
@@ -73,8 +73,8 @@ smoke-%: .venv-%/.installed
 	@touch $@
 
 mutants: env
-	$(BIN)/python -m tests.hunt.mutants.pure_rooms $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED))
-	$(BIN)/python -m tests.hunt.mutants.defects
+	$(if $(WORD),,$(BIN)/python -m tests.hunt.mutants.pure_rooms $(ROOM) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED)))
+	$(if $(ROOM),,$(BIN)/python -m tests.hunt.mutants.defects $(WORD))
 
 fuzz: env
 	$(BIN)/python -W ignore -m tests.hunt.fuzz $(if $(N),--cases $(N)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))

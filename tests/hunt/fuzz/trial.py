@@ -98,11 +98,14 @@ class Trials:
         ours = self._train(ranks, [*flags, *job.saving(row, folder)])
         yield from judge.differences(ours, theirs, allowed)
         if job.has_checkpoint(row):
+            failure = None
             try:
                 ours = self._train(ranks, job.resumed(row, self._folder, folder))
-            except RankError:
+            except RankError as error:
+                failure = error
+            if failure:  # no longer handled here: ranks that stock forks would tell it with their own errors
                 self._resume_stock(row)
-                raise
+                raise failure
             for line in judge.later_differences(ours, theirs, allowed, job.SAVED_AFTER):
                 yield f"resumed under {row['resume']}, {line}"
 
