@@ -1,4 +1,4 @@
-"""Of the processes that share a cache one compiles, and none waits longer for it than it would compile."""
+"""One of the processes that share a cache compiles, and none waits longer for it than it would compile."""
 
 import errno
 import fcntl

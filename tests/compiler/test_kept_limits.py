@@ -45,7 +45,7 @@ def test_only_rounding_may_pass_a_limit(size):
 
 
 def test_what_a_fraction_is_a_fraction_of():
-    """Of the activations that 1F1B keeps on its first rank; above 8 it is an amount, messages included."""
+    """The limit is a share of what 1F1B keeps on its first rank; above 8 it is an amount with messages."""
     costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (3, 5, 7, 9)), message=0.5)
     for limit, microbatches, amount in ((1, 8, 2 * 8), (0.5, 8, 8), (8, 8, 128), (1, 1, 8), (0.25, 2, 4)):
         found, used = requested_limit(limit, 2, microbatches, costs)

@@ -36,7 +36,7 @@ def reduce_all(model: list) -> None:
 
 
 def test_reductions_of_all_buckets_have_their_chunk() -> None:
-    """Those of experts too, and only within the step that is recorded."""
+    """Buckets of experts count too, and only within the step that is recorded."""
     model = [chunk(2, 1), chunk(1, 3)]
     recorder = StepRecorder()
     reduce_all(model)

@@ -32,7 +32,7 @@ def record(rank: int) -> tuple[list[Collective], int]:
 
 
 def test_collectives_of_the_first_microbatch() -> None:
-    """Of each of its actions, with the larger side's bytes; those of replicas do not count."""
+    """Each action's messages count, with the larger side's bytes; those of replicas do not."""
     ((found, actions),) = run_ranks(record, 1)
     assert actions == 3
     assert found == [

@@ -9,7 +9,7 @@ from megatron_pp_ext.integration.hooks import skipped_steps
 
 @pytest.mark.parametrize("iterators", [2, 1, 0])
 def test_every_iterator_passes_the_samples_of_a_step(iterators: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all chunks of a rank, of which some have none, once; and of a rank without any."""
+    """The data of all chunks of a rank is passed over once; some chunks read none, and some ranks neither."""
     runs = iter([True, False])
     machine = SimpleNamespace(should_run_forward_backward=lambda data: next(runs))
     monkeypatch.setattr(skipped_steps, "get_rerun_state_machine", lambda: machine)

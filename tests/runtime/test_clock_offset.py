@@ -176,7 +176,7 @@ def test_messages_that_are_over_once_launched_are_waited_for(ask_over_devices) -
 
 
 def test_the_shortest_round_trip_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of round trips that were held up differently; the first rank answers in the middle of the shortest."""
+    """Round trips are held up differently; the first rank answers in the middle of the shortest."""
     delays = [3.0, 0.5, 2.0] * clock_offset.ROUNDS
     here, ahead = {"now": 100.0}, 1000.0
 

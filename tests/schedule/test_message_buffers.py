@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule.simulate import peak_messages
     ],
 )
 def test_by_hand(name, p, m, received, sent):
-    """Of the sent messages ``SENDS_AHEAD`` may be unfinished, and the one that was just sent."""
+    """``SENDS_AHEAD`` of the sent messages may be unfinished, and the one that was just sent."""
     both = tuple(take + min(give, SENDS_AHEAD + 1) for take, give in zip(received, sent, strict=True))
     assert peak_messages(catalog.build(name, p, m)) == both
 

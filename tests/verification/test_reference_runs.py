@@ -63,7 +63,7 @@ def test_a_checkpoint_is_made(tmp_path: Path) -> None:
     made, ours, theirs = planned(flags, tmp_path, 3, gradients=True)
     assert [run.name for run in (made, ours, theirs)] == ["checkpoint", "schedule", "stock"]
     assert last(made.flags, "--exit-interval") == "1"
-    # Of this format weights load under any placement.
+    # Weights in this format load under any placement.
     assert last(made.flags, "--ckpt-format") == "torch_dist"
     assert last(made.flags, "--save") == last(ours.flags, "--load") == last(theirs.flags, "--load")
     assert "out" not in made.flags
@@ -90,7 +90,7 @@ def test_the_checkpoint_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     ours, theirs = planned(flags, tmp_path / "runs", 3)
     assert last(ours.flags, "--load") == last(theirs.flags, "--load") == str(tmp_path)
-    # Of two folders Megatron takes the last.
+    # Megatron takes the last of two folders.
     twice = planned([*flags[:-2], "--load", "elsewhere", *flags[-2:]], tmp_path / "runs", 3)
     assert last(twice[0].flags, "--load") == str(tmp_path)
 

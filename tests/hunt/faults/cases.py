@@ -17,7 +17,7 @@ JOB = shlex.split(
 
 @dataclass(frozen=True)
 class Runner:
-    """Who runs the steps, by flags.
+    """The runner of the steps, by its flags.
 
     ``flushes`` tells whether a step leaves the pipeline empty, ``exits`` whether --exit-signal-handler is
     allowed, for which all ranks wait after each step.

@@ -84,7 +84,7 @@ def file_of(row: Row, name: str) -> Schedule:
 
 
 def microbatches(row: Row) -> tuple[int, ...]:
-    """Of each step; a single number is that of all."""
+    """The microbatches of each step; a single number is that of all."""
     return _GROWING if row["microbatches"] == "growing" else (int(row["microbatches"]),)
 
 

@@ -15,7 +15,7 @@ _OTHER_ORDER = 3
 """Replicas from which on sums are taken in another order than stock's, as under some csv files."""
 
 _CANCELLED = 0.01
-"""Of the largest gradient of all: one that is smaller may be what rounding leaves of terms that cancel.
+"""A share of the largest gradient of all: a smaller one may be what rounding leaves of terms that cancel.
 
 Attention does not change with a bias of the keys, for one, so that its exact gradient is 0.
 """

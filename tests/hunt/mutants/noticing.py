@@ -47,7 +47,7 @@ class Reached:
     def tests(self, mutant: Mutant) -> list[str]:
         """Return the tests to run for ``mutant``: for a line that runs at import alone, those of the room."""
         of_file = self.lines.get(mutant.file, {})
-        # Of a statement over several lines, some may have no code of their own.
+        # Some lines of a statement over several may have no code of their own.
         line = max((line for line in of_file if line <= mutant.line), default=0)
         found = of_file.get(line, [])
         known = self.seconds if found == [""] else found
