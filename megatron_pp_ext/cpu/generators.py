@@ -2,15 +2,17 @@
 
 Tensors are on the CPU, so dropout and initialization draw from the CPU generator whatever Megatron saves,
 seeds and restores. Letting torch.cuda's calls reach that generator keeps Megatron's tracker of per-rank
-states working. The price: the two generators that a GPU machine has are one here, so a dropout mask also
-depends on what else drew from the CPU generator, and a run resumed with dropout differs from one that never
-stopped.
+states working. The price: the two generators that a GPU machine has are one here. Whatever draws from the
+CPU's would move dropout masks, so each data loader draws the seeds of its workers from a generator of its
+own; a run resumed with dropout then has the masks of one that never stopped.
 """
 
 import logging
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 
 def _get_state(device: Any = None) -> torch.Tensor:
@@ -29,8 +31,22 @@ def _seed_all(seed: int) -> None:
     """Do nothing: torch.manual_seed calls this after it has seeded the CPU generator."""
 
 
+def _give_data_loaders_generators() -> None:
+    """Give each new DataLoader that has no generator one with the CPU generator's seed."""
+    original = DataLoader.__init__
+
+    @wraps(original)
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+
+
 def install() -> None:
-    """Point torch.cuda's random functions at the CPU generator."""
+    """Point torch.cuda's random functions at the CPU generator, and let data loaders leave it alone."""
+    _give_data_loaders_generators()
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = _get_state  # type: ignore[attr-defined]
         module.set_rng_state = _set_state  # type: ignore[attr-defined]

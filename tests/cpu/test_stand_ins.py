@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cpu import checkpoint_writers, norms, streams
@@ -59,6 +60,18 @@ def test_the_gpu_generator_is_the_cpu_generator() -> None:
     first = torch.rand(3)
     torch.cuda.set_rng_state(state)
     assert torch.equal(first, torch.rand(3))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_draws_nothing_that_dropout_draws(workers: int) -> None:
+    before = torch.cuda.get_rng_state()
+    assert len(list(DataLoader(range(4), num_workers=workers))) == 4
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_data_loader_keeps_the_generator_that_it_was_given() -> None:
+    mine = torch.Generator()
+    assert DataLoader(range(4), generator=mine).generator is mine
 
 
 def test_what_is_sent_stays_until_it_has_left() -> None:

@@ -1,11 +1,14 @@
 """A checkpoint with a damaged file is refused in one line, with the file and the older one that loads."""
 
+import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_pp_ext.integration.hooks.damaged_checkpoint import damage
 from tests.support.ranks import RankError
@@ -79,10 +82,15 @@ OLDER = "; the checkpoint of iteration 2 is whole: add --ckpt-step 2"
     [
         ("__1_0.distcp", halve, r"iter_0000004/__1_0.distcp is cut short \(\d+ bytes of \d+\)"),
         ("__0_0.distcp", remove, "iter_0000004/__0_0.distcp is missing"),
+        (
+            "__1_0.distcp",
+            fill_with_zeros,
+            r"iter_0000004/__1_0.distcp is damaged \(between bytes \d+ and \d+\)",
+        ),
         (".metadata", halve, r"iter_0000004/.metadata is damaged \(.*\)"),
         ("../latest_checkpointed_iteration.txt", empty, None),
     ],
-    ids=["shard-cut", "shard-missing", "metadata-cut", "tracker-empty"],
+    ids=["shard-cut", "shard-missing", "shard-zeroed", "metadata-cut", "tracker-empty"],
 )
 def test_the_file_and_the_older_checkpoint_are_named(
     sharded: Path, tmp_path: Path, file: str, harm: Harm, problem: str | None
@@ -140,6 +148,22 @@ def test_all_damage_is_found(sharded: Path, tmp_path: Path, file: str, harm: Har
     found = damage(damaged(sharded, tmp_path, file, harm) / "iter_0000004")
     assert found is not None
     assert str(tmp_path / "iter_0000004" / file) in found
+
+
+def test_no_tensor_is_read_before_the_load(sharded: Path, tmp_path: Path) -> None:
+    checkpoint = damaged(sharded, tmp_path, "__0_0.distcp", fill_with_zeros) / "iter_0000004"
+    assert damage(checkpoint, read=False) is None
+    assert "__0_0.distcp is damaged" in (damage(checkpoint) or "")
+
+
+def test_compressed_tensors_are_not_called_damaged(sharded: Path, tmp_path: Path) -> None:
+    """torch's checkpoints may transform what they write; such bytes are not torch.save's archives."""
+    checkpoint = damaged(sharded, tmp_path, "__0_0.distcp", fill_with_zeros) / "iter_0000004"
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for key, part in metadata.storage_data.items():
+        metadata.storage_data[key] = replace(part, transform_descriptors=["stream.zstd"])
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert damage(checkpoint) is None
 
 
 @pytest.mark.parametrize("harm", [cut, empty, halve, fill_with_zeros, remove])

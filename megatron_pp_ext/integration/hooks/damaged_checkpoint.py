@@ -21,13 +21,14 @@ _BEGIN, _END, _END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 
 
 def refuse_damage(folder: str | None, args: Namespace) -> None:
-    """End rank 0 with one line if a file of the checkpoint that ``args`` loads from ``folder`` is damaged.
+    """End rank 0 with one line if a file of the checkpoint that ``args`` loads from ``folder`` is too short.
 
     The line has the file and the newest older checkpoint that seems whole.  Only the ranks that need the file
     would fail, some of them while others wait for them.  Where a part is loaded, the rest may be damaged.
+    The sizes of the files are compared; no tensor is read before Megatron reads it.
     """
     if args.rank == 0 and not (args.no_load_optim or args.finetune or args.non_persistent_ckpt_type):
-        _refuse(folder, args)
+        _refuse(folder, args, read=False)
 
 
 @contextmanager
@@ -39,12 +40,12 @@ def name_damage(folder: str | None, args: Namespace) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException, SystemExit):  # CheckpointException is no Exception.
-        _refuse(folder, args)
+        _refuse(folder, args, read=True)
         raise
 
 
-def _refuse(folder: str | None, args: Namespace) -> None:
-    if folder and (problem := _explain(Path(folder), args)):
+def _refuse(folder: str | None, args: Namespace, read: bool) -> None:
+    if folder and (problem := _explain(Path(folder), args, read)):
         raise SystemExit(f"megatron_pp_ext: {problem}")
 
 
@@ -71,10 +72,10 @@ def refuse_mixed_steps(folder: str | None, args: Namespace) -> None:
         )
 
 
-def _explain(folder: Path, args: Namespace) -> str | None:
+def _explain(folder: Path, args: Namespace, read: bool) -> str | None:
     """Return what is wrong with the checkpoint that ``args`` loads from ``folder``, and the way out.
 
-    None if all seems well, as far as that can be told without reading every number.
+    None if all seems well: by the files' sizes or, with ``read``, by both ends of every tensor.
     """
     if args.ckpt_format not in ("torch", "torch_dist"):
         return None
@@ -89,7 +90,7 @@ def _explain(folder: Path, args: Namespace) -> str | None:
             chosen = chosen or text
         if not chosen:
             return None
-        found = damage(folder / (f"iter_{int(chosen):07d}" if chosen.isdecimal() else chosen))
+        found = damage(folder / (f"iter_{int(chosen):07d}" if chosen.isdecimal() else chosen), read)
         if found is None:
             return None
         newest = _newest_whole(folder, int(chosen) if chosen.isdecimal() else None)
@@ -113,12 +114,15 @@ def _newest_whole(folder: Path, before: int | None = None) -> int | None:
     return None
 
 
-def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the first damaged file of folder ``checkpoint``; None if none seems so."""
+def damage(checkpoint: Path, read: bool = True) -> str | None:
+    """Return what is wrong with the first damaged file of folder ``checkpoint``; None if none seems so.
+
+    With ``read``, both ends of every tensor are read as well, which takes a while in a large checkpoint.
+    """
     if not checkpoint.is_dir():
         return f"{checkpoint} is missing"
     by_rank = sorted(checkpoint.glob("mp_rank_*"))
-    return _damage_by_rank(by_rank) if by_rank else _damage_sharded(checkpoint)
+    return _damage_by_rank(by_rank) if by_rank else _damage_sharded(checkpoint, read)
 
 
 def _damage_by_rank(folders: list[Path]) -> str | None:
@@ -128,7 +132,7 @@ def _damage_by_rank(folders: list[Path]) -> str | None:
     return next(filter(None, found), None)
 
 
-def _damage_sharded(checkpoint: Path) -> str | None:
+def _damage_sharded(checkpoint: Path, read: bool) -> str | None:
     """Look at what --ckpt-format torch_dist writes: .metadata says which bytes of which file hold what."""
     backends, index = checkpoint / "metadata.json", checkpoint / ".metadata"
     for file in (backends, index):
@@ -139,14 +143,22 @@ def _damage_sharded(checkpoint: Path) -> str | None:
     except (ValueError, TypeError) as error:
         return f"{backends} is damaged ({error})"
     ranges = defaultdict(list)
+    transformed = False
     try:
         for part in FileSystemReader(checkpoint).read_metadata().storage_data.values():
             ranges[checkpoint / part.relative_path].append((part.offset, part.offset + part.length))
+            transformed |= bool(getattr(part, "transform_descriptors", None))  # Compressed: no archives.
     except Exception as error:  # Bytes that are no pickle can raise anything.
         return f"{index} is damaged ({error})"
     if has_common_file and (problem := _archive_damage(checkpoint / "common.pt")):
         return problem
-    return next(filter(None, (_shard_damage(file, ranges[file]) for file in sorted(ranges))), None)
+    for file in sorted(ranges):
+        problem = _too_short(file, ranges[file])
+        if problem is None and read and not transformed:
+            problem = _damaged_tensor(file, ranges[file])
+        if problem:
+            return problem
+    return None
 
 
 def _archive_damage(file: Path) -> str | None:
@@ -155,13 +167,16 @@ def _archive_damage(file: Path) -> str | None:
     return None if zipfile.is_zipfile(file) else f"{file} is damaged (its end is missing)"
 
 
-def _shard_damage(file: Path, ranges: list[tuple[int, int]]) -> str | None:
-    """Look at ``file``, which has an archive in each of ``ranges``, [begin, end) in bytes."""
+def _too_short(file: Path, ranges: list[tuple[int, int]]) -> str | None:
+    """Tell whether ``file`` lacks bytes of ``ranges``, each [begin, end)."""
     if not file.exists():
         return f"{file} is missing"
     size, needed = file.stat().st_size, max(end for _, end in ranges)
-    if size < needed:
-        return f"{file} is cut short ({size} bytes of {needed})"
+    return f"{file} is cut short ({size} bytes of {needed})" if size < needed else None
+
+
+def _damaged_tensor(file: Path, ranges: list[tuple[int, int]]) -> str | None:
+    """Tell whether ``file`` has no archive of torch.save in one of ``ranges``, each [begin, end) in bytes."""
     with file.open("rb") as shard:
         for begin, end in sorted(ranges):
             shard.seek(begin)

@@ -10,8 +10,6 @@ The exit status is 1 if a case went wrong.
 import itertools
 import time
 import warnings
-from pathlib import Path
-from typing import Annotated
 
 # What the tests set before they import torch.
 import tests.conftest  # noqa: F401
@@ -22,14 +20,15 @@ import typer
 from tests.hunt.faults.cases import drawn
 from tests.hunt.faults.report import line_of, write
 from tests.hunt.faults.trial import try_case
+from tests.hunt.options import Budget, Case, Cases, Report, Seed
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="How many to draw.")] = 20,
-    seed: Annotated[int, typer.Option(help="Draws the same cases whenever it is the same.")] = 1,
-    case: Annotated[int | None, typer.Option(help="Only this one of the seed.")] = None,
-    budget: Annotated[float, typer.Option(help="Minutes after which no further case begins.")] = float("inf"),
-    report: Annotated[Path | None, typer.Option(help="The page to write.", metavar="FILE")] = None,
+    cases: Cases = 20,
+    seed: Seed = 1,
+    case: Case = None,
+    budget: Budget = float("inf"),
+    report: Report = None,
 ) -> None:
     """Try the cases, and print a line for each."""
     warnings.simplefilter("ignore")

@@ -28,15 +28,16 @@ from tests.hunt.fuzz.factors import Row
 from tests.hunt.fuzz.report import Found, sections, told
 from tests.hunt.fuzz.shrink import shrunk
 from tests.hunt.fuzz.trial import Outcome, Trials
+from tests.hunt.options import Budget, Case, Cases, Report, Seed
 from tests.support.few_trials import few_trials
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="How many to draw.")] = 50,
-    seed: Annotated[int, typer.Option(help="Draws the same cases whenever it is the same.")] = 1,
-    case: Annotated[int | None, typer.Option(help="Only this one of the seed.")] = None,
-    budget: Annotated[float, typer.Option(help="Minutes after which no further case begins.")] = float("inf"),
-    report: Annotated[Path | None, typer.Option(help="The page to write.", metavar="FILE")] = None,
+    cases: Cases = 50,
+    seed: Seed = 1,
+    case: Case = None,
+    budget: Budget = float("inf"),
+    report: Report = None,
     shrink: Annotated[bool, typer.Option(help="Look for the least that shows a difference.")] = True,
 ) -> None:
     """Draw, run, compare, shrink and report."""

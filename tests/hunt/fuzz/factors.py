@@ -195,10 +195,6 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
         "the CPU's context parallelism is for causal attention",
         {"parallel": "cp2 tp2-sp-cp2", "attention": "window"},
     ),
-    (
-        "on a CPU dropout and the data loader share a generator, so no resumed run has the same masks",
-        {"dropout": "on", "checkpoint": OTHERS},
-    ),
     ("dropout follows the placement", {"dropout": "on", "chunks": "2 3 4"}),
     ("the ends of a model count in whole layers", {"cut": _ENDS, "chunks": "3 4"}),
     ("a layout is given for one stage a rank, or two", {"cut": "layout", "chunks": "3 4"}),

@@ -15,8 +15,10 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from benchmarks.report import table
 from tests.hunt.mutants import report
@@ -83,8 +85,8 @@ def copied(folder: Path) -> None:
     compileall.compile_dir(folder, quiet=1, invalidation_mode=checked)
 
 
-def passes(folder: Path, tests: Sequence[str]) -> bool:
-    """Run ``tests`` in the copy and return whether all pass; ValueError if they could not be run."""
+def failure(folder: Path, tests: Sequence[str]) -> str:
+    """Run ``tests`` in the copy; return the end of what they say if one fails or cannot be run, else ""."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -92,31 +94,38 @@ def passes(folder: Path, tests: Sequence[str]) -> bool:
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        return False
-    if run.returncode not in (0, 1):  # no such test, or a file that cannot be imported
-        raise ValueError(f"{' '.join(tests)} cannot be run:\n{run.stdout[-2000:]}")
-    return run.returncode == 0
+        return f"no end after {TIMEOUT:g} seconds"
+    return f"exit status {run.returncode}:\n{run.stdout[-2000:]}" if run.returncode else ""
 
 
 def noticed(defects: Sequence[Defect]) -> Iterator[tuple[Defect, bool]]:
-    """Plant each of ``defects`` by itself and yield it with whether its tests fail.
+    """Plant each of ``defects`` by itself and yield it with whether its tests fail, in the order of the list.
 
-    ValueError if a test fails without any defect.
+    As many are tried at once as there are cores.  ValueError if a test fails without any defect.
     """
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        folder = Path(name)
-        copied(folder)
+    at_once = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(at_once) as threads:
+        folders: SimpleQueue[Path] = SimpleQueue()
+        for number in range(at_once):
+            folder = Path(name, str(number))
+            copied(folder)
+            folders.put(folder)
         tests = list(dict.fromkeys(test for defect in defects for test in defect.tests))
-        if not passes(folder, tests):
-            raise ValueError("tests of the list fail without a defect; run them, and mend them first")
-        for defect in defects:
+        if problem := failure(folder, tests):
+            raise ValueError(f"tests of the list fail without a defect; mend them first; {problem}")
+
+        def is_noticed(defect: Defect) -> bool:
+            folder = folders.get()
             file = folder / defect.path
             source = file.read_text(encoding="utf-8")
             file.write_text(defect.applied(source), encoding="utf-8")
             try:
-                yield defect, not passes(folder, defect.tests)
+                return bool(failure(folder, defect.tests))
             finally:
                 file.write_text(source, encoding="utf-8")
+                folders.put(folder)
+
+        yield from zip(defects, threads.map(is_noticed, defects), strict=True)
 
 
 def main(words: Sequence[str]) -> int:
@@ -128,12 +137,12 @@ def main(words: Sequence[str]) -> int:
     ]
     score: dict[str, list[bool]] = {}
     missed: list[Defect] = []
-    for defect, is_noticed in noticed(chosen):
-        as_expected = is_noticed is not bool(defect.equivalent)
-        said = "noticed" if is_noticed else "equivalent" if defect.equivalent else "MISSED"
+    for defect, was_noticed in noticed(chosen):
+        as_expected = was_noticed is not bool(defect.equivalent)
+        said = "noticed" if was_noticed else "equivalent" if defect.equivalent else "MISSED"
         print(f"{said:10} {defect.path}: {defect.user}", flush=True)
         if not defect.equivalent:
-            score.setdefault(defect.room, []).append(is_noticed)
+            score.setdefault(defect.room, []).append(was_noticed)
         if not as_expected:
             missed.append(defect)
     if not words:
