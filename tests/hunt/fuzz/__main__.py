@@ -66,6 +66,8 @@ def main(
                         minimal[number] = _least(trials, row, outcome)
                     print(told(seed, found[-1], minimal.get(number)), flush=True)
                 progress.advance(bar)
+                if not progress.console.is_terminal:
+                    print(f"case {number}: {outcome.kind}, {outcome.seconds:.1f} s", flush=True)
     if report is not None:
         about = "Each case is a job drawn at random, trained under a schedule and under stock's 1F1B."
         publish(report, "Random jobs against stock Megatron", about, *sections(seed, found, minimal))
