@@ -91,7 +91,13 @@ def failure(folder: Path, tests: Sequence[str]) -> str:
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         run = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
         return f"no end after {TIMEOUT:g} seconds"
