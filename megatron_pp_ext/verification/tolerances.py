@@ -100,12 +100,14 @@ class Arithmetic:
 
     def norms(self, stock: RunRecord, step: int) -> Tolerance:
         """The tolerance for the gradient norm of ``step``, counted from 0."""
-        # An update moves a norm by about four times as much as a loss.
+        # An update moves a norm by about four times as much as a loss, and in a lower precision each adds
+        # to what those before it have moved.
         later = self.losses(stock, step)
-        if 4 * later.allowed > NORM:
-            return Tolerance(4 * later.allowed, later.why)
-        if self.prediction and self.precision != "fp32":
-            return Tolerance(1e-3, _TWICE)
+        moved = 4 * later.allowed * (1 if self.precision == "fp32" else step)
+        if moved > NORM:
+            return Tolerance(moved, later.why)
+        if self.precision != "fp32" and (self.prediction or self.replicas > 2):
+            return Tolerance(1e-3, _TWICE if self.prediction else _REPLICAS)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
     def gradient(self, name: str) -> Tolerance:

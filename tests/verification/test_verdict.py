@@ -47,6 +47,16 @@ def test_what_counts_as_equal(ours: RunRecord, flags: str, equal: bool) -> None:
     assert compare(STOCK, ours, Arithmetic.of_flags(flags.split(), 2)).is_equal is equal
 
 
+@pytest.mark.parametrize(
+    ("replicas", "precision", "equal"), [(2, "bf16", False), (4, "bf16", True), (4, "fp32", False)]
+)
+def test_norms_of_low_precision_gradients_that_are_summed_in_another_order(
+    replicas: int, precision: str, equal: bool
+) -> None:
+    ours = record(4.0, 4.0, 4.0, norms=(0.50002, 0.5, 0.5))
+    assert compare(STOCK, ours, Arithmetic(precision, replicas=replicas)).is_equal is equal
+
+
 def test_two_runs_that_fail_alike_are_not_equal() -> None:
     broken = record(math.nan, 4.0, 4.0)
     assert not compare(broken, broken, Arithmetic()).is_equal
@@ -133,9 +143,14 @@ def test_only_updates_before_a_step_excuse_it() -> None:
 
 
 def test_a_norm_may_move_more_than_a_loss() -> None:
-    """In bf16 by four thousandths of it, behind a clipped update."""
-    for moved, equal in ((0.003, True), (0.005, False)):
-        ours = record(4.0, 4.0, 4.0, norms=(0.5, 0.5, 0.5 * (1 - moved)))
+    """In bf16 by four thousandths of it for each update behind a clipped step."""
+    for moved, equal in (
+        ((0, 0.003, 0), True),
+        ((0, 0.005, 0), False),
+        ((0, 0, 0.007), True),
+        ((0, 0, 0.009), False),
+    ):
+        ours = record(4.0, 4.0, 4.0, norms=tuple(0.5 * (1 - share) for share in moved))
         assert compare(STOCK, ours, Arithmetic("bf16", clip=0.1)).is_equal is equal
 
 
