@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.check import check, require_one_forward_order
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.verification.tolerances import Arithmetic
 from tests.conftest import CACHE
-from tests.hunt.fuzz import job, shrink
+from tests.hunt.fuzz import job, judge, shrink
 from tests.hunt.fuzz.draw import TOGETHER, draw
 from tests.hunt.fuzz.factors import FACTORS, FORBIDDEN, Row, is_legal, levels
 from tests.hunt.fuzz.report import sections, told
@@ -171,3 +171,23 @@ def test_prediction_rounds_the_output_weight_as_its_gradients_are_kept() -> None
         for precision in ("fp32", "bf16")
     }
     assert allowed == {"fp32": 1e-5, "bf16": 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("skipped", "other_order", "mine", "is_equal"),
+    [
+        (True, True, [1.0, torch.inf, 3.0], True),
+        (True, True, [1.5, torch.inf, 3.0], False),
+        (True, False, [1.0, torch.inf, 3.0], False),
+        (True, False, [1.0, 2.0, torch.inf], True),
+        (False, True, [1.0, torch.inf, 3.0], False),
+        (False, True, [1.0, torch.nan, torch.inf], False),
+    ],
+)
+def test_gradients_that_overflow(skipped: bool, other_order: bool, mine: list[float], is_equal: bool) -> None:
+    """In a step that fp16 skips; where sums are taken in another order, they may overflow elsewhere."""
+    norms: list[float | None] = [None if skipped else 1.0]
+    stock = Result([4.0], {("weight", 0): torch.tensor([1.0, 2.0, torch.inf])}, [], norms, [], 1.0)
+    ours = stock._replace(gradients={("weight", 0): torch.tensor(mine)})
+    allowed = judge.arithmetic(["--fp16"], 2, other_order)
+    assert (not list(judge.differences(ours, stock, allowed))) is is_equal
