@@ -59,7 +59,9 @@ def test_a_schedule_of_ours_with_stocks_placement_goes_on_with_stocks_state() ->
     loop = Namespace(**vars(LOOP))
     loop.pipeline_placement = "loop placement with 2 chunk(s) on each of 2 ranks"
     assert not refused(LOOP, loop) and not refused(loop, LOOP)
-    assert refused(LINE, loop)
+    line = Namespace(**vars(LINE))
+    line.pipeline_placement = "linear placement with 1 chunk(s) on each of 2 ranks"
+    assert refused(LINE, loop) and refused(LOOP, line)
 
 
 def test_each_copy_has_its_own_memory() -> None:

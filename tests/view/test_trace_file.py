@@ -151,6 +151,8 @@ def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
     ]
     path = tmp_path / "trace.json"
     trace_file.write(path, "gpipe", linear(2), records)
+    begun = [event["id"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "b"]
+    assert len(set(begun)) == len(begun) == 6  # viewers join events with the same id
     step = trace_file.read(path)
     assert [record.clock_error for record in step.records] == [0.0, 0.125]
     assert [record.device_bytes for record in step.records] == [2**30, None]
