@@ -22,7 +22,8 @@ _LOAD = os.getloadavg()[0]
 def provenance() -> str:
     """Return the command that runs, the machine with its load at the start, the Python and the day."""
     spec = sys.modules["__main__"].__spec__
-    command = " ".join(["python -m", spec.name.removesuffix(".__main__") if spec else "?", *sys.argv[1:]]).rstrip()
+    name = spec.name.removesuffix(".__main__") if spec else "?"
+    command = " ".join(["python -m", name, *sys.argv[1:]]).rstrip()
     machine = f"{_processor()}, {len(os.sched_getaffinity(0))} cores, load {_LOAD:.1f} at the start"
     return f"`{command}` on {machine}, Python {platform.python_version()}, {date.today()}."
 
