@@ -4,8 +4,8 @@
 #
 #   examples/llama3_8b_8gpus.sh [MORE FLAGS...]
 #
-#   MEMORY_LIMIT   a fraction of the activations that 1F1B keeps on its first rank, such as 0.8: a schedule is compiled
-#                  that stays within it, instead of V-Half (none)
+#   MEMORY_LIMIT   a fraction of the activations that 1F1B keeps, such as 0.8: a schedule is compiled that
+#                  stays within it, instead of V-Half (none)
 #   PYTHON         the interpreter in which megatron_pp_ext is installed (python3)
 #   SCRIPT         the pretrain_gpt.py of your Megatron-LM checkout (this package's own)
 #   DATA, TOKENIZER, OUT, DRY_RUN as in common.sh

@@ -60,7 +60,7 @@ def schedule(
         float | None,
         typer.Option(
             help="For flex: the memory of a rank.  Up to 8 it is a fraction of the activations that 1f1b "
-            "keeps on its first rank, and messages come on top; a larger one is a number of microbatches "
+            "keeps, and messages come on top; a larger one is a number of microbatches "
             "that a whole rank keeps, or with --costs an amount in the file's unit for activations and "
             "messages."
         ),
@@ -160,7 +160,7 @@ def compare(
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines | found))
     print_units(times.units)
-    console.print("flex 0.50: compiled for half of 1f1b's activations on its first rank", style="dim")
+    console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

@@ -19,14 +19,16 @@ LARGEST_FRACTION = 8.0
 def requested_limit(limit: float, ranks: int, microbatches: int, costs: Costs) -> tuple[float, Costs]:
     """Return a requested ``limit`` as an amount of memory for every rank, and the costs to compile with.
 
-    Up to ``LARGEST_FRACTION`` the limit is a fraction of the activations that 1F1B keeps on its first rank,
-    which are those of ``ranks`` microbatches, or of all ``microbatches`` where these are fewer.  It limits
-    activations alone, as in the papers, so the returned costs have messages of size 0.  A larger limit is an
-    amount in the unit of ``StageCosts.activation`` and holds activations and messages.
+    Up to ``LARGEST_FRACTION`` the limit is a fraction of the activations that 1F1B keeps on the rank that
+    keeps most.  Where all ranks have the same layers that is the first one, with those of ``ranks``
+    microbatches, or of all ``microbatches`` where these are fewer.  It limits activations alone, as in the
+    papers, so the returned costs have messages of size 0.  A larger limit is an amount in the unit of
+    ``StageCosts.activation`` and holds activations and messages.
     """
     if not 0 < limit <= LARGEST_FRACTION:
         return limit, costs
-    whole = min(ranks, microbatches) * costs.merged(ranks).stages[0].activation
+    stages = costs.merged(ranks).stages
+    whole = max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
     return limit * whole, replace(costs, message=0.0)
 
 

@@ -93,8 +93,7 @@ def named(
     if name == FLEX:
         if limit is None:
             raise ValueError(
-                f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak on its first rank, such as "
-                "0.5, or an amount"
+                f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak, such as 0.5, or an amount"
             )
         finest = Placement(Shape.LOOP, ranks, chunks or _COMPILED_CHUNKS)
         placements = placements_of(ranks, Costs.unit(finest))
@@ -185,13 +184,13 @@ def _require_meaning(args: Namespace) -> None:
             )
     if name == FLEX and limit is None:
         raise ValueError(
-            "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak on its "
-            "first rank, such as 0.5, or a number of bytes, or choose auto"
+            "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak, such "
+            "as 0.5, or a number of bytes, or choose auto"
         )
     if name == FLEX and not 0 < limit < math.inf:
         raise ValueError(
             f"--pipeline-memory-limit is {limit:g}, but must be a number above 0; give a fraction of 1F1B's "
-            "peak on its first rank, such as 0.5, or a number of bytes"
+            "peak, such as 0.5, or a number of bytes"
         )
     if name == AUTO and args.fp16 and getattr(args, "loss_scale", None) is None:
         raise ValueError(

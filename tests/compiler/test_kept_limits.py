@@ -45,12 +45,18 @@ def test_only_rounding_may_pass_a_limit(size):
 
 
 def test_what_a_fraction_is_a_fraction_of():
-    """The limit is a share of what 1F1B keeps on its first rank; above 8 it is an amount with messages."""
+    """A share of what 1F1B keeps on the rank that keeps most; above 8 it is an amount with messages."""
     costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (3, 5, 7, 9)), message=0.5)
-    for limit, microbatches, amount in ((1, 8, 2 * 8), (0.5, 8, 8), (8, 8, 128), (1, 1, 8), (0.25, 2, 4)):
+    for limit, microbatches, amount in ((1, 8, 2 * 8), (0.5, 8, 8), (8, 8, 128), (1, 1, 16), (0.25, 2, 4)):
         found, used = requested_limit(limit, 2, microbatches, costs)
         assert (found, used.message) == (amount, 0)
     assert requested_limit(8.001, 2, 8, costs) == (8.001, costs)
+
+
+def test_a_first_rank_without_layers_does_not_set_the_limit():
+    """As under a layout whose first stage is the embedding alone."""
+    costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (0, 2, 4)))
+    assert requested_limit(0.5, 3, 8, costs)[0] == 0.5 * max(3 * 0, 2 * 2, 1 * 4)
 
 
 @pytest.mark.parametrize("placement", [linear(4), loop(2, 2), v(2)])
