@@ -296,4 +296,5 @@ def test_refused_in_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule v-half {FLAG} 1-2")
     assert pipeline.profile_steps == ProfileSteps(1, 2)
+    assert pipeline.profile_steps.number == 2
     assert [step in pipeline.profile_steps for step in range(4)] == [False, True, True, False]

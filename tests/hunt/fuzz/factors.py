@@ -168,6 +168,17 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
     ),
     ("Megatron cannot load the state of SGD", {"checkpoint": OTHERS, "update": "sgd"}),
     (
+        "Megatron cannot load SwiGLU's optimizer state on a rank without one of the groups of parameters",
+        {
+            "checkpoint": OTHERS,
+            "update": "decoupled",
+            "mlp": "swiglu",
+            "precision": "bf16 bf16-gradients bf16-fp32-residual fp16 fp16-fp32-gradients",
+            "optimizer": "plain overlap",
+            "pipeline": "3 4",
+        },
+    ),
+    (
         "Megatron wants overlapped messages between two ranks with several chunks",
         {"messages": "no-overlap", "pipeline": "2", "chunks": "2 3 4"},
     ),
