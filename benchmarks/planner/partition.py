@@ -24,7 +24,7 @@ from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Layer, Profile
 from megatron_pp_ext.partition.recurrence import Level
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import OF_STAGES, Kind
 from megatron_pp_ext.view import trace_file
 
 ROUNDS = 3
@@ -93,7 +93,9 @@ def predictions() -> str:
             pretrain([*MODEL, *pipeline, *files])
             step, busy = trace_file.read(traced), profile_file.read(together)
         for number_of, (stage, record) in enumerate(zip(found.stages, step.records, strict=True)):
-            spans = {kind: [e.end - e.start for e in record.events if e.action.kind is kind] for kind in Kind}
+            spans = {
+                kind: [e.end - e.start for e in record.events if e.action.kind is kind] for kind in OF_STAGES
+            }
             measured = median(spans[Kind.F]) + median(spans[Kind.B])
             in_run = sum(busy.layers[at].seconds for at in stage.layers)
             ratios = (f"{seconds:.4f}: {measured / seconds:.2f}" for seconds in (stage.seconds, in_run))

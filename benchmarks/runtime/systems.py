@@ -113,8 +113,8 @@ def walk(plan: RankPlan, chunks: int, times: Times, messages: Gloo) -> None:
     seconds = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
     seconds[Kind.B] = times.input_gradient + times.weight_gradient
     for step in plan.steps:
-        for peer, message in step.receives:
-            messages.post(peer, message)
+        for arrival in step.launches:
+            messages.post(*arrival)
         if step.source is not None and step.source_rank != plan.rank:
             messages.receive(step.source)
         time.sleep(seconds[step.action.kind] / chunks)

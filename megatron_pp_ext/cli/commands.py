@@ -1,5 +1,6 @@
 """The commands of ``mpp``, one function each."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, CSV_PREFIX, FLEX, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -71,6 +73,10 @@ def schedule(
             help="For flex: how many orders to try; 8000 search eight times as long as the default."
         ),
     ] = None,
+    shared_vocabulary: Annotated[
+        bool,
+        typer.Option("--shared-vocabulary", help="Let all ranks share the output layer of --output-layer."),
+    ] = False,
     *,
     times: ask.Times,
     files: ask.Files,
@@ -81,6 +87,8 @@ def schedule(
     each, and a chunk takes its part of them.
     """
     name = catalog.canonical(name)
+    if name == FLEX and shared_vocabulary:
+        raise ValueError("--shared-vocabulary is for named schedules, not for flex: leave one out")
     if name == FLEX:
         from megatron_pp_ext.cli import flex
 
@@ -100,10 +108,10 @@ def schedule(
     catalog.entry(name)  # refuses what only training runs
     request = named(name, ranks, microbatches, chunks)
     require_size(request, files)
-    costs = times.costs(ranks, request.placement.chunks)
+    costs = times.costs(ranks, request.placement.chunks, shared_vocabulary)
     with waiting(f"simulating {request.schedule}"):
-        built = catalog.build(request.schedule, ranks, microbatches, request.placement.chunks)
-        timeline = simulate(built, costs)
+        build = partial(catalog.build, request.schedule, ranks, chunks=request.placement.chunks)
+        timeline = simulate((share(build, microbatches) if shared_vocabulary else build(microbatches)), costs)
         report(timeline, bound_of(timeline), times.units, files)
 
 
@@ -118,7 +126,9 @@ def simulate_file(
     """Check a schedule from a file, simulate it and show it."""
     with waiting(f"simulating {file}"):
         read = csv_file.read(file)
-        timeline = simulate(read, times.costs(read.ranks, read.placement.chunks))
+        placement = read.placement
+        costs = times.costs(read.ranks, placement.chunks, placement.shares_vocabulary)
+        timeline = simulate(read, costs)
         report(timeline, bound_of(timeline), times.units, files)
 
 
@@ -134,7 +144,8 @@ def compare(
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
 
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
-    rank, and an action of a schedule with one chunk takes twice as long.
+    rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
+    has a second row, where all ranks share the vocabulary.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
@@ -145,12 +156,17 @@ def compare(
     for request in requests:
         require_size(request)
     halves = times.costs(ranks, 2)
+    shared_halves = times.costs(ranks, 2, shares_vocabulary=True) if times.output_layer else halves
     timelines = {}
     for request in requests:
         name = request.schedule
         with waiting(f"simulating {name}"):
             built = catalog.build(name, ranks, microbatches)
             timelines[name] = simulate(built, halves.merged(built.placement.stages))
+            if times.output_layer:
+                shared = share(partial(catalog.build, name, ranks), microbatches)
+                costs = shared_halves.merged(built.placement.stages)
+                timelines[f"{name} +S"] = simulate(shared, costs)
     with waiting("compiling flex for several memory limits"):
         found = {
             f"flex {fraction:.2f}": compiled.timeline
@@ -161,6 +177,8 @@ def compare(
         console.print(terminal.summary_table(timelines | found))
     print_units(times.units)
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
+    if times.output_layer:
+        console.print("+S: all ranks share the output layer, else the last stage has it", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

@@ -31,6 +31,10 @@ WeightGradient = Annotated[
     float | None, typer.Option("--w", help="Time of a rank's weight gradient of one.  [default: 1]")
 ]
 Hop = Annotated[float | None, typer.Option(help="Time of a message between ranks.  [default: 0]")]
+OutputLayer = Annotated[
+    float | None,
+    typer.Option(help="Time of the output layer's forward, which the last stage has on top.  [default: 0]"),
+]
 ChunkUnits = Annotated[
     bool,
     typer.Option(
@@ -59,36 +63,52 @@ class Times:
     """The cost options of a command: the same times for every rank, or a file with those of every stage.
 
     The times are a whole rank's, of which each of its chunks takes an equal part, so that schedules with
-    different numbers of chunks compare; with ``chunk_units`` they are those of one chunk.
+    different numbers of chunks compare; with ``chunk_units`` they are those of one chunk.  ``output_layer``
+    is the time of its forward, input gradient and weight gradient each.
     """
 
     f: Forward = None
     i: InputGradient = None
     w: WeightGradient = None
     hop: Hop = None
+    output_layer: OutputLayer = None
     costs_file: CostsFile = None
     chunk_units: ChunkUnits = False
 
     def __post_init__(self) -> None:
-        flags = {"f": self.f, "i": self.i, "w": self.w, "hop": self.hop}
+        flags = {"f": self.f, "i": self.i, "w": self.w, "hop": self.hop, "output-layer": self.output_layer}
         given = {flag: value for flag, value in flags.items() if value is not None}
         others = [*given, *(["chunk-units"] if self.chunk_units else [])]
         if self.costs_file is not None and others:
             raise ValueError(f"--costs and --{others[0]} contradict each other: leave one out")
         for flag, value in given.items():
-            if not math.isfinite(value) or value < 0 or (value == 0 and flag != "hop"):
-                rule = "0 or more" if flag == "hop" else "above 0"
+            may_be_none = flag in ("hop", "output-layer")
+            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_none):
+                rule = "0 or more" if may_be_none else "above 0"
                 raise ValueError(f"--{flag} is {value:g}, but must be a finite number {rule}: correct it")
 
-    def costs(self, ranks: int, chunks: int) -> Costs:
-        """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks."""
+    def costs(self, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Costs:
+        """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks.
+
+        With ``shares_vocabulary`` the output layer is divided among the ranks.  ValueError if its time is not
+        given then.
+        """
         if self.costs_file is not None:
             return read_costs(self.costs_file, ranks * chunks)
         f, i, w = (1.0 if value is None else value for value in (self.f, self.i, self.w))
-        hop = self.hop or 0.0
+        hop, output = self.hop or 0.0, self.output_layer or 0.0
         if self.chunk_units:
-            return Costs((StageCosts(f, i, w),) * (ranks * chunks), hop)
-        return Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+            costs = Costs((StageCosts(f, i, w),) * (ranks * chunks), hop)
+        else:
+            costs = Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+        if not shares_vocabulary:
+            return costs.with_output_layer(output)
+        if not output:
+            raise ValueError(
+                "the ranks share the vocabulary, but the output layer takes no time: give --output-layer, "
+                "the time of its forward in the unit of --f"
+            )
+        return costs.with_shared_output_layer(output, ranks)
 
     @property
     def units(self) -> Units:

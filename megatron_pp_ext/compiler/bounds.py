@@ -12,6 +12,7 @@ memory  Little's law: a microbatch keeps a stage's activations at least as long 
         the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
+A vocabulary that the ranks share adds to the path and to the work.
 """
 
 import math
@@ -28,12 +29,14 @@ def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: S
     """
     route = _Route(placement, costs)
     bounds = [route.path]
+    shared = costs.vocabulary if placement.shares_vocabulary else None
+    part = shared.scores + shared.weight_gradient if shared else 0.0
     for rank, limit in enumerate(limits):
         stages = placement.stages_of(rank)
         own = [costs.stages[stage] for stage in stages]
         head = route.starts[stages[0]]
         work = sum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
-        bounds.append(head + microbatches * work)
+        bounds.append(head + microbatches * (work + part))
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
     return max(bounds)
@@ -57,6 +60,8 @@ class _Route:
         self.ends: list[float] = []
         now = 0.0
         for station, time in enumerate(seconds):
+            if station == placement.stages and placement.shares_vocabulary and costs.vocabulary:
+                now += costs.vocabulary.hidden + costs.vocabulary.scores + costs.vocabulary.sums
             if station and homes[station] != homes[station - 1]:
                 now += costs.hop
             self.starts.append(now)

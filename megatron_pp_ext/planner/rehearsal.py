@@ -245,7 +245,7 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
     if not steps:
         return timeline.makespan
     timer = ScheduleTimer(schedule)
-    return median(timer.makespan(partial(seconds, step), costs.hop) for step in range(steps))
+    return median(timer.makespan(partial(seconds, step), costs) for step in range(steps))
 
 
 def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageCosts:

@@ -10,14 +10,20 @@ from megatron_pp_ext.schedule.check import require_one_forward_order
 def read_csv(path: Path, ranks: int, first_first: bool) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
-    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, if its stages take the
-    microbatches forward in different orders, or, with ``first_first``, if ``require_first_first`` does.
+    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, if its ranks share the
+    vocabulary, if its stages take the microbatches forward in different orders, or, with ``first_first``, if
+    ``require_first_first`` does.
     """
     schedule = csv_file.read(path)
     if schedule.ranks != ranks:
         raise ValueError(
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
             "set one to the other"
+        )
+    if schedule.placement.shares_vocabulary:
+        raise ValueError(
+            f"the ranks of {path} share the vocabulary, which mpp simulates but training cannot do; write "
+            "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
     if first_first:

@@ -12,7 +12,7 @@ import torch
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.plan import RankPlan, Step
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.messages import Arrival, Message
+from megatron_pp_ext.schedule.messages import Arrival, Exchange, Launch, Message
 
 
 class Stage(Protocol):
@@ -42,6 +42,32 @@ class Stage(Protocol):
         """Compute the gradient of the weights that ``backward_input`` left."""
 
 
+class Vocabulary(Protocol):
+    """A rank's part of a vocabulary that all ranks share; ``shared_vocabulary`` has one.
+
+    It stands where a stage behind the last one would: it takes the last stage's output, and gives its
+    gradient.
+    """
+
+    def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
+        """Take the last stage's output, on its rank."""
+
+    def launch(self, exchange: Exchange) -> None:
+        """Begin an exchange with the other ranks; what is computed next does not wait for it."""
+
+    def scores(self, microbatch: int) -> None:
+        """Do S: this rank's part of the logits, and of all that follows from them."""
+
+    def output_gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of the last stage's output, on its rank."""
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """Do T: the gradient of this rank's part of the weight."""
+
+    def close(self) -> None:
+        """End the step."""
+
+
 class Recorder(Protocol):
     """Is notified of every action; ``runtime.recorder`` has one that keeps their times and bytes."""
 
@@ -61,21 +87,33 @@ def execute(
     recorder: Recorder | None = None,
     *,
     flush: bool = True,
+    vocabulary: Vocabulary | None = None,
 ) -> None:
     """Run one training step: every action of ``plan`` in order, with its messages.
 
     ``stages`` maps the numbers of this rank's stages to the stages.  On return all actions have
     run, all messages have left, and the gradients are in the parameters.  Without ``flush`` messages may
-    stay in flight, for a later step to take.
+    stay in flight, for a later step to take.  ``vocabulary`` is this rank's part of it, where ranks share it.
     """
     recorder = recorder or _NoRecorder()
     handed_over: dict[Message, torch.Tensor] = {}
     for step in plan.steps:
-        _post(step.receives, channels)
+        _launch(step.launches, channels, vocabulary)
+        if step.action.kind in (Kind.S, Kind.T):
+            assert vocabulary is not None
+            with recorder.during(step.action):
+                _perform_part(step.action, vocabulary)
+            continue
+        is_loss = vocabulary is not None and step.action.stage == plan.loss_stage
         received = _take(step, plan.rank, handed_over, channels)
         with recorder.during(step.action):
+            if vocabulary is not None and is_loss and step.action.kind in (Kind.I, Kind.B):
+                received = vocabulary.output_gradient(step.action.microbatch)
             produced = _perform(step.action, stages[step.action.stage], received)
         received = None
+        if vocabulary is not None and is_loss and step.action.kind is Kind.F:
+            assert produced is not None
+            vocabulary.keep(step.action.microbatch, produced)
         if step.target is None:
             continue
         if produced is None:
@@ -88,14 +126,19 @@ def execute(
             channels.send(step.target_rank, produced)
         # A produced tensor that outlived its step would be counted, and held, as an activation.
         del produced
-    _post(plan.left_open, channels)
+    _launch(plan.left_open, channels, vocabulary)
+    if vocabulary is not None:
+        vocabulary.close()
     if flush:
         channels.close()
 
 
-def _post(receives: Iterable[Arrival], channels: Channels) -> None:
-    for peer, message in receives:
-        channels.post(peer, message)
+def _launch(launches: Iterable[Launch], channels: Channels, vocabulary: Vocabulary | None) -> None:
+    for one in launches:
+        if isinstance(one, Arrival):
+            channels.post(one.peer, one.message)
+        elif vocabulary is not None:
+            vocabulary.launch(one)
 
 
 def _take(
@@ -119,3 +162,11 @@ def _perform(action: Action, stage: Stage, received: torch.Tensor | None) -> tor
         case Kind.W:
             stage.backward_weight(action.microbatch)
             return None
+    raise ValueError(f"{action} is no work of a stage")
+
+
+def _perform_part(action: Action, vocabulary: Vocabulary) -> None:
+    if action.kind is Kind.S:
+        vocabulary.scores(action.microbatch)
+    else:
+        vocabulary.weight_gradient(action.microbatch)

@@ -6,15 +6,15 @@ the messages, and on the place of each receive (``schedule.messages``), without 
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.messages import (
-    Arrival,
+    Launch,
     Message,
     Orders,
     RankOf,
     incoming_message,
     outgoing_message,
-    posted_receives,
+    planned_launches,
 )
 
 
@@ -22,13 +22,13 @@ from megatron_pp_ext.schedule.messages import (
 class Step:
     """One action of this rank, the message that it takes (``source``) and the one it makes (``target``).
 
-    Both are None at the ends of the model and for W, which exchanges nothing.  ``source_rank`` and
-    ``target_rank`` may be this rank itself, as at the turn of a V.  ``receives`` are posted right before
-    the action, in this order; their messages are for this action and for later ones.
+    Both are None at the ends of the model and for W, S and T, which send no message.  ``source_rank`` and
+    ``target_rank`` may be this rank itself, as at the turn of a V.  ``launches`` come right before the
+    action, in this order: receives of messages for this action and for later ones, and exchanges.
     """
 
     action: Action
-    receives: tuple[Arrival, ...] = ()
+    launches: tuple[Launch, ...] = ()
     source: Message | None = None
     source_rank: int = -1
     target: Message | None = None
@@ -39,13 +39,15 @@ class Step:
 class RankPlan:
     """Everything that one rank does in a training step, computed once.
 
-    ``left_open`` are receives that are posted after the last action, for a later step; only a pipeline
-    that does not flush has any.
+    ``left_open`` comes after the last action: receives for a later step, which only a pipeline that does not
+    flush has, and exchanges of an evaluation.  ``loss_stage`` is the stage whose output goes to a vocabulary
+    that all ranks share, None where they share none.
     """
 
     rank: int
     steps: tuple[Step, ...]
-    left_open: tuple[Arrival, ...]
+    left_open: tuple[Launch, ...]
+    loss_stage: int | None = None
 
 
 def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
@@ -56,23 +58,25 @@ def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
 
 def plan_orders(orders: Orders, stages: int, rank_of: RankOf, rank: int) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages."""
-    *receives, left_open = posted_receives(orders, stages, rank_of)[rank]
+    *launches, left_open = planned_launches(orders, stages, rank_of)[rank]
+    is_shared = any(action.kind is Kind.S for action in orders[rank])
     return RankPlan(
         rank=rank,
         steps=tuple(
-            _step(action, arrivals, stages, rank_of)
-            for action, arrivals in zip(orders[rank], receives, strict=True)
+            _step(action, before, stages, rank_of)
+            for action, before in zip(orders[rank], launches, strict=True)
         ),
         left_open=left_open,
+        loss_stage=stages - 1 if is_shared else None,
     )
 
 
-def _step(action: Action, receives: tuple[Arrival, ...], stages: int, rank_of: RankOf) -> Step:
+def _step(action: Action, launches: tuple[Launch, ...], stages: int, rank_of: RankOf) -> Step:
     source = incoming_message(action, stages)
     target = outgoing_message(action, stages)
     return Step(
         action,
-        receives,
+        launches,
         source=source,
         source_rank=rank_of(source.sender, source.microbatch) if source else -1,
         target=target,

@@ -1,8 +1,9 @@
 """Schedules and the actions that they consist of.
 
 A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
-by one stage.  The letters are those of torch.distributed.pipelining, so that this project, torch and
-torchtitan can exchange schedules as files (see ``csv_file``).
+by one stage.  The letters F, I, W and B are those of torch.distributed.pipelining, so that this project,
+torch and torchtitan can exchange schedules as files (see ``csv_file``).  S and T are this project's own:
+where the ranks share the vocabulary (``vocabulary``), every rank does a part of the output layer.
 """
 
 import hashlib
@@ -26,10 +27,21 @@ class Kind(StrEnum):
     """Weight-gradient half of the backward."""
     B = "B"
     """The whole backward, both halves in one."""
+    S = "S"
+    """A rank's part of the logits, with its part of their softmax and of the hidden state's gradient."""
+    T = "T"
+    """The weight gradient of a rank's part of the output layer."""
+
+
+OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
+"""The work that a stage of the model does.  S and T are work of a rank."""
 
 
 class Action(NamedTuple):
-    """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0."""
+    """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
+
+    S and T have the number of their rank in place of a stage's, which is that of the rank's first stage.
+    """
 
     stage: int
     kind: Kind
@@ -81,8 +93,9 @@ class Schedule:
     def digest(self) -> str:
         """A hash of placement and orders: equal on two ranks exactly when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
-        shape = self.placement
-        return hashlib.sha256(f"{shape.shape}/{shape.ranks}/{shape.chunks}\n{text}".encode()).hexdigest()
+        where = self.placement
+        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.shares_vocabulary
+        return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
         """Yield all actions, rank after rank."""
@@ -102,10 +115,17 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
         return (Action(stage - 1, Kind.F, microbatch),) if stage > 0 else ()
     if kind is Kind.W:
         return (Action(stage, Kind.I, microbatch),)
+    last = placement.stages - 1
+    if kind is Kind.S:
+        return (Action(last, Kind.F, microbatch),)
+    if kind is Kind.T:
+        return Action(stage, Kind.S, microbatch), Action(last, Kind.I, microbatch)
     own_forward = Action(stage, Kind.F, microbatch)
-    if stage == placement.stages - 1:
-        return (own_forward,)
-    return own_forward, Action(stage + 1, Kind.I, microbatch)
+    if stage < last:
+        return own_forward, Action(stage + 1, Kind.I, microbatch)
+    if placement.shares_vocabulary:
+        return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
+    return (own_forward,)
 
 
 def delivers(action: Action) -> Action:

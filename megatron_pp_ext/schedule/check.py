@@ -1,14 +1,15 @@
 """Check that a schedule is valid; errors name the rank, the action, and what it waits for.
 
-A schedule is valid when every stage does every microbatch once, on the rank that holds the stage,
-and when all ranks, each working strictly in its order, reach their end.  The second condition
-cannot be checked on any rank alone: it is proved here by letting all ranks run without a clock.
+A schedule is valid when every stage does every microbatch once, on the rank that holds the stage, when
+every rank does its part of a shared vocabulary, and when all ranks, each working strictly in its order, reach
+their end.  The last condition cannot be checked on any rank alone: it is proved here by letting all ranks
+run without a clock.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
 
 _ACTIONS_NAMED = 4
 """The most actions that an error about a circle of waiting ranks names."""
@@ -23,8 +24,11 @@ def check(schedule: Schedule) -> None:
 
     A schedule without any backward counts as an evaluation, of which only the forwards must be complete.
     """
+    is_evaluation = all(action.kind in (Kind.F, Kind.S) for action in schedule)
     _check_actions(schedule)
-    _check_complete(schedule)
+    _check_stages(schedule, is_evaluation)
+    if schedule.placement.shares_vocabulary:
+        _check_vocabulary(schedule, (Kind.S,) if is_evaluation else (Kind.S, Kind.T))
     for _ in in_order_of_need(schedule):
         pass
 
@@ -107,9 +111,16 @@ def _check_actions(schedule: Schedule) -> None:
     seen: set[Action] = set()
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            if not 0 <= action.stage < placement.stages:
+            is_of_stage = action.kind in OF_STAGES
+            if not is_of_stage and not placement.shares_vocabulary:
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} is unknown, stages are 0..{placement.stages - 1}: remove it"
+                    f"rank {rank}: {action} is a part of the vocabulary, which the placement does not share: "
+                    "remove it"
+                )
+            count, what = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
+            if not 0 <= action.stage < count:
+                raise InvalidSchedule(
+                    f"rank {rank}: {action} is unknown, {what} are 0..{count - 1}: remove it"
                 )
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise InvalidSchedule(
@@ -127,14 +138,23 @@ def _check_actions(schedule: Schedule) -> None:
             seen.add(action)
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_vocabulary(schedule: Schedule, kinds: Sequence[Kind]) -> None:
+    """Raise unless every rank does its part of a shared vocabulary for every microbatch."""
+    for rank, order in enumerate(schedule.orders):
+        present = set(order)
+        for microbatch in range(schedule.microbatches):
+            for kind in kinds:
+                if (action := Action(rank, kind, microbatch)) not in present:
+                    raise InvalidSchedule(f"rank {rank}: {action} is missing: add it")
+
+
+def _check_stages(schedule: Schedule, is_evaluation: bool) -> None:
     """Raise unless every stage does a forward and exactly one whole backward of every microbatch."""
-    is_evaluation = all(action.kind is Kind.F for action in schedule)
     for rank, order in enumerate(schedule.orders):
         present = set(order)
         for stage in schedule.placement.stages_of(rank):
             for microbatch in range(schedule.microbatches):
-                forward, i, w, whole = (Action(stage, kind, microbatch) for kind in Kind)
+                forward, i, w, whole = (Action(stage, kind, microbatch) for kind in OF_STAGES)
                 if forward not in present:
                     raise InvalidSchedule(f"rank {rank}: {forward} is missing: add it")
                 if is_evaluation:

@@ -5,10 +5,10 @@ The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit`
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -50,6 +50,7 @@ class StageCosts:
                 return self.weight_gradient
             case Kind.B:
                 return self.input_gradient + self.weight_gradient
+        raise ValueError(f"{kind} is no work of a stage: ask Costs.seconds")
 
     def released(self, kind: Kind) -> float:
         """Return the part of ``activation`` that the end of an action of this kind gives back."""
@@ -62,6 +63,30 @@ class StageCosts:
                 return self.activation - self.released_by_input_gradient
             case Kind.B:
                 return self.activation
+        raise ValueError(f"{kind} is no work of a stage: ask Costs.released")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyCosts:
+    """The costs of one rank's part of a shared vocabulary for one microbatch.
+
+    ``scores`` are the seconds of an S and ``weight_gradient`` those of a T.  From the start of an S to the
+    end of its T the rank keeps ``activation``.  ``hidden`` is the time from the end of the last stage's
+    forward until every rank has its output, and ``sums`` the time from the end of the last S until the last
+    stage has what it makes the loss and its gradient from.  Raises ValueError for a value that is negative
+    or not finite, and for work that takes no time.
+    """
+
+    scores: float
+    weight_gradient: float
+    activation: float = 0.0
+    hidden: float = 0.0
+    sums: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            is_work = field.name in ("scores", "weight_gradient")
+            _require_finite(f"VocabularyCosts.{field.name}", getattr(self, field.name), positive=is_work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +95,47 @@ class Costs:
 
     ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
     an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
-    is the size of a message's buffer, in the unit of ``StageCosts.activation``.
+    is the size of a message's buffer, in the unit of ``StageCosts.activation``.  ``vocabulary`` are the costs
+    of the part that each rank has of a shared vocabulary, which ``stages`` then leave out.
     """
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
     message: float = 0.0
+    vocabulary: VocabularyCosts | None = None
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
         _require_finite("Costs.hop", self.hop, positive=False)
         _require_finite("Costs.message", self.message, positive=False)
+
+    def seconds(self, action: Action) -> float:
+        """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
+        if action.kind is Kind.S:
+            return self._shared(action).scores
+        if action.kind is Kind.T:
+            return self._shared(action).weight_gradient
+        return self.stages[action.stage].seconds(action.kind)
+
+    def kept(self, action: Action) -> float:
+        """Return the activations that ``action`` keeps from its start on."""
+        if action.kind is Kind.S:
+            return self._shared(action).activation
+        return self.stages[action.stage].activation if action.kind is Kind.F else 0.0
+
+    def released(self, action: Action) -> float:
+        """Return the activations that are given back at the end of ``action``."""
+        if action.kind is Kind.T:
+            return self._shared(action).activation
+        return 0.0 if action.kind is Kind.S else self.stages[action.stage].released(action.kind)
+
+    def _shared(self, action: Action) -> VocabularyCosts:
+        if self.vocabulary is None:
+            raise ValueError(
+                f"{action} is work on a shared vocabulary, for which no costs are given: set Costs.vocabulary"
+            )
+        return self.vocabulary
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
@@ -121,6 +175,23 @@ class Costs:
         f, i, w = (seconds / chunks for seconds in (forward, input_gradient, weight_gradient))
         return cls((StageCosts(f, i, w, activation=1 / chunks),) * (ranks * chunks), hop)
 
+    def with_output_layer(self, seconds: float) -> Self:
+        """Return the costs with an output layer on the last stage; F, I and W each take ``seconds`` more."""
+        *others, last = self.stages
+        times = (last.forward + seconds, last.input_gradient + seconds, last.weight_gradient + seconds)
+        last = StageCosts(*times, last.activation, last.released_by_input_gradient)
+        return replace(self, stages=(*others, last))
+
+    def with_shared_output_layer(self, seconds: float, ranks: int) -> Self:
+        """Return the costs with an output layer that ``ranks`` share; its F, I and W take ``seconds`` each.
+
+        An S does a rank's part of F and I, and a T that of W.  The hidden state takes a hop, and the two
+        exchanges behind S two.
+        """
+        part = seconds / ranks
+        shared = VocabularyCosts(2 * part, part, hidden=self.hop, sums=2 * self.hop)
+        return replace(self, vocabulary=shared)
+
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 
@@ -142,7 +213,7 @@ class Costs:
             ]
             for at in range(0, len(self.stages), neighbours)
         ]
-        return type(self)(tuple(StageCosts(*stage) for stage in values), self.hop, self.message)
+        return replace(self, stages=tuple(StageCosts(*stage) for stage in values))
 
 
 def _require_finite(name: str, value: float, *, positive: bool) -> None:

@@ -6,8 +6,9 @@
 
 The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a
 message in bytes or any other common unit.  ``hop``, ``message``, ``activation`` and
-``released_by_input_gradient`` may be left out.  Anything else is refused, since a misspelt name would
-otherwise leave a default in force.
+``released_by_input_gradient`` may be left out.  Where the ranks share the vocabulary, ``vocabulary`` is an
+object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt name would otherwise
+leave a default in force.
 """
 
 import json
@@ -18,11 +19,7 @@ from typing import Any
 from megatron_pp_ext import json_input
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import is_number, naming, require_names, short
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
-
-_KNOWN = [field.name for field in fields(StageCosts)]
-_NEEDED = [field.name for field in fields(StageCosts) if field.default is MISSING]
-"""The names of a stage's costs, and those of them that must be given."""
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 
 _SHARED = ("hop", "message")
 """The names of the costs that are one number for the whole pipeline; they may be left out."""
@@ -30,7 +27,8 @@ _SHARED = ("hop", "message")
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    write_whole(Path(path), json.dumps(asdict(costs), indent=1) + "\n")
+    content = {name: value for name, value in asdict(costs).items() if value is not None}
+    write_whole(Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def read(path: str | Path, stages: int | None = None) -> Costs:
@@ -41,7 +39,7 @@ def read(path: str | Path, stages: int | None = None) -> Costs:
     path = Path(path)
     with naming(path):
         content = json_input.read(path, "write {'hop': ..., 'stages': [...]}")
-        require_names(content, (*_SHARED, "stages"), ("stages",))
+        require_names(content, (*_SHARED, "vocabulary", "stages"), ("stages",))
         rows = content["stages"]
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"'stages' is {short(rows)}, but must be a list with an object a stage")
@@ -53,9 +51,20 @@ def read(path: str | Path, stages: int | None = None) -> Costs:
         found = []
         for number, row in enumerate(rows):
             with naming(f"stage {number}"):
-                require_names(row, _KNOWN, _NEEDED)
-                found.append(StageCosts(**_numbers(row)))
-        return Costs(tuple(found), **_numbers({name: content[name] for name in _SHARED if name in content}))
+                found.append(StageCosts(**_numbers_of(StageCosts, row)))
+        shared = None
+        if "vocabulary" in content:
+            with naming("vocabulary"):
+                shared = VocabularyCosts(**_numbers_of(VocabularyCosts, content["vocabulary"]))
+        numbers = _numbers({name: content[name] for name in _SHARED if name in content})
+        return Costs(tuple(found), vocabulary=shared, **numbers)
+
+
+def _numbers_of(costs: type[StageCosts | VocabularyCosts], row: dict[str, Any]) -> dict[str, float]:
+    known = fields(costs)
+    required = [field.name for field in known if field.default is MISSING]
+    require_names(row, [field.name for field in known], required)
+    return _numbers(row)
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:

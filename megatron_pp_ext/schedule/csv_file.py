@@ -3,7 +3,8 @@
 A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), and an empty cell is an
 idle slot.  The file holds no placement and no count of microbatches; both follow from the cells.
 torch also writes cells for messages and for overlapped pairs: a file with those is refused,
-because this project derives messages from the order itself.
+because this project derives messages from the order itself.  torch in turn refuses the cells of a shared
+vocabulary: ``2S0`` and ``2T0`` are rank 2's part of the output layer for microbatch 0.
 """
 
 import csv
@@ -12,11 +13,11 @@ import re
 from pathlib import Path
 
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
-_CELL = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
+_CELL = re.compile(r"([0-9]{1,6})([FIWBST])([0-9]{1,6})")
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
@@ -62,19 +63,20 @@ def _action(path: Path, row: int, cell: int, text: str) -> Action:
     if match is None:
         raise ValueError(
             f"{path}: row {row}, cell {cell}: {text!r} is not an action: "
-            "write stage, one of F I W B and microbatch, such as 3F0"
+            "write stage, one of F I W B S T and microbatch, such as 3F0"
         )
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 def _placement(path: Path, orders: tuple[tuple[Action, ...], ...]) -> Placement:
     """Return the placement under which every rank holds exactly the stages that its row names."""
-    held = [tuple(sorted({action.stage for action in order})) for order in orders]
+    held = [tuple(sorted({action.stage for action in order if action.kind in OF_STAGES})) for order in orders]
+    shares = any(action.kind not in OF_STAGES for order in orders for action in order)
     ranks, chunks = len(held), len(held[0])
     shapes = {1: [Shape.LINEAR], 2: [Shape.LOOP, Shape.V]}.get(chunks, [Shape.LOOP, Shape.WAVE])
     if chunks:
         for shape in shapes:
-            placement = Placement(shape, ranks, chunks)
+            placement = Placement(shape, ranks, chunks, shares)
             if all(stages == placement.stages_of(rank) for rank, stages in enumerate(held)):
                 return placement
     rows = ", ".join(f"row {rank} holds {list(stages)}" for rank, stages in enumerate(held[:4]))

@@ -13,21 +13,23 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
   on its rank and behind the one whose output it takes.
 * A rank sends a message right behind the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
+* What all ranks exchange about a shared vocabulary has one place in the line, where every rank launches it.
 
 To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
 rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a
-message, the other end has the same place in the line, and the same holds on that rank.  A host that waits
-does so for launches that stand before its next one.  So the first launch can always proceed: no circle
-exists, whatever queues, buffers and synchronizations the hardware has.  A collective within an action, of
-tensor, context, expert or data parallelism, has the place of its action on all its ranks, which run the
+message or an exchange, the other ends have the same place in the line, and the same holds there.  A host
+that waits does so for launches that stand before its next one.  So the first launch can always proceed: no
+circle exists, whatever queues, buffers and synchronizations the hardware has.  A collective within an action,
+of tensor, context, expert or data parallelism, has the place of its action on all its ranks, which run the
 same schedule.
 
 The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
 simulation of the schedule, so that a receive is posted in the action before its message arrives.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers
@@ -40,11 +42,13 @@ In the simulation a message is taken as soon as it arrives.  A few messages unde
 ranks that are slower than simulated; all of them take memory.
 """
 
-_WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36}
-_HOP = 1
+WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36, Kind.S: 8, Kind.T: 4}
+HOP = HIDDEN = 1
+SUMS = 2
 """The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
-They are whole numbers, so that the line is the same on every machine.
+``HIDDEN`` and ``SUMS`` are those of the exchanges about a shared vocabulary (``vocabulary``).  All are whole
+numbers, so that the line is the same on every machine.
 """
 
 type Orders = Sequence[Sequence[Action]]
@@ -65,6 +69,26 @@ class Message(NamedTuple):
     microbatch: int
 
 
+class Exchanged(StrEnum):
+    """What all ranks exchange about a microbatch where they share the vocabulary, in this order."""
+
+    HIDDEN = "hidden state"
+    """The last stage's output, to all; launched behind its forward."""
+    STATISTICS = "statistics"
+    """Each rank's largest logits and sums of exponentials, to all; behind the last S."""
+    GRADIENT = "gradient"
+    """The sum of all parts of the hidden state's gradient, to the last stage; a hop later."""
+    LOSS = "loss"
+    """The gradient of the loss of every token, to all; behind the last stage's backward."""
+
+
+class Exchange(NamedTuple):
+    """What all ranks exchange about a microbatch."""
+
+    what: Exchanged
+    microbatch: int
+
+
 class Arrival(NamedTuple):
     """A message that comes from the pipeline rank ``peer``."""
 
@@ -72,12 +96,16 @@ class Arrival(NamedTuple):
     message: Message
 
 
+type Launch = Arrival | Exchange
+"""What a rank launches beside its actions and what they send."""
+
+
 def incoming_message(action: Action, stages: int) -> Message | None:
     """Return the message that ``action`` needs before it can start, in a model of ``stages`` stages."""
     stage, kind, microbatch = action
     if kind is Kind.F:
         return Message(stage - 1, stage, microbatch) if stage > 0 else None
-    if kind is Kind.W or stage + 1 == stages:
+    if kind not in (Kind.I, Kind.B) or stage + 1 == stages:
         return None
     return Message(stage + 1, stage, microbatch)
 
@@ -87,33 +115,62 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
     stage, kind, microbatch = action
     if kind is Kind.F:
         return Message(stage, stage + 1, microbatch) if stage + 1 < stages else None
-    if kind is Kind.W or stage == 0:
+    if kind not in (Kind.I, Kind.B) or stage == 0:
         return None
     return Message(stage, stage - 1, microbatch)
 
 
-def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Arrival, ...]]]:
-    """Return the receives that every rank posts: ``[r][i]`` are those of rank r right before its action i.
+def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Launch, ...]]]:
+    """Return what every rank launches beside its actions and their sends: receives and exchanges.
 
-    Each list has one entry more than the rank has actions, for the receives behind the last one.  Their
-    messages are in flight at the end of ``orders``, for later orders to take.  Raises what ``launch_line``
-    raises.
+    ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
+    than the rank has actions, for launches behind the last one.  Messages received there are in flight at the
+    end of ``orders``, for later orders to take.  Raises what ``launch_line`` raises.
     """
-    posted: list[list[list[Arrival]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
+    planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
-    for rank, action in launch_line(orders, stages, rank_of):
+    shares = any(action.kind is Kind.S for order in orders for action in order)
+    scored: Counter[int] = Counter()
+    due: deque[tuple[int, Exchange]] = deque()
+
+    def exchange(what: Exchanged, microbatch: int) -> None:
+        for of_rank, at in zip(planned, launched, strict=True):
+            of_rank[at].append(Exchange(what, microbatch))
+
+    for end, rank, action in launch_line(orders, stages, rank_of):
+        while due and due[0][0] < end:
+            exchange(*due.popleft()[1])
         launched[rank] += 1
         message = outgoing_message(action, stages)
-        if message is None:
-            continue
-        receiver = rank_of(message.receiver, message.microbatch)
-        if receiver != rank:
-            posted[receiver][launched[receiver]].append(Arrival(rank, message))
-    return [[tuple(arrivals) for arrivals in of_rank] for of_rank in posted]
+        if message is not None:
+            receiver = rank_of(message.receiver, message.microbatch)
+            if receiver != rank:
+                planned[receiver][launched[receiver]].append(Arrival(rank, message))
+        stage, kind, microbatch = action
+        if shares and stage == stages - 1 and kind in (Kind.F, Kind.I, Kind.B):
+            exchange(Exchanged.HIDDEN if kind is Kind.F else Exchanged.LOSS, microbatch)
+        if kind is Kind.S:
+            scored[microbatch] += 1
+            if scored[microbatch] == len(orders):
+                exchange(Exchanged.STATISTICS, microbatch)
+                due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
+    for _, left in due:
+        exchange(*left)
+    return [[tuple(launches) for launches in of_rank] for of_rank in planned]
 
 
-def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[int, Action]]:
-    """Return all actions of ``orders``, with their ranks, in the line that the module's docstring requires.
+def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Arrival, ...]]]:
+    """Return the receives among ``planned_launches``."""
+    return [
+        [tuple(one for one in launches if isinstance(one, Arrival)) for launches in of_rank]
+        for of_rank in planned_launches(orders, stages, rank_of)
+    ]
+
+
+def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> list[tuple[int, int, Action]]:
+    """Return all actions of ``orders`` in the line that the module's docstring requires.
+
+    With each action come its simulated end and its rank.
 
     Actions are sorted by their simulated ends, and by rank where these are equal.  Messages from actions
     that are not in ``orders`` were sent before these began.
@@ -121,8 +178,17 @@ def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
     here = {delivers(action) for order in orders for action in order}
+    scores: dict[int, list[Action]] = {}
+    for action in here:
+        if action.kind is Kind.S:
+            scores.setdefault(action.microbatch, []).append(action)
 
     def inputs(action: Action) -> tuple[Action, ...]:
+        stage, kind, microbatch = action
+        if kind in (Kind.S, Kind.T):
+            return (Action(stages - 1, Kind.F if kind is Kind.S else Kind.I, microbatch),)
+        if kind in (Kind.I, Kind.B) and stage == stages - 1:
+            return tuple(scores.get(microbatch, ()))
         message = incoming_message(action, stages)
         if message is None:
             return ()
@@ -135,14 +201,16 @@ def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> Iterator[tuple[
     line = []
     for rank, action, needed in walk(orders, inputs):
         for need in needed:
-            hop = _HOP if rank_of(need.stage, need.microbatch) != rank else 0
+            hop = HOP if rank_of(need.stage, need.microbatch) != rank else 0
+            if need.kind is Kind.S:
+                hop = SUMS
             now[rank] = max(now[rank], ends[need] + hop)
-        now[rank] += _WORK[action.kind]
+        now[rank] += WORK[action.kind]
         ends[delivers(action)] = now[rank]
         line.append((now[rank], rank, action))
     if len(line) < sum(map(len, orders)):
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
-    return ((rank, action) for _, rank, action in sorted(line))
+    return sorted(line)
 
 
 def most_buffers(orders: Orders, stages: int, rank_of: RankOf) -> list[int]:

@@ -31,13 +31,16 @@ class Shape(StrEnum):
 class Placement:
     """The map between stages and ranks.
 
-    ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.
+    ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
+    ``shares_vocabulary`` every rank holds an equal part of the embedding and of the output layer; else the
+    first and the last stage hold them (``vocabulary``).
     Raises ValueError where the shape cannot have that many chunks.
     """
 
     shape: Shape
     ranks: int
     chunks: int = 1
+    shares_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import most_buffers
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -110,12 +110,11 @@ class Timeline:
         """
         live = 0.0
         yield self.start, live
-        for (stage, kind, _), start, end in self.events[rank]:
-            costs = self.costs.stages[stage]
-            if kind is Kind.F:
-                live += costs.activation
+        for action, start, end in self.events[rank]:
+            if (kept := self.costs.kept(action)) > 0:
+                live += kept
                 yield start, live
-            elif (released := costs.released(kind)) > 0:
+            elif (released := self.costs.released(action)) > 0:
                 live -= released
                 yield end, live
 
@@ -133,10 +132,15 @@ def peak_messages(schedule: Schedule) -> tuple[int, ...]:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate ``schedule`` with ``costs``.
 
-    Raises ValueError when ``costs`` are for another number of stages and InvalidSchedule (see
-    ``check``) when the ranks wait for each other.
+    Raises ValueError when ``costs`` are for another number of stages, or lack those of a shared vocabulary,
+    and InvalidSchedule (see ``check``) when the ranks wait for each other.
     """
     placement = schedule.placement
+    if placement.shares_vocabulary and costs.vocabulary is None:
+        raise ValueError(
+            f"the ranks of schedule {schedule.name!r} share the vocabulary, but its costs are not given: set "
+            "Costs.vocabulary"
+        )
     if len(costs.stages) != placement.stages:
         raise ValueError(
             f"costs are given for {len(costs.stages)} stages, but schedule {schedule.name!r} has "

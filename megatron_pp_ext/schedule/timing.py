@@ -1,7 +1,8 @@
 """The one loop that times a schedule with costs; the compiler's search has its own, in whole numbers.
 
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
-and the message that it needs from another rank, at most one, has arrived.  Messages never queue for a wire.
+and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a shared
+vocabulary.  Messages never queue for a wire.
 What an action waits for does not depend on costs, so ``ScheduleTimer`` finds it once for a schedule, which
 can then be timed with as many costs as there are.
 """
@@ -10,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import in_order_of_need
 from megatron_pp_ext.schedule.costs import Costs
 
-_KINDS = {kind: at for at, kind in enumerate(Kind)}
+_KINDS = {kind: at for at, kind in enumerate(OF_STAGES)}
+_SHARED = {Kind.S: -3, Kind.T: -2}
+_NO_WORK = -1
+"""Places in ``_durations``, from its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,54 +42,82 @@ class ScheduleTimer:
         home = [placement.rank_of(stage) for stage in range(placement.stages)]
         self.schedule = schedule
         self.steps: list[list[int]] = [[] for _ in schedule.orders]
-        self._actions: list[Action] = []
-        # By step: the step before it on its rank, the one on another rank that sends its input, and the place
-        # of its duration in ``_durations``.  0 is no step.
-        self._needs: list[tuple[int, int, int]] = []
+        self._actions: list[Action | None] = []
+        # By step: the step before it on its rank, the one on another rank that sends its input, the wire, and
+        # the place of its duration in ``_durations``.  0 is no step.  An action with inputs of several ranks
+        # follows steps without work, each of which waits for one of them.
+        self._needs: list[tuple[int, int, int, int]] = []
         step_of: dict[Action, int] = {}
         for rank, action, inputs in in_order_of_need(schedule):
             own = self.steps[rank]
-            sender = next((step_of[need] for need in inputs if home[need.stage] != rank), 0)
-            work = len(_KINDS) * action.stage + _KINDS[action.kind]
-            self._needs.append((own[-1] if own else 0, sender, work))
-            self._actions.append(action)
-            own.append(len(self._actions))
-            step_of[delivers(action)] = len(self._actions)
-        self._work = [Counter(self._needs[step - 1][2] for step in own) for own in self.steps]
+            before = own[-1] if own else 0
+            senders = [step_of[need] for need in inputs if home[need.stage] != rank] or [0]
+            wire = _wire(action, schedule)
+            for sender in senders[:-1]:
+                before = self._add(None, before, sender, wire, _NO_WORK)
+            in_place = len(_KINDS) * action.stage + _KINDS.get(action.kind, 0)
+            step = self._add(action, before, senders[-1], wire, _SHARED.get(action.kind, in_place))
+            own.append(step)
+            step_of[delivers(action)] = step
+        self._work = [Counter(self._needs[step - 1][3] for step in own) for own in self.steps]
+
+    def _add(self, action: Action | None, *needs: int) -> int:
+        self._needs.append(needs)  # type: ignore[arg-type]
+        self._actions.append(action)
+        return len(self._actions)
 
     def times(self, costs: Costs) -> tuple[list[float], list[float]]:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0.0."""
-        return _times(self._needs, _durations(costs), costs.hop)
+        return _times(self._needs, _durations(costs), _wires(costs))
 
-    def makespan(self, seconds: Callable[[Action], float], hop: float) -> float:
-        """The time from 0 to the last end where every action takes ``seconds`` of its own."""
-        needs = ((before, sender, at) for at, (before, sender, _) in enumerate(self._needs))
-        return max(_times(needs, [seconds(action) for action in self._actions], hop)[1])
+    def makespan(self, seconds: Callable[[Action], float], costs: Costs) -> float:
+        """The time from 0 to the last end where every action takes ``seconds`` of its own.
+
+        ``costs`` has the times of messages.
+        """
+        needs = ((before, sender, wire, at) for at, (before, sender, wire, _) in enumerate(self._needs))
+        durations = [0.0 if action is None else seconds(action) for action in self._actions]
+        return max(_times(needs, durations, _wires(costs))[1])
 
     def spans(self, costs: Costs) -> tuple[Span, ...]:
         """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""
         seconds = _durations(costs)
-        starts, ends = _times(self._needs, seconds, costs.hop)
+        starts, ends = _times(self._needs, seconds, _wires(costs))
         return tuple(
             Span(starts[own[0]], ends[own[-1]], sum(count * seconds[work] for work, count in counts.items()))
             for own, counts in zip(self.steps, self._work, strict=True)
         )
 
 
+def _wire(action: Action, schedule: Schedule) -> int:
+    """The place in ``_wires`` of the time that the inputs of ``action`` take from other ranks."""
+    if action.kind is Kind.S:
+        return 1
+    ends_in_sums = schedule.placement.shares_vocabulary and action.stage == schedule.placement.stages - 1
+    return 2 if ends_in_sums and action.kind in (Kind.I, Kind.B) else 0
+
+
+def _wires(costs: Costs) -> tuple[float, float, float]:
+    shared = costs.vocabulary
+    return costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0
+
+
 def _durations(costs: Costs) -> list[float]:
-    """The seconds of every kind of action of every stage."""
-    return [stage.seconds(kind) for stage in costs.stages for kind in Kind]
+    """The seconds of every kind of action of every stage, and of those on a shared vocabulary."""
+    shared = costs.vocabulary
+    own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+    return [*(stage.seconds(kind) for stage in costs.stages for kind in OF_STAGES), *own, 0.0]
 
 
 def _times(
-    needs: Iterable[tuple[int, int, int]], durations: Sequence[float], hop: float
+    needs: Iterable[tuple[int, int, int, int]], durations: Sequence[float], wires: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """The starts and ends of all steps, after a 0.0 in place of step 0."""
     starts, ends = [0.0], [0.0]
-    for before, sender, work in needs:
+    for before, sender, wire, work in needs:
         start = ends[before]
         if sender:
-            arrival = ends[sender] + hop
+            arrival = ends[sender] + wires[wire]
             if arrival > start:
                 start = arrival
         starts.append(start)

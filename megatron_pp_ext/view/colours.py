@@ -5,7 +5,7 @@ from functools import cache
 
 from megatron_pp_ext.schedule.actions import Kind
 
-_HUES = {Kind.F: "#5b9bd5", Kind.I: "#5fc8c8", Kind.W: "#7fb858"}
+_HUES = {Kind.F: "#5b9bd5", Kind.I: "#5fc8c8", Kind.W: "#7fb858", Kind.S: "#e0a24a", Kind.T: "#c9c04d"}
 
 _DARKER = 0.72
 """The ratio of the lightness of one chunk to that of the chunk before."""
@@ -18,7 +18,10 @@ def parts(kind: Kind) -> tuple[Kind, ...]:
 
 @cache
 def colour(kind: Kind, chunk: int) -> str:
-    """Return blue for F, teal for I, green for W, a darker shade for each further chunk, as ``#rrggbb``."""
+    """Return blue for F, teal for I, green for W, orange for S, yellow for T, as ``#rrggbb``.
+
+    Each further chunk has a darker shade.
+    """
     code = _HUES[kind]
     red, green, blue = (int(code[i : i + 2], 16) / 255 for i in (1, 3, 5))
     hue, lightness, saturation = rgb_to_hls(red, green, blue)

@@ -201,7 +201,13 @@ def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
 
 def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     """Return entries for the kinds that occur, the shades of further chunks, and the memory curve."""
-    names = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient"}
+    names = {
+        Kind.F: "F forward",
+        Kind.I: "I input gradient",
+        Kind.W: "W weight gradient",
+        Kind.S: "S part of the logits",
+        Kind.T: "T its weight gradient",
+    }
     chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
     drawn = {part for timeline in timelines for action in timeline.schedule for part in parts(action.kind)}
     kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in names.items() if kind in drawn]

@@ -56,13 +56,10 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
     """Return what a recorder would have seen of one rank."""
-
-    def growth(action: Action) -> float:
-        costs = timeline.costs.stages[action.stage]
-        return costs.activation if action.kind is Kind.F else -costs.released(action.kind)
-
-    live_after = accumulate(growth(action) for action, _, _ in events)
-    pairs = accumulate({Kind.F: 1, Kind.I: 0}.get(action.kind, -1) for action, _, _ in events)
+    costs = timeline.costs
+    live_after = accumulate(costs.kept(action) - costs.released(action) for action, _, _ in events)
+    change = {Kind.F: 1, Kind.W: -1, Kind.B: -1}
+    pairs = accumulate(change.get(action.kind, 0) for action, _, _ in events)
     measured = (
         Measured(action, begin - timeline.start, end - timeline.start, live)
         for (action, begin, end), live in zip(events, live_after, strict=True)
@@ -75,7 +72,8 @@ def read(path: Path) -> RecordedStep:
     try:
         content = json.loads(path.read_text())
         pipeline = content["otherData"]["pipeline"]
-        placement = Placement(Shape(pipeline["shape"]), pipeline["ranks"], pipeline["chunks"])
+        shape = Shape(pipeline["shape"]), pipeline["ranks"], pipeline["chunks"]
+        placement = Placement(*shape, shares_vocabulary=pipeline.get("shares_vocabulary", False))
         events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
         reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
         started: dict[int, dict[str, Any]] = {}
@@ -135,6 +133,7 @@ def _write(
         "shape": step.placement.shape,
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
+        "shares_vocabulary": step.placement.shares_vocabulary,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],

@@ -7,9 +7,10 @@ from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import report
 from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
 
 KEYS = [
     "schedule",
@@ -64,6 +65,46 @@ def test_schedule_writes_what_it_shows(name, mpp, tmp_path):
     assert 0.5 * expected.makespan < numbers["lower_bound"] <= expected.makespan
     assert numbers["digest"] == built.digest
     assert f"{expected.makespan:.5g}" in result.output
+
+
+def test_a_vocabulary_that_all_ranks_share(mpp, tmp_path):
+    options = ["-p", 3, "-m", 5, "--output-layer", 1.5, "--hop", 0.25]
+    numbers = {}
+    for name, more in (("last", []), ("shared", ["--shared-vocabulary", "--csv", tmp_path / "a.csv"])):
+        result = mpp("schedule", "zb-h1", *options, *more, "--json", tmp_path / f"{name}.json")
+        assert result.exit_code == 0, result.output
+        numbers[name] = json.loads((tmp_path / f"{name}.json").read_text())["makespan"]
+    schedule = share(lambda count: catalog.build("zb-h1", 3, count), 5)
+    vocabulary = VocabularyCosts(1.0, 0.5, hidden=0.25, sums=0.5)
+    costs = Costs((StageCosts(1, 1, 1),) * 3, 0.25, vocabulary=vocabulary)
+    assert numbers["shared"] == pytest.approx(simulate(schedule, costs).makespan)
+    assert numbers["shared"] < numbers["last"]
+    last = Costs((StageCosts(1, 1, 1),) * 2 + (StageCosts(2.5, 2.5, 2.5),), 0.25)
+    assert numbers["last"] == pytest.approx(simulate(catalog.build("zb-h1", 3, 5), last).makespan)
+    assert csv_file.read(tmp_path / "a.csv").orders == schedule.orders
+    from_file = mpp("simulate", tmp_path / "a.csv", "--output-layer", 1.5, "--hop", 0.25)
+    assert f"{numbers['shared']:.5g}" in from_file.output
+
+
+def test_compare_has_a_row_for_a_shared_vocabulary(mpp):
+    result = mpp("compare", "-p", 2, "-m", 4, "--output-layer", 1)
+    assert result.exit_code == 0, result.output
+    assert "v-zb +S" in result.output and "+S: all ranks share the output layer" in result.output
+    assert "+S" not in mpp("compare", "-p", 2, "-m", 4).output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["schedule", "v-half", "--shared-vocabulary"], "give --output-layer"),
+        (["schedule", "v-half", "--output-layer", "-1"], "--output-layer is -1, but must be"),
+        (["schedule", "flex", "--memory-limit", 0.5, "--shared-vocabulary"], "not for flex"),
+    ],
+)
+def test_a_shared_vocabulary_needs_its_time(mpp, words, message):
+    result = mpp(*words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
 
 
 def test_an_alias_is_shown_under_its_name_here(mpp, tmp_path):

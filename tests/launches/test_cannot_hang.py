@@ -24,8 +24,8 @@ from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
 from tests.support.launches import synchronizations
-from tests.support.launches.entries import HostWait, Kernel, Transfer
-from tests.support.launches.grid import everything, without_flush
+from tests.support.launches.entries import Collective, HostWait, Kernel, Transfer
+from tests.support.launches.grid import everything, shared_vocabularies, without_flush
 from tests.support.launches.hardware import Setting
 from tests.support.launches.queues import circle
 from tests.support.launches.recording import plans, record, record_plans
@@ -56,6 +56,19 @@ def test_everything(ranks):
     for microbatches in sorted({1, ranks, 2 * ranks, 4 * ranks}):
         for steps in everything(ranks, microbatches):
             assert_finishes_strictly(plans(steps), (steps[0].name, steps[0].placement, microbatches))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_vocabularies_that_all_ranks_share(ranks):
+    for microbatches in sorted({1, ranks, 2 * ranks + 1}):
+        for steps in shared_vocabularies(ranks, microbatches):
+            plans_of_ranks = plans(steps)
+            assert_finishes_strictly(plans_of_ranks, (steps[0].name, steps[0].placement, microbatches))
+            launches = record_plans(plans_of_ranks)
+            exchanges = [sum(isinstance(entry, Collective) for entry in of_rank) for of_rank in launches]
+            assert set(exchanges) == {exchanges[0]} and exchanges[0] >= 4 * microbatches
+            for setting in SETTINGS:
+                assert circle(launches, setting) == "", (steps[0].name, microbatches, setting)
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb"])

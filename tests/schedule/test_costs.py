@@ -2,15 +2,15 @@ import math
 
 import pytest
 
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import OF_STAGES
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import v
 
 
 def test_a_whole_backward_takes_both_halves_and_releases_everything():
     stage = StageCosts(3, 4, 5, activation=10, released_by_input_gradient=4)
-    assert [stage.seconds(kind) for kind in Kind] == [3, 4, 5, 9]
-    assert [stage.released(kind) for kind in Kind] == [0, 4, 6, 10]
+    assert [stage.seconds(kind) for kind in OF_STAGES] == [3, 4, 5, 9]
+    assert [stage.released(kind) for kind in OF_STAGES] == [0, 4, 6, 10]
 
 
 def test_unit_costs_count_chunks():

@@ -3,14 +3,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 from megatron_pp_ext.schedule.simulate import simulate
 from reference.published_schedules import MEASURED_COST
 from tests.support import slow
 
-F, I, W, B = Kind
+F, I, W, B = OF_STAGES
 
 
 def test_by_hand():

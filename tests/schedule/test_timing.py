@@ -27,7 +27,7 @@ def test_each_action_with_seconds_of_its_own(name):
     stages = schedule.placement.stages
     costs = Costs(tuple(StageCosts(1 + s / 7, 1.1 + s / 9, 0.7 + s / 11) for s in range(stages)), 0.13)
     timer = ScheduleTimer(schedule)
-    found = timer.makespan(lambda action: costs.stages[action.stage].seconds(action.kind), costs.hop)
+    found = timer.makespan(lambda action: costs.stages[action.stage].seconds(action.kind), costs)
     assert found == simulate(schedule, costs).makespan
-    slow = timer.makespan(lambda action: 1.0 + (action.microbatch == 3), 0.0)
-    assert slow > timer.makespan(lambda action: 1.0, 0.0)
+    slow = timer.makespan(lambda action: 1.0 + (action.microbatch == 3), costs)
+    assert slow > timer.makespan(lambda action: 1.0, costs)

@@ -9,6 +9,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
+from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
 
 Steps = tuple[Schedule, ...]
 
@@ -26,6 +27,14 @@ def evaluations(ranks: int, microbatches: int) -> Iterator[Steps]:
     """Yield the forwards alone, with every shape of placement."""
     for placement in (linear(ranks), loop(ranks, 2), loop(ranks, 4), v(ranks), wave(ranks, 4)):
         yield (catalog.forward_only(placement, microbatches),)
+
+
+def shared_vocabularies(ranks: int, microbatches: int) -> Iterator[Steps]:
+    """Yield every schedule of the catalogue with a vocabulary that all ranks share, and evaluations."""
+    for name in catalog.NAMES:
+        yield (share(lambda count, name=name: catalog.build(name, ranks, count), microbatches),)  # type: ignore[misc]
+    for (evaluation,) in evaluations(ranks, microbatches):
+        yield (share_evaluation(evaluation),)
 
 
 def without_flush(ranks: int, interval: int) -> Steps:

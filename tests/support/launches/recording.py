@@ -1,6 +1,7 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from tests.support.launches.entries import Entry, HostWait, Kernel, Launches, Transfer, Wait
+from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 SECONDS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
 """The times of one chunk's actions, in the papers' unit."""
@@ -112,6 +114,50 @@ class NamedKernels:
         return self._output
 
 
+class RecordedVocabulary(SharedVocabulary):
+    """The product's own part of a shared vocabulary on tiny tensors, with a kernel for each action."""
+
+    def __init__(
+        self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]], seconds: float
+    ) -> None:
+        self._recording, self._seconds, self._rank = recording, seconds, rank
+        self._ranks = tuple(range(len(plans_of_ranks)))
+        has_loss = [
+            any(step.action.stage == plan.loss_stage and step.action.kind is Kind.F for step in plan.steps)
+            for plan, *_ in plans_of_ranks
+        ]
+        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: len(self._ranks))
+        with patch.object(dist, "get_global_rank", lambda group, group_rank: group_rank):
+            super().__init__(
+                weight=torch.ones(2, 1),
+                first_row=2 * rank,
+                tokens=1,
+                group=group,
+                home=has_loss.index(True) if any(has_loss) else 0,
+                add_gradient=lambda gradient: None,
+                head=self if has_loss[rank] else None,
+            )
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.long)
+
+    def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        return losses
+
+    def scores(self, microbatch: int) -> None:
+        super().scores(microbatch)
+        self._recording.add(Kernel(f"{self._rank}S{microbatch}", self._seconds))
+
+    def weight_gradient(self, microbatch: int) -> None:
+        super().weight_gradient(microbatch)
+        self._recording.add(Kernel(f"{self._rank}T{microbatch}", self._seconds))
+
+    def collective(self, *arguments: Any, **options: Any) -> RecordedWork:
+        """Stand for a collective of torch.distributed."""
+        entry = Collective("vocabulary", self._ranks, "exchange")
+        return RecordedWork(self._recording, self._recording.add(entry), False, False)
+
+
 def plans(steps: Sequence[Schedule]) -> list[list[RankPlan]]:
     """Return the plans for ``steps``, of rank r at ``[r]``."""
     return [[plan_rank(schedule, rank) for schedule in steps] for rank in range(steps[0].ranks)]
@@ -141,11 +187,15 @@ def record_plans(
     for rank, steps in enumerate(plans_of_ranks):
         recording = Recording(sends_look_done)
         groups: Any = [RecordingGroup(name, recording, shape) for name in ("down", "up")]
+        vocabulary = RecordedVocabulary(recording, rank, plans_of_ranks, seconds[Kind.W])
         with patch.multiple(
             dist,
             get_rank=lambda here=rank: here,
             get_group_rank=lambda group, global_rank: global_rank,
             get_backend=lambda group: "nccl",
+            broadcast=vocabulary.collective,
+            all_gather=vocabulary.collective,
+            reduce=vocabulary.collective,
         ):
             channels = Channels(
                 list(range(len(plans_of_ranks))),
@@ -154,11 +204,12 @@ def record_plans(
                 output.dtype,
                 output.device,
             )
-        stages = {step.action.stage for plan in steps for step in plan.steps}
-        kernels: Any = {stage: NamedKernels(stage, recording, output, seconds) for stage in stages}
-        for number, plan in enumerate(steps):
-            if number and synchronized_between:
-                recording.add(HostWait())
-            execute(plan, kernels, channels, flush=number + 1 == len(steps))
+            stages = {step.action.stage for plan in steps for step in plan.steps}
+            kernels: Any = {stage: NamedKernels(stage, recording, output, seconds) for stage in stages}
+            for number, plan in enumerate(steps):
+                if number and synchronized_between:
+                    recording.add(HostWait())
+                shared = vocabulary if plan.loss_stage is not None else None
+                execute(plan, kernels, channels, flush=number + 1 == len(steps), vocabulary=shared)
         launched.append(tuple(recording.entries))
     return tuple(launched)

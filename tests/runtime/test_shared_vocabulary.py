@@ -1,0 +1,136 @@
+"""A vocabulary that all ranks share: the gradients and losses of one process, under every family."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
+from tests.support import plain_stages
+from tests.support.plain_stages import ROWS, WIDTH
+from tests.support.ranks import run_ranks
+
+VOCABULARY = 11
+
+
+def weight() -> torch.Tensor:
+    return torch.randn(
+        VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(77), dtype=torch.double, requires_grad=True
+    )
+
+
+def labels(microbatch: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(microbatch))
+
+
+def loss(losses: torch.Tensor, microbatch: int) -> torch.Tensor:
+    """Tokens count differently, and one not at all."""
+    return (losses * torch.arange(ROWS, dtype=losses.dtype) * (microbatch + 1)).sum() / 7
+
+
+def first_rows(ranks: int) -> list[int]:
+    """The rank's first row, and the end of the last one's: parts that differ by one row."""
+    return [rank * VOCABULARY // ranks for rank in range(ranks + 1)]
+
+
+class Head:
+    """The last stage's rank."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        return labels(microbatch)
+
+    def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        losses = losses.detach().requires_grad_()
+        value = loss(losses, microbatch)
+        value.backward()
+        self.losses[microbatch] = value.item()
+        assert losses.grad is not None
+        return losses.grad
+
+
+def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
+    """Run one step and tell the gradients and the losses of this rank."""
+    dist.init_process_group("gloo")
+    placement = schedule.placement
+    stages = {
+        number: plain_stages.make_stage(number, placement.stages + 1) for number in placement.stages_of(rank)
+    }
+    begin, end = first_rows(schedule.ranks)[rank : rank + 2]
+    part = (weight().detach() * scale)[begin:end]
+    gradient = torch.zeros_like(part)
+    home = placement.rank_of(placement.stages - 1)
+    head = Head() if rank == home else None
+    group = dist.new_group()
+    vocabulary = SharedVocabulary(part, begin, ROWS, group, home, gradient.add_, head)
+    channels = plain_stages.make_channels(schedule.ranks)
+    execute(plan_rank(schedule, rank), stages, channels, vocabulary=vocabulary)
+    return {
+        "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
+        "vocabulary": gradient,
+        "losses": head.losses if head else {},
+        "left": len(STORE) + len(vocabulary._kept),
+    }
+
+
+def in_one_process(stages: int, microbatches: int, scale: float) -> tuple[dict, torch.Tensor, dict]:
+    """Return the gradients of every stage and of the output weight, and the losses."""
+    modules = [plain_stages.make_module(stage) for stage in range(stages)]
+    output = (weight().detach() * scale).requires_grad_()
+    losses = {}
+    for microbatch in range(microbatches):
+        hidden = torch.nn.Sequential(*modules)(plain_stages.microbatch_data(microbatch))
+        each = torch.nn.functional.cross_entropy(hidden @ output.t(), labels(microbatch), reduction="none")
+        value = loss(each, microbatch)
+        value.backward()
+        losses[microbatch] = value.item()
+    of_stages = {stage: [p.grad for p in module.parameters()] for stage, module in enumerate(modules)}
+    assert output.grad is not None
+    return of_stages, output.grad, losses
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * max(1.0, theirs.abs().max().item()))
+
+
+def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
+    results = run_ranks(run_schedule, schedule.ranks, schedule, scale)
+    stages, output, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
+    assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
+    assert_close(torch.cat([result["vocabulary"] for result in results]), output)
+    for result in results:
+        assert result["left"] == 0
+        for stage, gradients in result["gradients"].items():
+            for mine, expected in zip(gradients, stages[stage], strict=True):
+                assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
+def test_gradients_are_those_of_one_process(name: str, ranks: int, microbatches: int) -> None:
+    build: Callable[[int], Schedule] = lambda m: catalog.build(name, ranks, m)  # noqa: E731
+    assert_equals_one_process(share(build, microbatches))
+
+
+def test_logits_of_any_size() -> None:
+    """The largest logits are hundreds, whose exponentials would overflow, and the model is sure of tokens."""
+    assert_equals_one_process(share(lambda m: catalog.build("v-half", 3, m), 4), scale=500.0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
+def test_an_evaluation_has_the_losses_alone(name: str) -> None:
+    placement = catalog.entry(name).placement(3)
+    schedule = share_evaluation(catalog.forward_only(placement, 5))
+    results = run_ranks(run_schedule, 3, schedule, 1.0)
+    _, _, losses = in_one_process(placement.stages, 5, 1.0)
+    assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
+    assert all(result["left"] == 0 and not result["vocabulary"].any() for result in results)

@@ -1,0 +1,232 @@
+"""Schedules whose ranks share the vocabulary: valid, short, and with one microbatch more at most."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import InvalidSchedule, check
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.placement import linear, loop, v, wave
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
+from megatron_pp_ext.view import trace_file
+from tests.support.random_orders import random_schedule
+
+KEPT = 0.25
+"""The size of a rank's logits of a microbatch, in those of all activations of a stage."""
+
+SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, p, 2 * p - 1, 4 * p + 1)]
+
+
+def shared(name: str, ranks: int, microbatches: int) -> Schedule:
+    return share(lambda count: catalog.build(name, ranks, count), microbatches)
+
+
+def part(kind: Kind, rank: int = 0, microbatch: int = 0) -> Action:
+    return Action(rank, kind, microbatch)
+
+
+def of_model(
+    schedule: Schedule, layers: int = 32, hidden: int = 4096, sequence: int = 4096, rows: int = 131072
+) -> Costs:
+    """The costs of a GPT in products alone, times in layers' forwards: [ZB] section 2 has the formulas.
+
+    The output layer is in the vocabulary where the schedule shares it, and in the last stage elsewhere.
+    """
+    placement = schedule.placement
+    forward = hidden * (24 * hidden + 4 * sequence)
+    layer = (1.0, hidden * (24 * hidden + 8 * sequence) / forward, 24 * hidden * hidden / forward)
+    output = 2 * hidden * rows / forward
+    count = layers / placement.stages
+    stages = [StageCosts(*(count * time for time in layer))] * placement.stages
+    hop = 0.05 * layers / placement.ranks
+    if placement.shares_vocabulary:
+        share_of_rank = output / placement.ranks
+        vocabulary = VocabularyCosts(2 * share_of_rank, share_of_rank, KEPT, hop, 2 * hop)
+        return Costs(tuple(stages), hop, vocabulary=vocabulary)
+    stages[-1] = StageCosts(*(count * time + output for time in layer))
+    return Costs(tuple(stages), hop)
+
+
+def against_perfect(timeline: Timeline) -> float:
+    """The makespan as a multiple of a rank's part of all work."""
+    work = sum(timeline.costs.seconds(action) for action in timeline.schedule)
+    return timeline.makespan / (work / timeline.schedule.ranks)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_every_family_shares(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        schedule = shared(name, ranks, microbatches)
+        alone = catalog.build(name, ranks, microbatches).with_halved_backwards
+        check(schedule)
+        assert schedule.placement.shares_vocabulary and schedule.name == name
+        for rank, order in enumerate(schedule.with_halved_backwards.orders):
+            counts = Counter(order)
+            assert set(counts.values()) == {1}
+            assert {action for action in counts if action.kind in OF_STAGES} == set(alone.orders[rank])
+            assert {action for action in counts if action.kind not in OF_STAGES} == {
+                part(kind, rank, m) for kind in (Kind.S, Kind.T) for m in range(microbatches)
+            }
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_one_microbatch_more_is_kept_at_most(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        schedule, alone = shared(name, ranks, microbatches), catalog.build(name, ranks, microbatches)
+        more = max(simulate(schedule, of_model(schedule)).peak_microbatches)
+        assert more <= max(simulate(alone, of_model(alone)).peak_microbatches) + 1 + 4 * KEPT
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_sharing_leaves_the_bubble_of_the_layers_alone(ranks: int) -> None:
+    """A vocabulary of 128k takes 1.04 to 1.06 of perfect work under V-ZB, and 1.3 to 1.5 at its ends."""
+    schedule, alone = shared("v-zb", ranks, 4 * ranks), catalog.build("v-zb", ranks, 4 * ranks)
+    assert against_perfect(simulate(schedule, of_model(schedule))) < 1.07
+    assert against_perfect(simulate(alone, of_model(alone))) > 1.2
+
+
+def test_the_documents_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    section = text.partition("## A vocabulary that all ranks share")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 5
+    for name, cells in rows:
+        both = catalog.build(name, 8, 32), shared(name, 8, 32)
+        found = [
+            f"{against_perfect(simulate(schedule, of_model(schedule, rows=rows))):.2f}"
+            for rows in (2**15, 2**17, 2**18)
+            for schedule in both
+        ]
+        assert cells.split(" | ") == found, name
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_no_family_is_longer_than_with_its_ends_alone(name: str) -> None:
+    for ranks in (4, 8):
+        schedule, alone = shared(name, ranks, 3 * ranks), catalog.build(name, ranks, 3 * ranks)
+        ours, theirs = simulate(schedule, of_model(schedule)), simulate(alone, of_model(alone))
+        assert against_perfect(ours) < against_perfect(theirs), ranks
+
+
+@pytest.mark.parametrize("placement", [linear(3), loop(3, 2), v(3), wave(2, 4)])
+def test_any_valid_order_can_be_shared(placement) -> None:
+    """Backwards of random orders are put off by forwards alone, or not at all."""
+    for seed in range(15):
+        in_turn = ("", "F", "FI")[seed % 3]
+        schedule = share(
+            lambda m, seed=seed, turn=in_turn: random_schedule(Random(seed), placement, m, turn), 4
+        )
+        check(schedule)
+
+
+def test_what_waits_for_what() -> None:
+    """S for the hidden state, the last backward for every S and their sums, T for the loss."""
+    schedule = shared("v-half", 4, 9)
+    costs = of_model(schedule)
+    assert costs.vocabulary is not None
+    times = {event.action: event for row in simulate(schedule, costs).events for event in row}
+    last = schedule.placement.stages - 1
+    for m in range(9):
+        hidden, backward = times[Action(last, Kind.F, m)], times[Action(last, Kind.I, m)]
+        for rank in range(4):
+            wire = costs.vocabulary.hidden if rank else 0
+            assert times[part(Kind.S, rank, m)].start >= hidden.end + wire
+            assert times[part(Kind.T, rank, m)].start >= backward.end + (costs.hop if rank else 0)
+            away = costs.vocabulary.sums if rank else 0
+            assert backward.start >= times[part(Kind.S, rank, m)].end + away
+
+
+def test_memory_holds_what_is_kept_between_s_and_t() -> None:
+    schedule = shared("1f1b", 2, 4)
+    stage = StageCosts(1, 1, 1, activation=1.0)
+    with_logits = Costs((stage, stage), vocabulary=VocabularyCosts(0.5, 0.25, activation=10.0))
+    without = Costs((stage, stage), vocabulary=VocabularyCosts(0.5, 0.25))
+    for most, plain in zip(
+        simulate(schedule, with_logits).peak_activations,
+        simulate(schedule, without).peak_activations,
+        strict=True,
+    ):
+        assert plain + 10 <= most <= plain + 30
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "v-min"])
+def test_evaluations_compute_the_logits_alone(name: str) -> None:
+    schedule = share_evaluation(catalog.forward_only(catalog.entry(name).placement(4), 5))
+    check(schedule)
+    assert {action.kind for action in schedule} == {Kind.F, Kind.S}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda order: [a for a in order if a != part(Kind.S)], r"rank 0: 0S0 is missing"),
+        (lambda order: [a for a in order if a != part(Kind.T)], r"rank 0: 0T0 is missing"),
+        (lambda order: [*order, part(Kind.T)], r"rank 0: 0T0 is doubled"),
+        (lambda order: [*order, part(Kind.T, 1)], r"rank 0: 1T0 puts stage 1 on two ranks"),
+        (lambda order: [*order, part(Kind.S, 3)], r"rank 0: 3S0 is unknown, ranks are 0\.\.1"),
+        (
+            lambda order: [part(Kind.T), *(a for a in order if a != part(Kind.T))],
+            r"rank 0: 0T0 waits for",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(change, message) -> None:
+    schedule = shared("v-half", 2, 3)
+    orders = (tuple(change(schedule.orders[0])), *schedule.orders[1:])
+    with pytest.raises(InvalidSchedule, match=message):
+        check(Schedule("wrong", schedule.placement, 3, orders))
+
+
+def test_parts_of_a_vocabulary_that_is_not_shared_are_refused() -> None:
+    schedule = shared("1f1b", 2, 2)
+    with pytest.raises(InvalidSchedule, match="which the placement does not share"):
+        check(Schedule("wrong", linear(2), 2, schedule.orders))
+
+
+def test_costs_are_needed() -> None:
+    schedule = shared("1f1b", 2, 2)
+    with pytest.raises(ValueError, match=r"costs are not given: set Costs\.vocabulary"):
+        simulate(schedule, Costs.unit(schedule.placement))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved", "v-half"])
+def test_files_keep_it(name: str, tmp_path) -> None:
+    schedule = shared(name, 4, 5)
+    csv_file.write(schedule, tmp_path / f"{name}.csv")
+    assert csv_file.read(tmp_path / f"{name}.csv") == schedule
+    costs = of_model(schedule)
+    costs_file.write(costs, tmp_path / "costs.json")
+    assert costs_file.read(tmp_path / "costs.json") == costs
+    timeline = simulate(schedule, costs)
+    trace_file.write_timeline(tmp_path / "trace.json", timeline)
+    step = trace_file.read(tmp_path / "trace.json")
+    assert step.placement == schedule.placement
+    assert step.timeline().schedule.orders == schedule.orders
+
+
+def test_torch_refuses_the_file(tmp_path) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    with pytest.raises(RuntimeError, match="Invalid action string"):
+        schedules._Action.from_str("0S0")
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_bounds_hold(name: str) -> None:
+    for ranks, microbatches in ((2, 3), (4, 9)):
+        schedule = shared(name, ranks, microbatches)
+        timeline = simulate(schedule, of_model(schedule))
+        bound = lower_bound(schedule.placement, microbatches, timeline.costs, timeline.peak_activations)
+        assert bound <= timeline.makespan * (1 + 1e-12)
+        assert against_perfect(timeline) * 0.5 < bound
+
+
+def test_other_placements_have_another_digest() -> None:
+    schedule = shared("1f1b", 2, 2)
+    assert schedule.digest != Schedule("1f1b", linear(2), 2, schedule.orders).digest
