@@ -135,7 +135,7 @@ def test_a_trace_where_no_folder_can_be(mpp, tmp_path):
 
 
 def test_a_bug_is_no_bad_input(mpp, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise KeyError("a bug")
 
     monkeypatch.setattr("megatron_pp_ext.schedule.catalog.build", broken)

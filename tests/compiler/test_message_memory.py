@@ -296,5 +296,5 @@ def test_the_least_feasible_limit_is_told_truly() -> None:
 def test_a_fraction_is_of_activations_and_an_amount_holds_both() -> None:
     costs = Costs(tuple(StageCosts(1, 1, 1, 10.0 + stage) for stage in range(8)), message=2.0)
     assert requested_limit(0.5, 4, 8, costs) == (0.5 * 4 * (10 + 11), replace(costs, message=0.0))
-    assert requested_limit(0.5, 4, 3, costs) == (0.5 * 3 * (10 + 11), replace(costs, message=0.0))
+    assert requested_limit(0.5, 4, 3, costs) == (0.5 * 3 * (12 + 13), replace(costs, message=0.0))
     assert requested_limit(90.0, 4, 8, costs) == (90.0, costs)

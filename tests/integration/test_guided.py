@@ -196,14 +196,17 @@ def test_measured_steps_that_are_skipped_are_logged(log: Path) -> None:
 
 
 def test_the_old_schedule_stays_unless_another_is_shorter(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one microbatch there is nothing to gain, and within a limit that is too low nothing at all."""
+    """With one microbatch there is nothing to gain, and within a limit that is too low nothing at all.
 
-    def costs(last_activation: float, steps) -> Costs:
-        light, heavy = StageCosts(1, 1, 1, 100.0), StageCosts(1, 1, 1, last_activation)
-        return Costs((*(light,) * (steps[0].placement.stages - 1), heavy))
+    A V has both ends on one rank: two heavy stages where every rank of 1F1B has one.
+    """
+
+    def costs(activation_of_ends: float, steps) -> Costs:
+        light, heavy = StageCosts(1, 1, 1, 100.0), StageCosts(1, 1, 1, activation_of_ends)
+        return Costs((heavy, *(light,) * (steps[0].placement.stages - 2), heavy))
 
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", *MEASURED]
-    flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "2"]
+    flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "1.5"]
     for activation, reason in ((100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")):
         monkeypatch.setattr(profile_guided, "measured_costs", partial(costs, activation))
         train(2, flags)
