@@ -77,7 +77,7 @@ class Exchanged(StrEnum):
     STATISTICS = "statistics"
     """Each rank's largest logits and sums of exponentials, to all; behind the last S."""
     GRADIENT = "gradient"
-    """The sum of all parts of the hidden state's gradient, to the last stage; a hop later."""
+    """The sum of all parts of the hidden state's gradient, to the last stage; a hop later, if it trains."""
     LOSS = "loss"
     """The gradient of the loss of every token, to all; behind the last stage's backward."""
 
@@ -129,7 +129,8 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
     """
     planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
-    shares = any(action.kind is Kind.S for order in orders for action in order)
+    kinds = {action.kind for order in orders for action in order}
+    shares, is_evaluation = Kind.S in kinds, kinds <= {Kind.F, Kind.S}
     scored: Counter[int] = Counter()
     due: deque[tuple[int, Exchange]] = deque()
 
@@ -153,6 +154,8 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
             scored[microbatch] += 1
             if scored[microbatch] == len(orders):
                 exchange(Exchanged.STATISTICS, microbatch)
+                if is_evaluation:
+                    continue
                 due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
     for _, left in due:
         exchange(*left)
