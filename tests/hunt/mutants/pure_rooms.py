@@ -21,6 +21,9 @@ from tests.hunt.mutants.noticing import is_noticed, reached
 ROOT = Path(__file__).parents[3]
 PACKAGE = "megatron_pp_ext"
 ROOMS = ("schedule", "compiler", "partition", "planner")
+MORE_TESTS = {"planner": ["tests/cli/test_planner_commands.py"]}
+"""Tests of a room beside those of its own folder."""
+
 SLOW = (
     "--deselect=tests/planner/test_published.py::test_the_98b_grid_search",
     "--deselect=tests/planner/test_published.py::test_megatrons_own_steps",
@@ -49,7 +52,7 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 
 def survivors(room: str, number: int, seed: int) -> tuple[Counter[str], list[Mutant]]:
     """Try ``number`` mutants of ``room``; return the number of each outcome, and those not noticed."""
-    tests = reached(ROOT, f"{PACKAGE}/{room}", [f"tests/{room}", *SLOW])
+    tests = reached(ROOT, f"{PACKAGE}/{room}", [f"tests/{room}", *MORE_TESTS.get(room, ()), *SLOW])
     known, counts, left = equivalents(), Counter[str](), []
     for mutant in drawn(room, number, seed):
         if (mutant.file, mutant.before, mutant.after) in known:
