@@ -171,6 +171,10 @@ def test_flags_of_the_user_stay_and_those_of_the_search_are_replaced():
     assert "--num-virtual-stages-per-pipeline-rank 2" in " ".join(loop.flags())
 
 
+def test_what_is_not_recomputed_is_called_so():
+    assert {cut.recompute for cut in space().cuts()} == {Recompute("none")}
+
+
 @pytest.mark.parametrize(
     ("implementation", "bias", "offered"),
     [("local", True, False), ("local", False, True), ("transformer_engine", True, False)],
@@ -178,4 +182,5 @@ def test_flags_of_the_user_stay_and_those_of_the_search_are_replaced():
 def test_recomputation_that_megatron_cannot_do_is_not_offered(implementation, bias, offered):
     where = space(transformer_impl=implementation, add_bias_linear=bias)
     cut = next(where.cuts())
-    assert ("recompute-mlp" in [one.name for one in where.recomputes(cut, 1)]) is offered
+    of_mlps = [one for one in where.recomputes(cut, 1) if one.name == "recompute-mlp"]
+    assert of_mlps == ([Recompute("recompute-mlp", "selective", modules=("mlp",))] if offered else [])

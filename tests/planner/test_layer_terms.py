@@ -66,6 +66,7 @@ def layer(kind, **changed):
     ("changed", "collectives"),
     [
         ({}, (0, 0, 0)),
+        ({"tensor_model_parallel_size": 2}, (4, 4, 0)),
         ({"tensor_model_parallel_size": 4}, (4, 4, 0)),
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 4, 2)),
     ],

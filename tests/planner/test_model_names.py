@@ -26,6 +26,7 @@ def test_a_named_model_has_as_many_parameters_as_published(name):
 
 def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     config = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6}
+    config["attention_dropout"] = 0.125
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     found = [described.read([], str(path)) for path in (tmp_path, tmp_path / "config.json")]
     assert found[0].words == found[1].words
@@ -33,6 +34,7 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     for words in ("--num-query-groups 2", "--add-qkv-bias", "--rotary-base 1000000", "--seq-length 8192"):
         assert words in line
     assert "--qk-layernorm" not in line
+    assert found[0].args.attention_dropout == 0.125
     longer = described.read(["--seq-length", "200000"], str(tmp_path)).args
     assert (longer.seq_length, longer.max_position_embeddings) == (200000, 200000)
 
@@ -47,6 +49,7 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but only "silu" is supported'),
         ({"attention_bias": True}, "attention_bias is true, but only false is supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling 'yarn' is not supported"),
+        ({"rope_scaling": "yarn"}, 'rope_scaling is "yarn", but must be an object'),
         ({"hidden_size": None}, "hidden_size is missing: add it"),
         ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", but must be a whole number'),
         ({"model_type": "mixtral"}, "num_local_experts is missing"),
@@ -68,6 +71,14 @@ def test_a_sliding_window_counts_only_where_a_sequence_is_longer(tmp_path):
     with pytest.raises(ValueError, match=r"is longer than the sliding window of .*, 4096 tokens"):
         described.read(["--seq-length=8192"], str(file))
     assert hugging_face.sliding_window({"model_type": "qwen2", "sliding_window": 4096}) is None
+
+
+@pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
+def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
+    found = described.read(spelled.split(), "llama3-8b", {"seq_length": 4096})
+    assert found.args.seq_length == 4096
+    with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 behind --: leave one out"):
+        described.read(spelled.split(), "llama3-8b", {"seq_length": 8192})
 
 
 def test_a_name_is_forgiving_and_a_typo_is_answered():

@@ -50,8 +50,9 @@ def test_groups_across_nodes_share_their_nodes_links():
 
 
 def test_measured_all_reduces_win():
-    machine = made(all_reduce=[[2, 1e6, 1e-3], [2, 3e6, 2e-3]])
-    assert machine.all_reduce_seconds(2e6, 2) == pytest.approx(1.5e-3)
+    machine = made(all_reduce=[[2, 1e6, 1e-3], [2, 1.5e6, 1.2e-3], [2, 3e6, 2e-3]])
+    assert machine.all_reduce_seconds(0.5e6, 2) == pytest.approx(1e-3)
+    assert machine.all_reduce_seconds(2.25e6, 2) == pytest.approx(1.6e-3)
     assert machine.all_reduce_seconds(6e6, 2) == pytest.approx(4e-3)
 
 
@@ -70,6 +71,17 @@ def test_measured_all_reduces_win():
 def test_what_is_no_description_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         made(**changed)
+
+
+def test_a_type_without_rates_is_refused_with_those_that_have_some():
+    machine = made(matrix_rates={**PLAIN["matrix_rates"], "fp32": [[64, 64, 64, 1e12]]})
+    with pytest.raises(ValueError, match="test has no matrix rate for fp8, only bf16 and fp32: add rows"):
+        machine.rate("fp8", 64, 64, 64)
+
+
+def test_what_is_no_json_is_refused_with_what_writes_it():
+    with pytest.raises(ValueError, match=r"here: .*write what mpp calibrate writes"):
+        System.from_json("{", "here")
 
 
 def test_unknown_hardware_is_refused_with_the_nearest():
