@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check, require_one_forward_order
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import linear, loop
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
 
@@ -175,3 +175,9 @@ def test_no_action_can_be_dropped_or_doubled(schedule, data):
     if victim.kind is Kind.F or others:
         refusal(edit(schedule, rank, lambda order: order[:index] + order[index + 1 :]))
     assert "is doubled" in refusal(edit(schedule, rank, lambda order: [*order, victim]))
+
+
+@pytest.mark.parametrize(("shape", "chunks", "wanted"), [("linear", 2, 1), ("v", 3, 2)])
+def test_a_shape_with_other_chunks_is_refused(shape, chunks, wanted):
+    with pytest.raises(ValueError, match=rf"{shape} placement has {wanted} chunk\(s\) a rank, got {chunks}"):
+        Placement(Shape(shape), 2, chunks)

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from megatron_pp_ext.schedule.actions import OF_STAGES
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import v
 
 
@@ -47,3 +47,34 @@ def test_an_input_gradient_cannot_release_more_than_there_is():
 def test_a_pipeline_has_stages():
     with pytest.raises(ValueError, match="one StageCosts for each stage"):
         Costs(())
+
+
+def test_the_times_of_a_whole_rank_are_divided_among_its_chunks():
+    costs = Costs.per_rank(3, 2, forward=2.0, input_gradient=3.0, weight_gradient=4.0, hop=0.25)
+    assert costs == Costs((StageCosts(1.0, 1.5, 2.0, activation=0.5),) * 6, hop=0.25)
+
+
+def test_an_output_layer_is_the_last_stages_or_all_ranks():
+    plain = Costs((StageCosts(1.0, 2.0, 3.0, 4.0, 0.5),) * 4, hop=0.125, message=7.0)
+    last = StageCosts(1.75, 2.75, 3.75, 4.0, 0.5)
+    assert plain.with_output_layer(0.75) == Costs((*plain.stages[:3], last), 0.125, 7.0)
+    shared = plain.with_shared_output_layer(0.75, 3)
+    assert shared == Costs(plain.stages, 0.125, 7.0, VocabularyCosts(0.5, 0.25, 0.0, 0.125, 0.25))
+    assert shared.merged(2).vocabulary == shared.vocabulary
+
+
+@pytest.mark.parametrize("field", ["scores", "weight_gradient"])
+def test_work_on_a_vocabulary_takes_time(field):
+    with pytest.raises(ValueError, match=rf"VocabularyCosts\.{field} is 0, but must be .* above 0"):
+        VocabularyCosts(**{"scores": 1, "weight_gradient": 1, field: 0})
+
+
+def test_work_on_a_vocabulary_is_a_ranks():
+    costs = Costs((StageCosts(1, 1, 1),) * 2)
+    for kind in (Kind.S, Kind.T):
+        with pytest.raises(ValueError, match=r"for which no costs are given: set Costs\.vocabulary"):
+            costs.seconds(Action(0, kind, 0))
+        with pytest.raises(ValueError, match="is no work of a stage"):
+            costs.stages[0].seconds(kind)
+        with pytest.raises(ValueError, match="is no work of a stage"):
+            costs.stages[0].released(kind)

@@ -12,6 +12,7 @@ from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
@@ -141,6 +142,30 @@ def test_what_waits_for_what() -> None:
             assert times[part(Kind.T, rank, m)].start >= backward.end + (costs.hop if rank else 0)
             away = costs.vocabulary.sums if rank else 0
             assert backward.start >= times[part(Kind.S, rank, m)].end + away
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half", "gpipe"])
+def test_all_ranks_launch_the_exchanges_in_one_order_each_before_it_is_needed(name: str) -> None:
+    schedule = shared(name, 3, 5)
+    placement = schedule.placement
+    last, home = placement.stages - 1, placement.rank_of(placement.stages - 1)
+    planned = planned_launches(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage))
+    of_ranks = []
+    for rank, order in enumerate(schedule.orders):
+        launched: list[Exchange] = []
+        for action, launches in zip(order, planned[rank], strict=False):
+            launched += [one for one in launches if isinstance(one, Exchange)]
+            done = {what for what, microbatch in launched if microbatch == action.microbatch}
+            if action.kind is Kind.S:
+                assert done == {Exchanged.HIDDEN}
+            elif action.kind is Kind.T:
+                assert done == set(Exchanged)
+            elif rank == home and action.stage == last and action.kind in (Kind.I, Kind.B):
+                assert done == {Exchanged.HIDDEN, Exchanged.STATISTICS, Exchanged.GRADIENT}
+        launched += [one for one in planned[rank][-1] if isinstance(one, Exchange)]
+        of_ranks.append(launched)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert sorted(of_ranks[0]) == sorted(Exchange(what, m) for what in Exchanged for m in range(5))
 
 
 def test_memory_holds_what_is_kept_between_s_and_t() -> None:
