@@ -1,0 +1,54 @@
+"""What the compiler finds for a few inputs, by its version: a change of the search has to raise the version.
+
+Schedules are kept on disk under the version, and every rank of a job compiles by itself: an old schedule that
+is used under a new search, or two machines that find two, would be seen here.  The search counts in whole
+numbers, so the digests are those of every machine.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext.compiler import compile as compiler
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import Placement, v, wave
+
+DIGESTS = {
+    "between families": "aa02bca7407df0f5",
+    "near V-Min's memory": "53df23a6f0ac2022",
+    "near V-Half's memory": "c840ed22956339e7",
+    "four chunks": "c77575d3b6d29507",
+    "four chunks, costly messages": "bf9d403872d8e00f",
+    "unequal stages": "d419963b78803b90",
+    "few microbatches": "aceda6b1d3d8310e",
+}
+"""By what is asked for: the first digits of the schedule's digest.  They are those of ``VERSION``."""
+
+VERSION = 7
+
+
+def times(placement: Placement, f: float, i: float, w: float, hop: float) -> Costs:
+    return Costs.uniform(placement, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+
+
+UNEQUAL = Costs(tuple(StageCosts(1 + s / 4, 1.5, 1 - s / 8, 1, 0.25) for s in range(6)), 0.125)
+INPUTS = {
+    "between families": (4, 8, times(v(4), 10, 11, 7, 1), 5.0),
+    "near V-Min's memory": (3, 7, times(v(3), 1, 1.1, 0.7, 0.05), 4.0),
+    "near V-Half's memory": (4, 9, times(v(4), 1, 1.1, 0.7, 0.05), 6.0),
+    "four chunks": (2, 5, times(wave(2, 4), 1, 1, 1, 0), 6.0),
+    "four chunks, costly messages": (3, 6, times(wave(3, 4), 2, 2, 1, 0.5), 9.0),
+    "unequal stages": (3, 6, UNEQUAL, 5.0),
+    "few microbatches": (5, 3, times(v(5), 3, 4, 2, 1), 5.0),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_search_with_another_result_has_another_version(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    ranks, microbatches, costs, limit = INPUTS[name]
+    found = compile_schedule(ranks, microbatches, costs, limit, trials=100).timeline.schedule.digest[:16]
+    assert (compiler.VERSION, found) == (VERSION, DIGESTS[name]), "raise VERSION, and renew these digests"
