@@ -3,11 +3,16 @@
 The optima were proved with CP-SAT, as smaller ones are in ``test_compile_exact``.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
 
 UNIT = (1, 1, 1, 0)
 
@@ -96,3 +101,19 @@ def test_limits_of_single_ranks_count():
         limits = [8.0] * 4
         limits[rank] = 2
         assert lower_bound(v(4), 100, costs, limits) > 1.5 * wide
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "v-half", "v-zb"])
+def test_a_shared_vocabulary_adds_to_the_path_and_to_the_work(name):
+    schedule = share(lambda count: catalog.build(name, 3, count), 7)
+    stages = (StageCosts(1, 1, 1),) * schedule.placement.stages
+    costs = Costs(stages, 0.25, vocabulary=VocabularyCosts(2, 1, hidden=3, sums=5))
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule.placement, 7, costs, timeline.peak_activations)
+    work = max(sum(costs.seconds(action) for action in order) for order in schedule.orders)
+    assert work <= bound <= timeline.makespan
+    alone = lower_bound(replace(schedule.placement, shares_vocabulary=False), 7, costs, (100.0,) * 3)
+    one = lower_bound(schedule.placement, 1, costs, (100.0,) * 3)
+    one_alone = lower_bound(replace(schedule.placement, shares_vocabulary=False), 1, costs, (100.0,) * 3)
+    assert bound > alone
+    assert one == pytest.approx(one_alone + 2 + 3 + 5)
