@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext.compiler import compile as compiler
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, frontier, placements_of
 from megatron_pp_ext.compiler.limits import least_limits
@@ -258,3 +259,15 @@ def test_merged_stages_do_the_same_work():
     merged = Costs((StageCosts(3, 4, 6, 1, 0.5), StageCosts(7, 4, 6, 5, 2.5)), hop=1, message=2)
     assert costs.merged(2) == merged
     assert costs.merged(4) == costs
+
+
+def test_a_longer_schedule_is_not_used_for_more_memory(monkeypatch):
+    costs = Costs.unit(v(3))
+    long, short = (compile_schedule(3, 6, costs, limit, trials=10) for limit in (2, 6))
+    assert short.timeline.makespan < long.timeline.makespan
+    found = iter([short, long])
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *_, **__: next(found))
+    first, second = frontier(3, 6, costs, [5, 6])
+    assert first is short
+    assert second.timeline is short.timeline
+    assert second.lower_bound == min(long.lower_bound, short.timeline.makespan)
