@@ -6,6 +6,7 @@ import pytest
 
 from megatron_pp_ext.compiler.search.beam_search import Window
 from megatron_pp_ext.compiler.search.integer_timing import retime_orders, time_orders, times_to_end
+from megatron_pp_ext.compiler.search.polish import polish
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.compiler.search.rebuild import rebuild
@@ -144,3 +145,22 @@ def test_each_leg_of_a_wave_may_pause_as_it_likes():
 
     assert pairs(each_leg=False) == {True}
     assert pairs(each_leg=True) == {True, False}
+
+
+@PLACEMENTS
+def test_polish_shortens_a_poor_order(placement):
+    """One microbatch at a time leaves much to gain; orders and makespan that come back belong together."""
+    problem = problem_of(placement, 4, unequal(placement), [1000] * placement.ranks)
+    poor = one_at_a_time(problem)
+    shortest, orders = polish(problem, poor, 3000, Random(3), worse=8)
+    assert shortest < time_orders(problem, poor).makespan
+    assert time_orders(problem, orders).makespan == shortest
+    check(problem.schedule(orders, "polished"))
+    assert polish(problem, orders, 3000, Random(3), worse=8, floor=shortest) == (shortest, list(orders))
+
+
+def test_a_shortened_problem_has_fewer_microbatches_and_all_else():
+    problem = problem_of(v(3), 6, unequal(v(3)), [1000] * 3)
+    short = problem.shortened(2)
+    assert short.microbatches == 2
+    assert short.shortened(6) == problem
