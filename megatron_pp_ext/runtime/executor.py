@@ -95,6 +95,8 @@ def execute(
     run, all messages have left, and the gradients are in the parameters.  Without ``flush`` messages may
     stay in flight, for a later step to take.  ``vocabulary`` is this rank's part of it, where ranks share it.
     """
+    if (plan.loss_stage is None) is not (vocabulary is None):
+        raise ValueError("a plan needs a vocabulary exactly where its ranks share one; give both or neither")
     recorder = recorder or _NoRecorder()
     handed_over: dict[Message, torch.Tensor] = {}
     for step in plan.steps:

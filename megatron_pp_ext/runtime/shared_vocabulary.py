@@ -127,10 +127,10 @@ class SharedVocabulary:
         kept = self._kept.pop(microbatch)
         for what in tuple(kept.under_way):
             kept.wait(what)
-        scale, label = self._softmax(kept)
-        held, row = self._held(kept.labels)
+        scale, of_label = self._softmax(kept)
+        _, row = self._held(kept.labels)
         difference = kept.exponentials * scale
-        difference.scatter_add_(1, row, (label - 1) * held)
+        difference.scatter_add_(1, row, of_label)
         difference *= kept.loss_gradient
         self._add_gradient(difference.to(self._weight.dtype).t() @ kept.hidden)
 
@@ -162,10 +162,10 @@ class SharedVocabulary:
     def _sum_gradient(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
         kept.wait(Exchanged.STATISTICS)
-        scale, label = self._softmax(kept)
-        held, row = self._held(kept.labels)
-        of_label = self._weight.detach()[row[:, 0]] * ((label - 1) * held)
-        kept.part = (kept.part * scale + of_label).to(self._weight.dtype)
+        scale, of_label = self._softmax(kept)
+        _, row = self._held(kept.labels)
+        rows = self._weight.detach()[row[:, 0]]
+        kept.part = (kept.part * scale + rows * of_label).to(self._weight.dtype)
         return [_begun(dist.reduce(kept.part, self._home, group=self._group, async_op=True))]
 
     def _spread_loss(self, microbatch: int) -> list[dist.Work]:
@@ -184,10 +184,15 @@ class SharedVocabulary:
         return held, row * held
 
     def _softmax(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what makes the exponentials here a softmax, and the softmax of the labels held here."""
+        """Return what makes the exponentials here a softmax, and the softmax less 1 of the labels held here.
+
+        The latter is 0 for a label that another rank holds, whose logit is not known and might overflow.
+        """
         largest, total = self._over_all(kept)
         mine, _, label = kept.statistics
-        return (mine - largest).exp() / total, (label - largest).exp() / total
+        held, _ = self._held(kept.labels)
+        of_label = torch.where(held, (label - largest).exp() / total - 1, 0.0)
+        return (mine - largest).exp() / total, of_label
 
     def _over_all(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return M and L."""

@@ -154,9 +154,8 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
             scored[microbatch] += 1
             if scored[microbatch] == len(orders):
                 exchange(Exchanged.STATISTICS, microbatch)
-                if is_evaluation:
-                    continue
-                due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
+                if not is_evaluation:
+                    due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
     for _, left in due:
         exchange(*left)
     return [[tuple(launches) for launches in of_rank] for of_rank in planned]

@@ -32,8 +32,8 @@ class Placement:
     """The map between stages and ranks.
 
     ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
-    ``shares_vocabulary`` every rank holds an equal part of the embedding and of the output layer; else the
-    first and the last stage hold them (``vocabulary``).
+    ``shares_vocabulary`` every rank holds an equal part of the output layer; else the last stage holds it
+    (``vocabulary``).
     Raises ValueError where the shape cannot have that many chunks.
     """
 

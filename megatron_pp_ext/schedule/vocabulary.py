@@ -1,8 +1,7 @@
 """A vocabulary that all ranks share (arXiv 2411.05288, sections 4 and 5, algorithm 2).
 
-The output layer and its loss make the last stage as slow as many layers, and the embedding makes the first
-one heavy.  Here every rank holds an equal part of both, and does a part of the output layer's work for each
-microbatch:
+The output layer and its loss make the last stage as slow as many layers.  Here every rank holds an equal part
+of the output layer, and does a part of its work for each microbatch:
 
 * The last stage hands its output, the hidden state, to all ranks.
 * **S**: each rank multiplies it by its rows of the output weight.  It keeps the largest of its logits and the

@@ -1,5 +1,6 @@
 """A vocabulary that all ranks share: the gradients and losses of one process, under every family."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -98,20 +99,22 @@ def in_one_process(stages: int, microbatches: int, scale: float) -> tuple[dict, 
     return of_stages, output.grad, losses
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * max(1.0, theirs.abs().max().item()))
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None:
+    """Within some hundred roundings of the numbers that are summed, which have the size of the weight."""
+    size = max(1.0, scale, theirs.abs().max().item())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * size)
 
 
 def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
     results = run_ranks(run_schedule, schedule.ranks, schedule, scale)
     stages, output, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
-    assert_close(torch.cat([result["vocabulary"] for result in results]), output)
+    assert_close(torch.cat([result["vocabulary"] for result in results]), output, scale)
     for result in results:
         assert result["left"] == 0
         for stage, gradients in result["gradients"].items():
             for mine, expected in zip(gradients, stages[stage], strict=True):
-                assert_close(mine, expected)
+                assert_close(mine, expected, scale)
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -124,6 +127,14 @@ def test_gradients_are_those_of_one_process(name: str, ranks: int, microbatches:
 def test_logits_of_any_size() -> None:
     """The largest logits are hundreds, whose exponentials would overflow, and the model is sure of tokens."""
     assert_equals_one_process(share(lambda m: catalog.build("v-half", 3, m), 4), scale=500.0)
+
+
+def test_logits_that_are_all_far_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the exponential of a logit that another rank has, 0 here, would overflow."""
+    monkeypatch.setattr(
+        sys.modules[__name__], "weight", lambda: -torch.ones(VOCABULARY, WIDTH, dtype=torch.double)
+    )
+    assert_equals_one_process(share(lambda m: catalog.build("v-half", 3, m), 4), scale=5000.0)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
