@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import requested_limit
-from megatron_pp_ext.request import layers, refusals, sizes, updates
+from megatron_pp_ext.request import layers, refusals, sizes, updates, vocabulary
 from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.request.csv_schedule import read_csv
 from megatron_pp_ext.request.updates import Updates
@@ -36,7 +36,7 @@ class Request:
     size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
     of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
     ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
-    where Megatron's own schedule runs.
+    where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.
     """
 
     schedule: str
@@ -49,6 +49,7 @@ class Request:
     updates: Updates | None = None
     from_file: Schedule | None = None
     is_stock: bool = False
+    vocabulary: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -118,6 +119,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     For ``engine`` see ``refusals.refuse``.
     """
     microbatches, chunks = sizes.microbatches(args, data), chunks_requested(args)
+    vocabulary.refuse(args)
     if args.pipeline_schedule is None:
         ranks = args.pipeline_model_parallel_size
         if ranks == 1:
@@ -129,7 +131,9 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     request = _read_schedule(args, chunks, microbatches)
     is_split = request.splits_backward or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
-    request = replace(request, data=data, layers=_layers(args, request))
+    request = replace(
+        request, data=data, layers=_layers(args, request), vocabulary=vocabulary.requested(args)
+    )
     if request.schedule in FLUSH_FREE:
         return replace(request, updates=updates.read(args, microbatches))
     updates.refuse_flags(args)

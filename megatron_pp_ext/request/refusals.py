@@ -47,7 +47,7 @@ def _changes_order(args: Namespace) -> bool:
     return args.pipeline_schedule == AUTO or args.pipeline_profile_steps is not None
 
 
-def _gathers_weights(args: Namespace, kind: str = "") -> bool:
+def gathers_weights(args: Namespace, kind: str = "") -> bool:
     shards = getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or 0
     ranks = (args.expert_tensor_parallel_size if kind else None) or args.tensor_model_parallel_size
     return bool(shards > ranks)
@@ -106,11 +106,11 @@ SPLIT = (
         "a dense MLP's operations compute both gradients at once, and experts' are not made before a forward",
     ),
     Refusal("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
-    Refusal("--tensor-parallel-num-weight-shards", _GATHERED, test=_gathers_weights),
+    Refusal("--tensor-parallel-num-weight-shards", _GATHERED, test=gathers_weights),
     Refusal(
         "--expert-tensor-parallel-num-weight-shards",
         _GATHERED,
-        test=partial(_gathers_weights, kind="expert_"),
+        test=partial(gathers_weights, kind="expert_"),
     ),
 )
 
@@ -204,12 +204,15 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
     refuse_first(args, refusals)
 
 
-def refuse_first(args: Namespace, refusals: Iterable[Refusal], or_else: str = "") -> None:
-    """Raise ValueError for the first of ``refusals`` that ``args`` set; ``or_else`` follows its fix."""
+def refuse_first(args: Namespace, refusals: Iterable[Refusal], or_else: str = "", by: str = "") -> None:
+    """Raise ValueError for the first of ``refusals`` that ``args`` set; ``or_else`` follows its fix.
+
+    ``by`` is the flag that cannot do with it, by default the schedule's.
+    """
     for refusal in refusals:
         if refusal.is_set(args):
             fix = refusal.fix if isinstance(refusal.fix, str) else refusal.fix(args)
             raise ValueError(
-                f"--pipeline-schedule {args.pipeline_schedule} does not support {refusal.flag}: "
+                f"{by or f'--pipeline-schedule {args.pipeline_schedule}'} does not support {refusal.flag}: "
                 f"{refusal.reason}; {fix}{or_else}"
             )

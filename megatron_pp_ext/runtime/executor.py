@@ -45,9 +45,15 @@ class Stage(Protocol):
 class Vocabulary(Protocol):
     """A rank's part of a vocabulary that all ranks share; ``shared_vocabulary`` has one.
 
-    It stands where a stage behind the last one would: it takes the last stage's output, and gives its
-    gradient.
+    It stands where a stage before the first one would, and one behind the last: it gives the first stage its
+    input, takes the last stage's output and gives its gradient, and takes the gradient of the input.
     """
+
+    def embedded(self, microbatch: int) -> torch.Tensor:
+        """Return the first stage's input, on its rank."""
+
+    def take_input_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of the first stage's input, on its rank."""
 
     def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
         """Take the last stage's output, on its rank."""
@@ -106,8 +112,11 @@ def execute(
             with recorder.during(step.action):
                 _perform_part(step.action, vocabulary)
             continue
+        is_first = vocabulary is not None and step.action.stage == 0
         is_loss = vocabulary is not None and step.action.stage == plan.loss_stage
         received = _take(step, plan.rank, handed_over, channels)
+        if vocabulary is not None and is_first and step.action.kind is Kind.F:
+            received = vocabulary.embedded(step.action.microbatch)
         with recorder.during(step.action):
             if vocabulary is not None and is_loss and step.action.kind in (Kind.I, Kind.B):
                 received = vocabulary.output_gradient(step.action.microbatch)
@@ -116,6 +125,9 @@ def execute(
         if vocabulary is not None and is_loss and step.action.kind is Kind.F:
             assert produced is not None
             vocabulary.keep(step.action.microbatch, produced)
+        if vocabulary is not None and is_first and step.action.kind in (Kind.I, Kind.B):
+            assert produced is not None
+            vocabulary.take_input_gradient(step.action.microbatch, produced)
         if step.target is None:
             continue
         if produced is None:

@@ -130,6 +130,33 @@ def direction_groups(
     return down, up
 
 
+def collective_group(
+    ranks: list[int], timeout: timedelta | None = None, *, options: GroupOptions = GroupOptions()
+) -> dist.ProcessGroup:
+    """Make a group for collectives among the global ``ranks``, this one included, in a stream of its own.
+
+    Every rank of the world calls this, with its own ranks, as often as all others, and no message may be on
+    its way.  On return the communicator is there.  Raises what ``direction_groups`` raises.
+    """
+    _, device = _default_backend()
+    name = dist.get_backend()
+    mine, found = sorted(ranks), None
+    for members in _all_pipelines(mine):
+        made = dist.new_group(
+            members,
+            timeout=timeout,
+            pg_options=_nccl_options(options, timeout, lazy=False) if name in _NCCL else None,
+            group_desc="PIPELINE_VOCABULARY",
+        )
+        if members == mine:
+            found = made
+    assert isinstance(found, dist.ProcessGroup)
+    greeting = torch.zeros(1, device=device)
+    dist.all_reduce(greeting, group=found)
+    greeting.item()
+    return found
+
+
 def _default_backend() -> tuple[MessageBackend, torch.device]:
     """Return the backend of this job's messages, and the device that it sends from and receives on."""
     if not dist.is_initialized():
@@ -185,12 +212,17 @@ def _greet_neighbours(
     greeting.item()  # on a GPU the host has only launched the messages: here it waits, and errors show
 
 
-def _nccl_options(options: GroupOptions, timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
-    """Return ``options`` in a new object of torch's: each group writes its name into the one it gets."""
+def _nccl_options(
+    options: GroupOptions, timeout: timedelta | None, lazy: bool = True
+) -> dist.ProcessGroupNCCL.Options:
+    """Return ``options`` in a new object of torch's: each group writes its name into the one it gets.
+
+    A ``lazy`` group makes communicators for messages of two ranks only.
+    """
     converted = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.is_high_priority_stream)
     if timeout is not None:
         converted._timeout = timeout  # torch warns where this differs from the group's
-    if hasattr(converted, "lazy_init"):
+    if lazy and hasattr(converted, "lazy_init"):
         converted.lazy_init = True  # no communicator of the whole group, which no message would use
     for name in ("max_ctas", "min_ctas", "cga_cluster_size", "net_name"):
         value = getattr(options, name)

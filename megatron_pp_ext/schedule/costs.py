@@ -139,8 +139,12 @@ class Costs:
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
-        """Return the papers' unit costs: F, I and W take 1, a hop takes 0, a chunk's activations count 1."""
-        return cls.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+        """Return the papers' unit costs: F, I and W take 1, a hop takes 0, a chunk's activations count 1.
+
+        Where ranks share a vocabulary, its output layer takes 1 as well, of which each rank has its part.
+        """
+        costs = cls.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+        return costs.with_shared_output_layer(1.0, placement.ranks) if placement.shares_vocabulary else costs
 
     @classmethod
     def uniform(

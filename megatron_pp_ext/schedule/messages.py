@@ -28,7 +28,7 @@ simulation of the schedule, so that a receive is posted in the action before its
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -40,6 +40,12 @@ SENDS_AHEAD = 4
 
 In the simulation a message is taken as soon as it arrives.  A few messages under way give some slack to
 ranks that are slower than simulated; all of them take memory.
+"""
+
+EMBEDS_AHEAD = 2
+"""The forwards of the first stage for which a shared embedding is looked up before they are due.
+
+With one, the lookup would begin when the forward before ends, and the first stage would wait for it.
 """
 
 WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36, Kind.S: 8, Kind.T: 4}
@@ -72,6 +78,10 @@ class Message(NamedTuple):
 class Exchanged(StrEnum):
     """What all ranks exchange about a microbatch where they share the vocabulary, in this order."""
 
+    TOKENS = "tokens"
+    """The microbatch's tokens, from the first stage to all; one forward of that stage before EMBEDDED."""
+    EMBEDDED = "embedded tokens"
+    """The sum of what each rank looks up, to the first stage; ``EMBEDS_AHEAD`` of its forwards ahead."""
     HIDDEN = "hidden state"
     """The last stage's output, to all; launched behind its forward."""
     STATISTICS = "statistics"
@@ -80,6 +90,8 @@ class Exchanged(StrEnum):
     """The sum of all parts of the hidden state's gradient, to the last stage; a hop later, if it trains."""
     LOSS = "loss"
     """The gradient of the loss of every token, to all; behind the last stage's backward."""
+    INPUT = "gradient of embedded tokens"
+    """The gradient of what was looked up, to all; behind the first stage's backward."""
 
 
 class Exchange(NamedTuple):
@@ -138,7 +150,11 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    for end, rank, action in launch_line(orders, stages, rank_of):
+    line = launch_line(orders, stages, rank_of)
+    lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
+    for ahead in next(lookups) if shares else ():
+        exchange(*ahead)
+    for end, rank, action in line:
         while due and due[0][0] < end:
             exchange(*due.popleft()[1])
         launched[rank] += 1
@@ -150,6 +166,11 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
         stage, kind, microbatch = action
         if shares and stage == stages - 1 and kind in (Kind.F, Kind.I, Kind.B):
             exchange(Exchanged.HIDDEN if kind is Kind.F else Exchanged.LOSS, microbatch)
+        if shares and stage == 0 and kind is Kind.F:
+            for ahead in next(lookups):
+                exchange(*ahead)
+        elif shares and stage == 0 and kind in (Kind.I, Kind.B):
+            exchange(Exchanged.INPUT, microbatch)
         if kind is Kind.S:
             scored[microbatch] += 1
             if scored[microbatch] == len(orders):
@@ -159,6 +180,18 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
     for _, left in due:
         exchange(*left)
     return [[tuple(launches) for launches in of_rank] for of_rank in planned]
+
+
+def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
+    """Yield the exchanges of a shared embedding: those of the beginning, then those behind each forward.
+
+    ``microbatches`` are those of the first stage's forwards, in their order.
+    """
+    tokens = [Exchange(Exchanged.TOKENS, microbatch) for microbatch in microbatches]
+    embedded = [Exchange(Exchanged.EMBEDDED, microbatch) for microbatch in microbatches]
+    yield tokens[: EMBEDS_AHEAD + 1] + embedded[:EMBEDS_AHEAD]
+    for ahead in range(EMBEDS_AHEAD, len(microbatches) + EMBEDS_AHEAD):
+        yield tokens[ahead + 1 : ahead + 2] + embedded[ahead : ahead + 1]
 
 
 def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Arrival, ...]]]:

@@ -9,10 +9,13 @@ import torch.distributed as dist
 
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
+from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
 from tests.support import plain_stages
 from tests.support.plain_stages import ROWS, WIDTH
@@ -25,6 +28,16 @@ def weight() -> torch.Tensor:
     return torch.randn(
         VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(77), dtype=torch.double, requires_grad=True
     )
+
+
+def embedding() -> torch.Tensor:
+    return torch.randn(
+        VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(78), dtype=torch.double, requires_grad=True
+    )
+
+
+def tokens(microbatch: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(100 + microbatch))
 
 
 def labels(microbatch: int) -> torch.Tensor:
@@ -69,34 +82,57 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
     begin, end = first_rows(schedule.ranks)[rank : rank + 2]
     part = (weight().detach() * scale)[begin:end]
     gradient = torch.zeros_like(part)
-    home = placement.rank_of(placement.stages - 1)
+    looked_up = embedding().detach()[begin:end]
+    of_embedding = torch.zeros_like(looked_up)
+    first, home = placement.rank_of(0), placement.rank_of(placement.stages - 1)
     head = Head() if rank == home else None
     group = dist.new_group()
-    vocabulary = SharedVocabulary(part, begin, ROWS, group, home, gradient.add_, head)
+    vocabulary = SharedVocabulary(
+        SharedEmbedding(
+            Rows(begin, lambda: looked_up, of_embedding.add_),
+            torch.Size((ROWS,)),
+            torch.device("cpu"),
+            group,
+            first,
+            tokens if rank == first else None,
+        ),
+        SharedOutput(
+            Rows(begin, lambda: part, gradient.add_),
+            torch.Size((ROWS, WIDTH)),
+            group,
+            home,
+            head,
+            is_evaluation=all(a.kind in (Kind.F, Kind.S) for a in schedule),
+        ),
+    )
     channels = plain_stages.make_channels(schedule.ranks)
     execute(plan_rank(schedule, rank), stages, channels, vocabulary=vocabulary)
     return {
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "vocabulary": gradient,
+        "embedding": of_embedding,
         "losses": head.losses if head else {},
-        "left": len(STORE) + len(vocabulary._kept),
+        "left": len(STORE) + len(vocabulary.output._kept) + len(vocabulary.embedding._kept),
     }
 
 
-def in_one_process(stages: int, microbatches: int, scale: float) -> tuple[dict, torch.Tensor, dict]:
-    """Return the gradients of every stage and of the output weight, and the losses."""
+def in_one_process(
+    stages: int, microbatches: int, scale: float
+) -> tuple[dict, torch.Tensor, torch.Tensor, dict]:
+    """Return the gradients of every stage, of the output weight and of the embedding, and the losses."""
     modules = [plain_stages.make_module(stage) for stage in range(stages)]
     output = (weight().detach() * scale).requires_grad_()
+    lookup = embedding()
     losses = {}
     for microbatch in range(microbatches):
-        hidden = torch.nn.Sequential(*modules)(plain_stages.microbatch_data(microbatch))
+        hidden = torch.nn.Sequential(*modules)(lookup[tokens(microbatch)])
         each = torch.nn.functional.cross_entropy(hidden @ output.t(), labels(microbatch), reduction="none")
         value = loss(each, microbatch)
         value.backward()
         losses[microbatch] = value.item()
     of_stages = {stage: [p.grad for p in module.parameters()] for stage, module in enumerate(modules)}
-    assert output.grad is not None
-    return of_stages, output.grad, losses
+    assert output.grad is not None and lookup.grad is not None
+    return of_stages, output.grad, lookup.grad, losses
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None:
@@ -107,9 +143,10 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None
 
 def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
     results = run_ranks(run_schedule, schedule.ranks, schedule, scale)
-    stages, output, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
+    stages, output, lookup, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
     assert_close(torch.cat([result["vocabulary"] for result in results]), output, scale)
+    assert_close(torch.cat([result["embedding"] for result in results]), lookup, scale)
     for result in results:
         assert result["left"] == 0
         for stage, gradients in result["gradients"].items():
@@ -142,6 +179,6 @@ def test_an_evaluation_has_the_losses_alone(name: str) -> None:
     placement = catalog.entry(name).placement(3)
     schedule = share_evaluation(catalog.forward_only(placement, 5))
     results = run_ranks(run_schedule, 3, schedule, 1.0)
-    _, _, losses = in_one_process(placement.stages, 5, 1.0)
+    _, _, _, losses = in_one_process(placement.stages, 5, 1.0)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
     assert all(result["left"] == 0 and not result["vocabulary"].any() for result in results)

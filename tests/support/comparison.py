@@ -32,14 +32,43 @@ class Result(NamedTuple):
     clips_above: float
 
 
-def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int], torch.Tensor]:
-    """The gradients of this rank: (global name, tensor-parallel rank) -> main_grad."""
+class Rows(NamedTuple):
+    """The place of a gradient's rows in a vocabulary that all pipeline ranks share."""
+
+    first: int
+    total: int
+    tensor_ranks: int
+
+
+def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int | Rows], torch.Tensor]:
+    """The gradients of this rank: (global name, tensor-parallel rank or rows) -> main_grad."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if group.ddp_config.use_distributed_optimizer:
                 _gather(group)
-    rank = mpu.get_tensor_model_parallel_rank()
-    return {(name, rank): p.main_grad.clone() for name, p in training.global_parameters(chunks)}
+    rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    found: dict[tuple[str, int | Rows], torch.Tensor] = {}
+    for name, parameter in training.global_parameters(chunks):
+        rows = getattr(parameter, "vocabulary_rows", None)
+        found[name, Rows(*rows, size) if rows else rank] = parameter.main_grad.clone()
+    return found
+
+
+def _joined(gradients: dict[tuple[str, int | Rows], torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
+    """Put the rows of a shared vocabulary together, as tensor-parallel ranks have them without sharing."""
+    whole: dict[tuple[str, int], torch.Tensor] = {}
+    parts: dict[str, dict[Rows, torch.Tensor]] = {}
+    for (name, place), gradient in gradients.items():
+        if isinstance(place, Rows):
+            parts.setdefault(name, {})[place] = gradient
+        else:
+            whole[name, place] = gradient
+    for name, rows in parts.items():
+        table = torch.cat([rows[place] for place in sorted(rows)])
+        place = next(iter(rows))
+        assert len(table) == place.total, name
+        whole |= {(name, rank): part for rank, part in enumerate(table.chunk(place.tensor_ranks))}
+    return whole
 
 
 def _gather(group: Any) -> None:
@@ -53,7 +82,7 @@ def _gather(group: Any) -> None:
 def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
     """Train the tiny GPT and bring together what its ranks saw."""
     ranks = training.train(world_size, flags, grab=gradients_by_name, **options)
-    gradients: dict[tuple[str, int], torch.Tensor] = {}
+    gradients: dict[tuple[str, int | Rows], torch.Tensor] = {}
     for rank in ranks:
         for name, gradient in rank.grabbed.items():
             known = gradients.setdefault(name, gradient)
@@ -64,7 +93,7 @@ def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
         # Only the ranks of the last pipeline stage tell a loss, and they tell the same.
         assert rank.losses in ([], last.losses)
         assert rank.grad_norms == last.grad_norms
-    return Result(last.losses, gradients, last.validation, last.grad_norms, last.logged, _clips_above(flags))
+    return Result(last.losses, _joined(gradients), last.validation, last.grad_norms, last.logged, _clips_above(flags))
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -210,7 +210,9 @@ def initialize_by_layer(chunks: list[torch.nn.Module]) -> None:
 def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Numbers for the whole tensor, of which ``parameter`` may be one tensor-parallel part."""
     shape = list(parameter.shape)
-    if _is_cut(parameter):
+    if rows := _vocabulary_rows(parameter):
+        shape[0] = rows[1]
+    elif _is_cut(parameter):
         shape[parameter.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     numbers = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -220,11 +222,18 @@ def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Cut out the part of this rank. With a stride s, a part is s pieces, as Megatron deals them out."""
+    if rows := _vocabulary_rows(parameter):
+        return full[rows[0] : rows[0] + len(parameter)]
     if not _is_cut(parameter):
         return full
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     pieces = full.chunk(size * parameter.partition_stride, dim=parameter.partition_dim)
     return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
+
+
+def _vocabulary_rows(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    """The first row and the number of all rows, where all pipeline ranks share the vocabulary."""
+    return getattr(parameter, "vocabulary_rows", None)
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:

@@ -108,7 +108,9 @@ def _separate_copies(state: dict[str, Any]) -> None:
 
 def describe(placement: Placement) -> str:
     """Return a placement in words that a checkpoint can keep and a person can read."""
-    return f"{placement.shape} placement with {placement.chunks} chunk(s) on each of {placement.ranks} ranks"
+    shared = " and a shared vocabulary" if placement.shares_vocabulary else ""
+    chunks = f"{placement.chunks} chunk(s) on each of {placement.ranks} ranks"
+    return f"{placement.shape} placement with {chunks}{shared}"
 
 
 def _placement(args: Namespace) -> str:

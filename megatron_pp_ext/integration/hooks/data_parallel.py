@@ -9,7 +9,7 @@ reduction of a bucket then starts inside the chunk's last W, and overlaps whatev
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,12 @@ class DataParallel:
         self._reduce = None if force_all_reduce else _each(config.grad_sync_func, model)
         self._gather = None if forward_only else _each(config.param_sync_func, model)
         self._uncounted = [ExitStack() for _ in model]
+        # Behind the last of these a chunk's gradients are complete: its last W, and its part of a vocabulary.
+        self._unfinished = [1 for _ in model]
+
+    def expect_part(self, chunk: int) -> None:
+        """Wait with the reduction of ``chunk`` for ``part``, the end of the gradient of a shared vocabulary."""
+        self._unfinished[chunk] += 1
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -137,13 +143,29 @@ class DataParallel:
     @contextmanager
     def backward(self, chunk: int, action: Action, last: LastActions) -> Iterator[None]:
         """Surround an I, W or B of ``chunk``, whose last ones are ``last``, in which it counts."""
-        counts = action in last and self._reduce is None
-        if counts:
+        with self._counting(chunk) if action in last else nullcontext():
+            yield
+        if action == last.weight:
+            self._finish(chunk)
+
+    @contextmanager
+    def part(self, chunk: int) -> Iterator[None]:
+        """Surround the end of the gradient that ``expect_part`` announced."""
+        with self._counting(chunk):
+            yield
+        self._finish(chunk)
+
+    @contextmanager
+    def _counting(self, chunk: int) -> Iterator[None]:
+        if self._reduce is None:
             self._uncounted[chunk].close()
         yield
-        if counts:
+        if self._reduce is None:
             self._stop_counting(chunk)
-        if action == last.weight and self._reduce is not None:
+
+    def _finish(self, chunk: int) -> None:
+        self._unfinished[chunk] -= 1
+        if self._reduce is not None and not self._unfinished[chunk]:
             self._reduce[chunk](self._model[chunk].parameters())
 
     def _stop_counting(self, chunk: int) -> None:

@@ -44,4 +44,6 @@ def _global_expert(name: str, experts: int | None) -> str:
 
 def _is_tied(chunk: torch.nn.Module) -> bool:
     """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
+    if getattr(chunk.output_layer, "key", ""):
+        return str(chunk.output_layer.key) != "output_layer.weight"
     return bool(chunk.share_embeddings_and_output_weights and not chunk.mtp_process)

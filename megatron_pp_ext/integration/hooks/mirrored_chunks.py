@@ -25,6 +25,7 @@ from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks.hybrid_layers import require_layers
+from megatron_pp_ext.integration.hooks.vocabulary_parts import share_vocabulary
 
 
 class MirroredGroup:
@@ -82,9 +83,13 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
     def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         require_layers(get_args())
         pipeline = requested.pipeline()
-        if pipeline is None or not pipeline.is_mirrored(1):
+        if pipeline is None:
             return stock(build_chunk, *args, **kwargs)
-        chunks = stock(functools.partial(_build_chunk, build_chunk), *args, **kwargs)
+        if pipeline.is_mirrored(1):
+            build_chunk = functools.partial(_build_chunk, build_chunk)
+        if pipeline.placement.shares_vocabulary:
+            build_chunk = share_vocabulary(build_chunk)
+        chunks = stock(build_chunk, *args, **kwargs)
         if pipeline.has_both_ends_on_first_rank:
             _tie_output_to_embedding(chunks, parallel_state.get_pipeline_model_parallel_group())
         return chunks

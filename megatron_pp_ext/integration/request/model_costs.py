@@ -12,19 +12,22 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_pp_ext.planner.step import workload
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.planner.step.stage_parts import pieces, shared_vocabulary, stage_parts
 from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def estimate(args: Namespace, stages: int) -> Costs:
+def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> Costs:
     """The costs of ``args``'s model cut into ``stages`` stages, as Megatron will cut it; hops are free.
+
+    With ``shares_vocabulary`` every rank of the pipeline has a part of the embedding and the output layer.
 
     Raises ValueError where the arguments do not determine them.
     """
     model = pieces(args, LayerCosts(args), vocabulary(args))
-    parts = stage_parts(args, model, layers.by_stage(args, stages))
-    return Costs(tuple(part.costs() for part in parts), message=message_bytes(args))
+    parts = stage_parts(args, model, layers.by_stage(args, stages), shares_vocabulary)
+    shared = shared_vocabulary(args, model) if shares_vocabulary else None
+    return Costs(tuple(part.costs() for part in parts), message=message_bytes(args), vocabulary=shared)
 
 
 def message_bytes(args: Namespace) -> float:

@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import OTHERS
+from megatron_pp_ext.schedule.names import AUTO, OTHERS, SHARED
 
 
 def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -44,6 +44,13 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-costs",
             help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
             "from the model's arithmetic.",
+        )
+        group.add_argument(
+            "--pipeline-vocabulary",
+            choices=(SHARED, AUTO),
+            help="Let every pipeline rank have an equal part of the embedding and of the output layer: always, "
+            "or under auto where the predicted step is shorter for it. Without it, the first stage has the "
+            "embedding and the last stage the output layer.",
         )
         add_file(
             "--pipeline-trace",

@@ -1,9 +1,9 @@
 """What a run says at its start: the schedule with its prediction, and what follows the placement."""
 
 from argparse import Namespace
-from collections.abc import Callable
 
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.request.source import CostsOf
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -12,10 +12,10 @@ from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
 
-def summary(pipeline: Pipeline, costs_of: Callable[[int], Costs]) -> str:
+def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     """Return the line about the schedule of ``pipeline``, for an ordinary training step.
 
-    ``costs_of(stages)`` returns what the stages cost: those of --pipeline-costs, otherwise the estimate from
+    ``costs_of`` returns what the stages cost: those of --pipeline-costs, otherwise the estimate from
     the model's arithmetic, in which messages take no time.  The peak is that of the rank with the highest, in
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
@@ -49,8 +49,14 @@ def summary(pipeline: Pipeline, costs_of: Callable[[int], Costs]) -> str:
         until = " in the first step, then as much memory and as small a bubble as the devices allow"
     return (
         f"{shape}, m = {request.microbatches}, peak {peak} microbatch{'es' * (peak != '1')}, "
-        f"predicted bubble {timeline.bubble:.1%}{at}{until}"
+        f"predicted bubble {timeline.bubble:.1%}{at}{until}{_about_vocabulary(pipeline)}"
     )
+
+
+def _about_vocabulary(pipeline: Pipeline) -> str:
+    if pipeline.source is not None and pipeline.source.note:
+        return f"; {pipeline.source.note}"
+    return "; vocabulary shared by all ranks" if pipeline.placement.shares_vocabulary else ""
 
 
 def _schedule(pipeline: Pipeline) -> Schedule:
@@ -61,12 +67,13 @@ def _schedule(pipeline: Pipeline) -> Schedule:
     return pipeline.source.build(request.microbatches, None)
 
 
-def _costs(pipeline: Pipeline, costs_of: Callable[[int], Costs]) -> tuple[Costs, str]:
+def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
     """Return the costs of the stages, and words that say so where they are not those of the model."""
     request = pipeline.request
     assert request is not None
     try:
-        return costs_of(request.finest.stages).merged(pipeline.placement.stages), ""
+        costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
+        return costs.merged(pipeline.placement.stages), ""
     except Exception:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"
 

@@ -140,10 +140,16 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     )
 
 
-def _costs(args: Namespace, stages: int) -> Costs:
+def _costs(args: Namespace, stages: int, shares_vocabulary: bool = False) -> Costs:
     if args.pipeline_costs is None:
-        return model_costs.estimate(args, stages)
-    return costs_file.read(args.pipeline_costs, stages)
+        return model_costs.estimate(args, stages, shares_vocabulary)
+    costs = costs_file.read(args.pipeline_costs, stages)
+    if shares_vocabulary and costs.vocabulary is None:
+        raise ValueError(
+            f"--pipeline-vocabulary {args.pipeline_vocabulary}: {args.pipeline_costs} has no costs of a part "
+            'of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
+        )
+    return costs
 
 
 def _settle_chunks(args: Namespace, request: Request, placement: Placement) -> None:

@@ -7,14 +7,16 @@ import torch.distributed as dist
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
-from megatron_pp_ext.integration.runners.message_groups import message_channels
+from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_groups
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
+from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.vocabulary import share_evaluation
 
 
 class FlushedRunner(PipelineRunner):
@@ -25,6 +27,7 @@ class FlushedRunner(PipelineRunner):
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
+        self._exchanges: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
@@ -34,7 +37,8 @@ class FlushedRunner(PipelineRunner):
         microbatches, kind of step and ``_phase``.
         """
         if forward_only:
-            return catalog.forward_only(self.pipeline.placement, microbatches)
+            forwards = catalog.forward_only(self.pipeline.placement, microbatches)
+            return share_evaluation(forwards) if forwards.placement.shares_vocabulary else forwards
         assert self.pipeline.source is not None
         return self.pipeline.source.build(microbatches, least_free_bytes if self._training_steps else None)
 
@@ -51,7 +55,17 @@ class FlushedRunner(PipelineRunner):
     ) -> None:
         plan = self._plan(inputs.microbatches, inputs.forward_only, group)
         stages = model_stages(inputs, self.pipeline.placement, plan)
-        execute(plan, stages, self._channels(group, shape, inputs.config), recorder)
+        channels = self._channels(group, shape, inputs.config)
+        vocabulary = self._vocabulary(inputs, plan, group, shape) if plan.loss_stage is not None else None
+        inputs.ends = vocabulary
+        execute(plan, stages, channels, recorder, vocabulary=vocabulary)
+
+    def _vocabulary(
+        self, inputs: StepInputs, plan: RankPlan, group: dist.ProcessGroup, shape: Any
+    ) -> ModelVocabulary:
+        if self._exchanges is None:
+            self._exchanges = vocabulary_groups(group)
+        return ModelVocabulary(inputs, self.pipeline.placement, plan, self._exchanges, shape)
 
     def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:
         key = microbatches, forward_only, self._phase()

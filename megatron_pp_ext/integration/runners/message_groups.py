@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.training import get_args
 
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, direction_groups
+from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, collective_group, direction_groups
 
 PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
@@ -28,6 +29,22 @@ def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pr
     args = get_args()
     patience = timedelta(minutes=args.distributed_timeout_minutes)
     return direction_groups(dist.get_process_group_ranks(group), patience, options=group_options(args))
+
+
+def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups of a shared vocabulary's exchanges: among the ranks of the pipeline ``group``, and among
+    all ranks with rows of it, those of the other tensor-parallel ranks included.
+
+    Collective over the whole world, at a time when no message is on its way.
+    """
+    args = get_args()
+    patience = timedelta(minutes=args.distributed_timeout_minutes)
+    everyone = parallel_state.get_model_parallel_group()
+    pipeline, model = (
+        collective_group(dist.get_process_group_ranks(ranks), patience, options=group_options(args))
+        for ranks in (group, everyone)
+    )
+    return pipeline, model
 
 
 def message_channels(

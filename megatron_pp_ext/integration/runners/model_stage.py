@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
@@ -17,11 +17,28 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
 
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
+"""A script's forward step: (data iterator, model) -> (output, loss function)."""
+
+
+class Ends(Protocol):
+    """The forward steps of the two end stages where all ranks share the vocabulary."""
+
+    def first_forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
+        """Return the first stage's, for tokens that have been ``embedded``, batch x tokens x hidden."""
+
+    def last_forward(self, microbatch: int) -> ForwardStep:
+        """Return the last stage's, whose output is the hidden state and whose loss comes later."""
+
+
 @dataclass
 class StepInputs:
-    """The arguments that Megatron passes for one step, and the losses and tokens that the stages add."""
+    """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    forward_step_func: Callable[..., Any]
+    ``ends`` is set where all ranks share the vocabulary.
+    """
+
+    forward_step_func: ForwardStep
     model: list[torch.nn.Module]
     iterators: list[Any]
     microbatches: int
@@ -31,6 +48,7 @@ class StepInputs:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+    ends: Ends | None = None
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 
@@ -82,7 +100,7 @@ class ModelStage:
             inputs.data_parallel.first_forward(self._chunk)
         with as_chunk(self._vp_stage):
             output, tokens = stock_schedules.forward_step(
-                inputs.forward_step_func,
+                self._forward_step(microbatch, activation),
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
                 inputs.microbatches,
@@ -96,7 +114,7 @@ class ModelStage:
                 ),
                 current_microbatch=microbatch,
                 vp_stage=self._vp_stage,
-                is_last_stage=self._is_last,
+                is_last_stage=self._is_last and inputs.ends is None,
             )
         inputs.tokens += tokens
         if inputs.forward_only:
@@ -106,6 +124,15 @@ class ModelStage:
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         self._in_flight[microbatch] = activation, output
         return handed_on
+
+    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> ForwardStep:
+        ends = self.inputs.ends
+        if ends is not None and self._stage == 0:
+            assert activation is not None
+            return ends.first_forward(microbatch, activation)
+        if ends is not None and self._is_last:
+            return ends.last_forward(microbatch)
+        return self.inputs.forward_step_func
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See ``executor.Stage``."""

@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.request.layers import pattern
+from megatron_pp_ext.schedule.costs import VocabularyCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,33 @@ def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
     )
 
 
-def stage_parts(args: Namespace, model: Pieces, layers_by_stage: Sequence[int]) -> list[Part]:
+def shared_vocabulary(args: Namespace, model: Pieces, hop: float = 0.0) -> VocabularyCosts:
+    """Return the costs of a rank's part of the vocabulary that the pipeline's ranks share.
+
+    An S does the part's forward and its part of the input gradient.  From S to T a rank keeps its
+    exponentials, and the hidden states of all tokens twice: as they came and their gradient's part.  A
+    ``hop`` is that of a message between stages, and the exchange behind the S takes two.
+    """
+    ranks, head = args.pipeline_model_parallel_size, model.head
+    hidden = model.hidden_bytes
+    every_token = hidden * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    exponentials = max(0.0, head.after_input_gradient - hidden) / ranks
+    return VocabularyCosts(
+        scores=(head.forward_seconds + head.input_gradient_seconds) / ranks,
+        weight_gradient=head.weight_gradient_seconds / ranks,
+        activation=exponentials + 2 * every_token,
+        hidden=hop,
+        sums=2 * hop,
+    )
+
+
+def stage_parts(
+    args: Namespace, model: Pieces, layers_by_stage: Sequence[int], shares_vocabulary: bool = False
+) -> list[Part]:
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
     The embedding is in the first stage; the output layer, the loss and multi-token prediction are in the
-    last.
+    last.  With ``shares_vocabulary`` embedding and output layer are in none.
     """
     ends = list(accumulate(layers_by_stage))
     by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -56,8 +79,9 @@ def stage_parts(args: Namespace, model: Pieces, layers_by_stage: Sequence[int]) 
         if key not in known:
             known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
         sums.append(known[key])
-    sums[0] += model.embedding
-    sums[-1] += model.head
+    if not shares_vocabulary:
+        sums[0] += model.embedding
+        sums[-1] += model.head
     for _ in range(args.mtp_num_layers or 0):
         sums[-1] += model.prediction + model.layers[-1] + model.head
     return sums

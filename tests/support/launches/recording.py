@@ -1,6 +1,6 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,10 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
+from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
+from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
@@ -120,29 +123,30 @@ class RecordedVocabulary(SharedVocabulary):
     def __init__(
         self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]], seconds: float
     ) -> None:
-        self._recording, self._seconds, self._rank = recording, seconds, rank
-        self._ranks = tuple(range(len(plans_of_ranks)))
-        has_loss = [
-            any(step.action.stage == plan.loss_stage and step.action.kind is Kind.F for step in plan.steps)
-            for plan, *_ in plans_of_ranks
-        ]
-        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: len(self._ranks))
+        ranks = len(plans_of_ranks)
+        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        rows = Rows(2 * rank, lambda: torch.ones(2, 1), lambda gradient: None)
+
+        def holder(is_end: Callable[[RankPlan, int], bool]) -> int:
+            has_end = [
+                any(is_end(plan, step.action.stage) for step in plan.steps if step.action.kind is Kind.F)
+                for plan, *_ in plans_of_ranks
+            ]
+            return has_end.index(True) if any(has_end) else 0
+
+        first, last = holder(lambda plan, stage: stage == 0), holder(lambda plan, stage: stage == plan.loss_stage)
         with patch.object(dist, "get_global_rank", lambda group, group_rank: group_rank):
+            head = _Head() if last == rank else None
+            tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
             super().__init__(
-                weight=torch.ones(2, 1),
-                first_row=2 * rank,
-                tokens=1,
-                group=group,
-                home=has_loss.index(True) if any(has_loss) else 0,
-                add_gradient=lambda gradient: None,
-                head=self if has_loss[rank] else None,
+                SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), group, first, tokens),
+                SharedOutput(rows, torch.Size((1, 1)), group, last, head),
             )
+        self._recording, self._seconds, self._rank = recording, seconds, rank
+        self._ranks = tuple(range(ranks))
 
-    def labels(self, microbatch: int) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.long)
-
-    def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
-        return losses
+    def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
+        super().keep(microbatch, hidden.reshape(1, 1))
 
     def scores(self, microbatch: int) -> None:
         super().scores(microbatch)
@@ -156,6 +160,16 @@ class RecordedVocabulary(SharedVocabulary):
         """Stand for a collective of torch.distributed."""
         entry = Collective("vocabulary", self._ranks, "exchange")
         return RecordedWork(self._recording, self._recording.add(entry), False, False)
+
+
+class _Head:
+    """The rank of the last stage, with labels and losses of no meaning."""
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.long)
+
+    def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        return losses
 
 
 def plans(steps: Sequence[Schedule]) -> list[list[RankPlan]]:

@@ -1,0 +1,237 @@
+"""A model whose embedding and output layer are cut by rows over all ranks of the pipeline.
+
+Megatron builds both whole (of its tensor-parallel part), on the first and the last stage.  Right after that,
+each rank takes its rows of them into its own chunks: those of the embedding into the first chunk, those of the
+output layer into the last one, under the names that they have in stock.  A tied weight exists once, as the
+output layer's.  On the two stages that use them, modules without a parameter stand in their place; what they
+hand on is computed by ``runtime.shared_vocabulary``.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import MakeViewlessTensor
+from megatron.training import get_args
+
+from megatron_pp_ext.integration import requested
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+_ALIGNED = 64
+"""Rows to which parts are rounded where that is possible, since products of other shapes are slower."""
+
+
+class VocabularyPart(torch.nn.Module):
+    """This rank's rows of the embedding or of the output weight, or only what stands in its place.
+
+    Calling it without an argument has Megatron's data parallelism gather the rows that an optimizer on another
+    rank has updated, which it does before a module's forward.
+    """
+
+    weight: Any
+    first = total = 0
+    key = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+
+    def hold(self, whole: torch.Tensor, key: str) -> None:
+        """Take this rank's rows of ``whole``, the weight of its tensor-parallel rank.
+
+        ``key`` is the weight's name in checkpoints.
+        """
+        pipeline, tensor = parallel_state.get_pipeline_model_parallel_group(), _tensor_ranks()
+        begin, end = (row_of(len(whole), pipeline.rank() + past, pipeline.size()) for past in (0, 1))
+        self.key, self.total = key, tensor.size() * len(whole)
+        self.first = tensor.rank() * len(whole) + begin
+        self.weight = torch.nn.Parameter(whole[begin:end].clone())
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.weight.is_embedding_or_output_parameter = True
+        self.weight.vocabulary_rows = self.first, self.total
+
+    def rows(self) -> torch.Tensor:
+        """Return the weight, up to date."""
+        self()
+        weight: torch.Tensor = self.weight
+        return weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Describe the rows as a part of the whole weight, as Megatron's checkpoints need it."""
+        if self.weight is None:
+            return {}
+        replicas = (metadata or {}).get("dp_cp_group") or parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        )
+        rows, hidden = self.weight.shape
+        return {
+            f"{prefix}weight": ShardedTensor(
+                key=self.key,
+                data=self.weight,
+                dtype=self.weight.dtype,
+                local_shape=(rows, hidden),
+                global_shape=(self.total, hidden),
+                global_offset=(self.first, 0),
+                axis_fragmentations=None,  # parts may differ by some rows
+                replica_id=(0, 0, replicas.rank()),
+                allow_shape_mismatch=True,  # the padding of a vocabulary goes by the number of ranks
+            )
+        }
+
+
+class EmbeddingPart(VocabularyPart):
+    """Stands, on the first stage, for the embedding: returns what all ranks have looked up.
+
+    ``given``, batch x tokens x hidden, is set before each forward.  Tensor parallelism adds up, or deals out,
+    as in ``VocabParallelEmbedding``.
+    """
+
+    given: torch.Tensor | None = None
+    scatters = False
+
+    def forward(self, tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the embedded ``tokens``, as the module does that this one replaces."""
+        if tokens is None:
+            return None
+        given, self.given = self.given, None
+        if given is None or given.shape[:2] != tokens.shape:
+            raise RuntimeError("a shared embedding was asked for other tokens than those of its microbatch")
+        if self.scatters:
+            scattered: torch.Tensor = reduce_scatter_to_sequence_parallel_region(
+                given.transpose(0, 1).contiguous(), group=_tensor_ranks()
+            )
+            return scattered
+        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(given, group=_tensor_ranks())
+        return summed
+
+
+class OutputPart(VocabularyPart):
+    """Stands, on the last stage, for the output layer and its loss: hands on the hidden state.
+
+    ``labels``, batch x tokens, are those of the last forward.
+    """
+
+    labels: torch.Tensor | None = None
+
+    def forward(
+        self, hidden: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return ``hidden`` where logits were, and no bias.
+
+        It is returned in another tensor with the same memory: a stage's output is emptied once it is sent,
+        which must not touch what the layer before has kept of it.
+        """
+        if hidden is None:
+            return None, None
+        return MakeViewlessTensor.apply(hidden, hidden.requires_grad), None
+
+    def keep_labels(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Stand for ``compute_language_model_loss``: the loss is computed when all ranks have their part."""
+        self.labels = labels
+        return hidden
+
+
+def row_of(rows: int, rank: int, ranks: int) -> int:
+    """Return the first of ``rows`` that ``rank`` has; ``rank == ranks`` gives their end."""
+    aligned = math.gcd(rows, _ALIGNED)
+    blocks = rows // aligned
+    if blocks < 8 * ranks:
+        aligned, blocks = 1, rows
+    return aligned * (blocks * rank // ranks)
+
+
+def share_vocabulary(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
+    """Let each chunk that ``build_chunk`` makes have this rank's part of the vocabulary, and no more of it.
+
+    All ranks of a pipeline make their chunks in the same order, and exchange the rows meanwhile.
+    """
+    tied: list[torch.Tensor] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        placement, chunk = requested.require().placement, kwargs.get("vp_stage") or 0
+        model = build_chunk(*args, **kwargs)
+        rank = parallel_state.get_pipeline_model_parallel_group().rank()
+        stage = placement.stages_of(rank)[chunk]
+        is_tied = model.share_embeddings_and_output_weights
+        # There is one copy of a tied weight now: no gradients to exchange, and no copy to save.
+        model.share_embeddings_and_output_weights = False
+        if chunk == 0:
+            embedding = _replace_embedding(model, stage == 0)
+            table = _spread(embedding, placement.rank_of(0))
+            if is_tied:
+                tied[:] = [table]
+            else:
+                model.embedding.word_embeddings.hold(table, _EMBEDDING)
+        if chunk == placement.chunks - 1:
+            output = _replace_output(model, stage == placement.stages - 1)
+            if is_tied:
+                model.output_layer.hold(tied.pop(), _EMBEDDING)
+            else:
+                weight = _spread(output, placement.rank_of(placement.stages - 1))
+                model.output_layer.hold(weight, _OUTPUT)
+        return model
+
+    return build
+
+
+def _replace_embedding(model: Any, is_first: bool) -> torch.Tensor | None:
+    """Put a part in the place of the embedding, and return the embedding's weight where there is one."""
+    part = EmbeddingPart()
+    if not is_first:
+        model.embedding = MegatronModule(model.config)
+        model.embedding.word_embeddings = part
+        return None
+    replaced = model.embedding.word_embeddings
+    part.scatters = replaced.reduce_scatter_embeddings
+    model.embedding.word_embeddings = part
+    weight: torch.Tensor = replaced.weight
+    return weight
+
+
+def _replace_output(model: Any, is_last: bool) -> torch.Tensor | None:
+    """Put a part in the place of the output layer, and return the layer's weight where there is one."""
+    part = OutputPart()
+    weight = None
+    if is_last:
+        replaced = getattr(model, "output_layer", None)
+        if not isinstance(replaced, ColumnParallelLinear) or replaced.bias is not None:
+            raise SystemExit(
+                "megatron_pp_ext: --pipeline-vocabulary shared needs a model whose last layer is an output "
+                f"layer without a bias, and {type(model).__name__} has {type(replaced).__name__}; leave it out"
+            )
+        weight = replaced.weight
+        model.compute_language_model_loss = part.keep_labels
+    model.output_layer = part
+    return weight
+
+
+def _spread(weight: torch.Tensor | None, holder: int) -> torch.Tensor:
+    """Return, on all ranks of the pipeline, the weight that rank ``holder`` of it has."""
+    group, args = parallel_state.get_pipeline_model_parallel_group(), get_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if weight is None:
+        rows = args.padded_vocab_size // _tensor_ranks().size()
+        whole = torch.empty(rows, args.hidden_size, dtype=args.params_dtype, device=device)
+    else:
+        whole = weight.detach().to(device)
+    dist.broadcast(whole, dist.get_global_rank(group, holder), group=group)
+    return whole
+
+
+def _tensor_ranks() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group

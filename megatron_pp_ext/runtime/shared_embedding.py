@@ -1,0 +1,121 @@
+"""A rank's part of an embedding that all ranks of a pipeline share.
+
+The first stage tells the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has and
+leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes back
+to all ranks, and each adds it to the rows that it has.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.runtime.vocabulary_rows import Rows, begun
+from megatron_pp_ext.schedule.messages import Exchange, Exchanged
+
+
+@dataclass
+class _Microbatch:
+    """What a rank keeps of a microbatch; ``gradient`` is known behind the first stage's backward."""
+
+    tokens: torch.Tensor
+    known: dist.Work
+    embedded: torch.Tensor | None = None
+    summed: dist.Work | None = None
+    gradient: torch.Tensor | None = None
+
+
+class SharedEmbedding:
+    """The part of this rank: ``rows`` of the embedding.
+
+    A microbatch has tokens of ``shape``, all on ``device``.  ``home`` is the rank of ``group`` with the first
+    stage; there ``tokens(microbatch)`` returns them, and is called for one microbatch after the other.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        shape: torch.Size,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        home: int,
+        tokens: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self._rows, self._shape, self._device = rows, shape, device
+        self._group, self._home, self._tokens = group, dist.get_global_rank(group, home), tokens
+        self._kept: dict[int, _Microbatch] = {}
+        self._arriving: tuple[int, dist.Work] | None = None
+
+    def launch(self, exchange: Exchange) -> None:
+        """Begin an exchange; what is computed next does not wait for it."""
+        begin = {
+            Exchanged.TOKENS: self._spread_tokens,
+            Exchanged.EMBEDDED: self._sum_embedded,
+            Exchanged.INPUT: self._spread_gradient,
+        }[exchange.what]
+        begin(exchange.microbatch)
+
+    def embedded(self, microbatch: int) -> torch.Tensor:
+        """Return the embedded tokens, ``shape`` x hidden, on the first stage's rank."""
+        kept = self._kept[microbatch]
+        assert kept.embedded is not None and kept.summed is not None
+        kept.summed.wait()
+        embedded, kept.embedded = kept.embedded, None
+        return embedded
+
+    def take(self, microbatch: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of what ``embedded`` returned, for the exchange."""
+        self._kept[microbatch].gradient = gradient.detach().contiguous()
+
+    def close(self) -> None:
+        """End a step: all gradients are added.  An evaluation has none."""
+        self._add_arrived()
+        self._kept.clear()
+
+    def _spread_tokens(self, microbatch: int) -> None:
+        if self._tokens is not None:
+            tokens = self._tokens(microbatch).contiguous()
+            if tokens.shape != self._shape:
+                raise RuntimeError(
+                    f"microbatch {microbatch} has tokens of shape {tuple(tokens.shape)} where all ranks "
+                    f"expect {tuple(self._shape)}; a shared vocabulary needs microbatches of one shape"
+                )
+        else:
+            tokens = torch.empty(self._shape, dtype=torch.long, device=self._device)
+        self._kept[microbatch] = _Microbatch(tokens, self._spread(tokens))
+
+    def _sum_embedded(self, microbatch: int) -> None:
+        kept = self._kept[microbatch]
+        kept.known.wait()
+        held, row = self._rows.held(kept.tokens)
+        # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
+        kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
+        kept.summed = begun(dist.reduce(kept.embedded, self._home, group=self._group, async_op=True))
+
+    def _spread_gradient(self, microbatch: int) -> None:
+        self._add_arrived()
+        kept = self._kept[microbatch]
+        if kept.gradient is None:
+            weight = self._rows.weight()
+            kept.gradient = torch.empty(*self._shape, weight.shape[1], dtype=weight.dtype, device=self._device)
+        self._arriving = microbatch, self._spread(kept.gradient)
+
+    def _add_arrived(self) -> None:
+        """Add the gradient that was spread last; it had time until the next one to arrive."""
+        if self._arriving is None:
+            return
+        microbatch, work = self._arriving
+        self._arriving = None
+        work.wait()
+        kept = self._kept.pop(microbatch)
+        assert kept.gradient is not None
+        held, row = self._rows.held(kept.tokens)
+        count = self._rows.weight().shape[0]
+        # One row more than there are takes the tokens of other ranks, and torch passes over it.
+        row = torch.where(held, row, count)
+        gradient = torch.ops.aten.embedding_dense_backward(kept.gradient, row, count + 1, count, False)
+        self._rows.add_gradient(gradient[:count])
+
+    def _spread(self, tensor: torch.Tensor) -> dist.Work:
+        return begun(dist.broadcast(tensor, self._home, group=self._group, async_op=True))

@@ -1,0 +1,252 @@
+"""A rank's part of an output layer that all ranks of a pipeline share (arXiv 2411.05288, algorithm 2).
+
+``schedule.vocabulary`` has the idea and the order of the actions; here is their arithmetic.  Rank r holds
+some rows of the output weight.  For each token, with its logits y over these rows,
+
+    S    m = max(y),  P = exp(y - m),  l = sum(P),  A = P @ weight, the label's row left out
+    T    gradient of the weight += g * (softmax - one-hot) of the token, times its hidden state
+
+From the m and l of all ranks come M = max(m) and L = sum(l * exp(m - M)).  The loss of the token is
+M + log(L) less the logit of its label, which one rank has, and the softmax here is P * exp(m - M) / L.  The
+gradient of the hidden state is the sum over the ranks of A * exp(m - M) / L, plus the label's row times its
+softmax less 1: that row is added by itself, so that nothing cancels where the model is sure.  All of it is
+multiplied by g, the gradient of the token's loss.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.runtime.vocabulary_rows import Rows, begun
+from megatron_pp_ext.schedule.messages import Exchange, Exchanged
+
+_NONE = torch.empty(0)
+
+
+class Head(Protocol):
+    """The rank with the last stage: what it knows of labels and losses."""
+
+    def labels(self, microbatch: int) -> torch.Tensor:
+        """Return the label of every token, as numbers of rows of the whole weight."""
+
+    def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        """Take the loss of every token, and return the gradient of each."""
+
+
+class TensorRanks:
+    """What tensor parallelism adds; a rank without it changes nothing.
+
+    Each rank of a tensor-parallel group has a pipeline of its own, with other rows of the weight.  Under
+    sequence parallelism it has the hidden states of some tokens only.
+    """
+
+    parts = 1
+    """The parts in which the last stage's output is cut by tokens; each rank has one."""
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all tokens, from those that the last stage's output has here."""
+        return hidden
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum the gradient of all tokens over the group, and return what belongs to the output here."""
+        return gradient
+
+
+ALONE = TensorRanks()
+"""No tensor parallelism."""
+
+
+@dataclass
+class _Microbatch:
+    """What a rank keeps of a microbatch; each tensor has a row, or a number, for each token.
+
+    ``exponentials`` are P, with 0 for the label; ``statistics`` are m, l and the label's logit, 0 where
+    another rank has it, and ``of_all`` those of all ranks.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    exponentials: torch.Tensor = _NONE
+    part: torch.Tensor = _NONE
+    statistics: torch.Tensor = _NONE
+    of_all: torch.Tensor = _NONE
+    loss_gradient: torch.Tensor = _NONE
+    under_way: dict[Exchanged, list[dist.Work]] = field(default_factory=dict)
+
+    def wait(self, what: Exchanged) -> None:
+        """Let what is computed next wait for an exchange."""
+        for work in self.under_way.pop(what, ()):
+            work.wait()
+
+
+class SharedOutput:
+    """The part of this rank: ``rows`` of the output weight.
+
+    The last stage's output has ``shape``, ... x hidden, with the weight's type and device.  ``home`` is the
+    rank of ``group``, the pipeline, that holds the last stage, and there ``head`` is given.  All ranks launch
+    the exchanges in one order, the plan's (``schedule.messages``).  ``everyone`` is the group of all ranks
+    with rows of the weight; under tensor parallelism these are more than the pipeline's.  An evaluation has
+    losses, and nothing else.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        shape: torch.Size,
+        group: dist.ProcessGroup,
+        home: int,
+        head: Head | None = None,
+        everyone: dist.ProcessGroup | None = None,
+        tensor_ranks: TensorRanks = ALONE,
+        is_evaluation: bool = False,
+    ) -> None:
+        self._is_evaluation = is_evaluation
+        self._rows, self._shape, self._head = rows, shape, head
+        self._group, self._home = group, dist.get_global_rank(group, home)
+        self._everyone, self._tensor_ranks = everyone or group, tensor_ranks
+        self._kept: dict[int, _Microbatch] = {}
+        self._type = torch.float32
+
+    @property
+    def _tokens(self) -> int:
+        """The number of tokens of a microbatch, of which the output may have a part here."""
+        return self._tensor_ranks.parts * math.prod(self._shape[:-1])
+
+    def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
+        """Take the last stage's output on the rank that computed it, for the exchange."""
+        assert self._head is not None
+        labels = self._head.labels(microbatch).reshape(-1)
+        self._type = hidden.dtype  # Megatron hands on 32 bits where the model has 16
+        hidden = hidden.detach().to(self._rows.weight().dtype)
+        self._kept[microbatch] = _Microbatch(hidden.contiguous(), labels)
+
+    def launch(self, exchange: Exchange) -> None:
+        """Begin an exchange; what is computed next does not wait for it."""
+        begin = {
+            Exchanged.HIDDEN: self._spread_hidden,
+            Exchanged.STATISTICS: self._gather_statistics,
+            Exchanged.GRADIENT: self._sum_gradient,
+            Exchanged.LOSS: self._spread_loss,
+        }[exchange.what]
+        works = begin(exchange.microbatch)
+        self._kept[exchange.microbatch].under_way[exchange.what] = works
+
+    def scores(self, microbatch: int) -> None:
+        """S: compute this rank's logits, what all have to know of them, and its part of the gradient."""
+        kept = self._kept[microbatch]
+        kept.wait(Exchanged.HIDDEN)
+        kept.hidden = self._tensor_ranks.gather(kept.hidden).flatten(0, -2)
+        weight = self._rows.weight().detach()
+        logits = (kept.hidden @ weight.t()).to(_precise(weight))
+        held, row = self._held(kept.labels)
+        label = logits.gather(1, row) * held
+        largest = logits.max(dim=1, keepdim=True).values
+        exponentials = logits.sub_(largest).exp_()
+        kept.statistics = torch.stack([largest, exponentials.sum(dim=1, keepdim=True), label])
+        if self._is_evaluation:
+            kept.hidden = _NONE
+            return
+        exponentials.scatter_(1, row, exponentials.gather(1, row) * ~held)
+        kept.exponentials = exponentials.to(weight.dtype)
+        kept.part = kept.exponentials @ weight
+
+    def output_gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of the last stage's output on the rank that computed it."""
+        kept = self._kept[microbatch]
+        kept.wait(Exchanged.GRADIENT)
+        kept.loss_gradient = self._lose(microbatch).to(kept.statistics.dtype)
+        gradient = (kept.part * kept.loss_gradient).to(kept.part.dtype)
+        kept.part = _NONE
+        return self._tensor_ranks.reduce(gradient).view(self._shape).to(self._type)
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """T: add what the microbatch brings to the gradient of this rank's rows."""
+        kept = self._kept.pop(microbatch)
+        for what in tuple(kept.under_way):
+            kept.wait(what)
+        scale, of_label = self._softmax(kept)
+        _, row = self._held(kept.labels)
+        difference = kept.exponentials * scale
+        difference.scatter_add_(1, row, of_label)
+        difference *= kept.loss_gradient
+        self._rows.add_gradient(difference.to(kept.hidden.dtype).t() @ kept.hidden)
+
+    def close(self) -> None:
+        """End a step.  What is left are microbatches of an evaluation, whose losses go to the head."""
+        for microbatch in sorted(self._kept):
+            for what in tuple(self._kept[microbatch].under_way):
+                self._kept[microbatch].wait(what)
+            if self._head is not None:
+                self._lose(microbatch)
+            del self._kept[microbatch]
+
+    def _spread_hidden(self, microbatch: int) -> list[dist.Work]:
+        if self._head is None:
+            weight = self._rows.weight()
+            hidden = torch.empty(self._shape, dtype=weight.dtype, device=weight.device)
+            labels = torch.empty(self._tokens, dtype=torch.long, device=weight.device)
+            self._kept[microbatch] = _Microbatch(hidden, labels)
+        kept = self._kept[microbatch]
+        return [self._spread(kept.hidden), self._spread(kept.labels)]
+
+    def _gather_statistics(self, microbatch: int) -> list[dist.Work]:
+        kept = self._kept[microbatch]
+        shape = (self._everyone.size(), *kept.statistics.shape)
+        kept.of_all = torch.empty(shape, dtype=kept.statistics.dtype, device=kept.statistics.device)
+        of_ranks = list(kept.of_all.unbind())
+        return [begun(dist.all_gather(of_ranks, kept.statistics, group=self._everyone, async_op=True))]
+
+    def _sum_gradient(self, microbatch: int) -> list[dist.Work]:
+        kept = self._kept[microbatch]
+        kept.wait(Exchanged.STATISTICS)
+        scale, of_label = self._softmax(kept)
+        _, row = self._held(kept.labels)
+        rows = self._rows.weight().detach()[row[:, 0]]
+        kept.part = (kept.part * scale + rows * of_label).to(rows.dtype)
+        return [begun(dist.reduce(kept.part, self._home, group=self._group, async_op=True))]
+
+    def _spread_loss(self, microbatch: int) -> list[dist.Work]:
+        kept = self._kept[microbatch]
+        if self._head is None:
+            kept.loss_gradient = torch.empty_like(kept.statistics[0])
+        return [self._spread(kept.loss_gradient)]
+
+    def _spread(self, tensor: torch.Tensor) -> dist.Work:
+        return begun(dist.broadcast(tensor, self._home, group=self._group, async_op=True))
+
+    def _held(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether this rank holds each label's row, and its number here; a column each."""
+        held, row = self._rows.held(labels)
+        return held[:, None], row[:, None]
+
+    def _softmax(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what makes the exponentials here a softmax, and the softmax less 1 of the labels held here.
+
+        The latter is 0 for a label that another rank holds, whose logit is not known and might overflow.
+        """
+        largest, total = self._over_all(kept)
+        mine, _, label = kept.statistics
+        held, _ = self._held(kept.labels)
+        of_label = torch.where(held, (label - largest).exp() / total - 1, 0.0)
+        return (mine - largest).exp() / total, of_label
+
+    def _over_all(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return M and L."""
+        largest = kept.of_all[:, 0].max(dim=0).values
+        return largest, (kept.of_all[:, 1] * (kept.of_all[:, 0] - largest).exp()).sum(dim=0)
+
+    def _lose(self, microbatch: int) -> torch.Tensor:
+        """Give the loss of every token to the head, and return their gradients."""
+        assert self._head is not None
+        kept = self._kept[microbatch]
+        largest, total = self._over_all(kept)
+        losses = largest + total.log() - kept.of_all[:, 2].sum(dim=0)
+        return self._head.gradient(microbatch, losses[:, 0])[:, None]
+
+
+def _precise(weight: torch.Tensor) -> torch.dtype:
+    """Return the type in which logits are summed: no less than single precision."""
+    return torch.promote_types(weight.dtype, torch.float32)

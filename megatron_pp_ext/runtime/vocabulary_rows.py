@@ -1,0 +1,32 @@
+"""A rank's rows of a weight of which all ranks of a pipeline hold a part."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``first`` and following of the embedding or of the output weight.
+
+    ``weight()`` returns them, rows x hidden, whenever they are needed; ``add_gradient`` adds to their
+    gradient.
+    """
+
+    first: int
+    weight: Callable[[], torch.Tensor]
+    add_gradient: Callable[[torch.Tensor], None]
+
+    def held(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether each token's row is one of these, and its number here, 0 where it is not."""
+        row = tokens - self.first
+        held = (row >= 0) & (row < self.weight().shape[0])
+        return held, row * held
+
+
+def begun(work: dist.Work | None) -> dist.Work:
+    """Return what torch returns for a collective of a group that this rank is in."""
+    assert work is not None
+    return work
