@@ -48,6 +48,10 @@ def _changes_order(args: Namespace) -> bool:
 
 
 def gathers_weights(args: Namespace, kind: str = "") -> bool:
+    """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use.
+
+    ``kind`` is "expert_" for those of experts.
+    """
     shards = getattr(args, f"{kind}tensor_parallel_num_weight_shards", None) or 0
     ranks = (args.expert_tensor_parallel_size if kind else None) or args.tensor_model_parallel_size
     return bool(shards > ranks)

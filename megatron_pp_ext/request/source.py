@@ -126,7 +126,9 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return share(lambda count: plain.build(count, free_bytes), microbatches)
 
-    return replace(plain, placement=replace(plain.placement, shares_vocabulary=True), build=build, limits=None)
+    return replace(
+        plain, placement=replace(plain.placement, shares_vocabulary=True), build=build, limits=None
+    )
 
 
 def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
@@ -135,13 +137,13 @@ def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     alone, shared = (
         simulate(
             source.build(request.microbatches, None),
-            costs_of(request.finest.stages, source.placement.shares_vocabulary).merged(source.placement.stages),
+            costs_of(request.finest.stages, bool(is_shared)).merged(source.placement.stages),
         ).makespan
-        for source in sources
+        for is_shared, source in enumerate(sources)
     )
     gain = 1 - shared / alone
     if gain < _WORTH_SHARING:
-        return replace(sources[0], note=f"vocabulary not shared: steps would be {-gain:.1%} longer")
+        return replace(sources[0], note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
     return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
 
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_pp_ext.request.refusals import Refusal, gathers_weights, refuse_first
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule.names import CSV_PREFIX, FLUSH_FREE, SHARED
 
 _REFUSED = (
     Refusal("--mtp-num-layers", "multi-token prediction has logits of its own"),
@@ -50,8 +50,8 @@ def refuse(args: Namespace) -> None:
         )
     if schedule.startswith(CSV_PREFIX):
         raise ValueError(
-            f"{flag} does not support --pipeline-schedule {schedule}: the parts of the vocabulary have no place "
-            "in the file; choose a schedule by name, or leave the flag out"
+            f"{flag} does not support --pipeline-schedule {schedule}: the file has no place for the parts of "
+            "the vocabulary; choose a schedule by name, or leave the flag out"
         )
     if value == SHARED:
         refuse_first(args, _REFUSED, by=flag)
@@ -60,5 +60,3 @@ def refuse(args: Namespace) -> None:
 def is_possible(args: Namespace) -> bool:
     """Return whether the other flags allow to share the vocabulary."""
     return not any(refusal.is_set(args) for refusal in _REFUSED)
-
-

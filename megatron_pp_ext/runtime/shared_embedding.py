@@ -1,8 +1,8 @@
 """A rank's part of an embedding that all ranks of a pipeline share.
 
-The first stage tells the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has and
-leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes back
-to all ranks, and each adds it to the rows that it has.
+The first stage tells the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has
+and leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes
+back to all ranks, and each adds it to the rows that it has.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,9 @@ class SharedEmbedding:
         kept = self._kept[microbatch]
         if kept.gradient is None:
             weight = self._rows.weight()
-            kept.gradient = torch.empty(*self._shape, weight.shape[1], dtype=weight.dtype, device=self._device)
+            kept.gradient = torch.empty(
+                *self._shape, weight.shape[1], dtype=weight.dtype, device=self._device
+            )
         self._arriving = microbatch, self._spread(kept.gradient)
 
     def _add_arrived(self) -> None:

@@ -93,7 +93,9 @@ def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
         # Only the ranks of the last pipeline stage tell a loss, and they tell the same.
         assert rank.losses in ([], last.losses)
         assert rank.grad_norms == last.grad_norms
-    return Result(last.losses, _joined(gradients), last.validation, last.grad_norms, last.logged, _clips_above(flags))
+    return Result(
+        last.losses, _joined(gradients), last.validation, last.grad_norms, last.logged, _clips_above(flags)
+    )
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -151,3 +153,28 @@ def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.
     assert_same_norms(ours.norms[:1], theirs.norms[:1])
     assert ours.gradients.keys() == theirs.gradients.keys()
     assert all(torch.equal(g, theirs.gradients[name]) for name, g in ours.gradients.items())
+
+
+def assert_close(ours: Result, theirs: Result) -> None:
+    """The same numbers in fp32, up to sums taken in another order, of three steps and their evaluations.
+
+    The gradients of the first step are, together, within 1e-6 of their norm, and each tensor's are within the
+    rounding of its largest.
+    """
+    steps = len(theirs.losses)
+    assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=rounding.relative())
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=steps - 1))
+    assert ours.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=steps))
+    assert_same_norms(ours.norms[:1], theirs.norms[:1])
+    assert_same_norms(ours.norms, theirs.norms, within=4 * rounding.of_losses(updates=steps))
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for name, gradient in ours.gradients.items():
+        rounding.assert_gradients_close(gradient, theirs.gradients[name], name=str(name))
+    assert distance(ours, theirs) < 1e-6
+
+
+def distance(ours: Result, theirs: Result) -> float:
+    """The norm of the difference of all gradients of the first step, by that of ``theirs``."""
+    pairs = [(gradient, theirs.gradients[name]) for name, gradient in ours.gradients.items()]
+    difference = math.hypot(*((one - other).double().norm().item() for one, other in pairs))
+    return difference / math.hypot(*(other.double().norm().item() for _, other in pairs))

@@ -119,7 +119,7 @@ class DataParallel:
         self._unfinished = [1 for _ in model]
 
     def expect_part(self, chunk: int) -> None:
-        """Wait with the reduction of ``chunk`` for ``part``, the end of the gradient of a shared vocabulary."""
+        """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a shared vocabulary."""
         self._unfinished[chunk] += 1
 
     @contextmanager

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
+
+from megatron_pp_ext.integration.hooks.vocabulary_parts import VocabularyPart
 
 _LAYER = re.compile(r"decoder\.layers\.\d+")
 
@@ -44,6 +47,7 @@ def _global_expert(name: str, experts: int | None) -> str:
 
 def _is_tied(chunk: torch.nn.Module) -> bool:
     """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
-    if getattr(chunk.output_layer, "key", ""):
-        return str(chunk.output_layer.key) != "output_layer.weight"
+    layer: Any = chunk.output_layer
+    if isinstance(layer, VocabularyPart):
+        return layer.is_tied
     return bool(chunk.share_embeddings_and_output_weights and not chunk.mtp_process)

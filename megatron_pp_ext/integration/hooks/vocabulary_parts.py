@@ -1,14 +1,14 @@
 """A model whose embedding and output layer are cut by rows over all ranks of the pipeline.
 
-Megatron builds both whole (of its tensor-parallel part), on the first and the last stage.  Right after that,
-each rank takes its rows of them into its own chunks: those of the embedding into the first chunk, those of the
-output layer into the last one, under the names that they have in stock.  A tied weight exists once, as the
-output layer's.  On the two stages that use them, modules without a parameter stand in their place; what they
-hand on is computed by ``runtime.shared_vocabulary``.
+Megatron builds both whole, on the first and the last stage; under tensor parallelism it builds a part of
+each.  Right after that every rank takes its rows of them into its own chunks: those of the embedding into the
+first chunk, those of the output layer into the last one, under the names that they have in stock.  A tied
+weight exists once, as the output layer's.  On the two end stages the modules hand on what
+``runtime.shared_vocabulary`` computes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,17 @@ _ALIGNED = 64
 
 
 class VocabularyPart(torch.nn.Module):
-    """This rank's rows of the embedding or of the output weight, or only what stands in its place.
+    """The rows that a rank has of the embedding or of the output weight, or only what stands in its place.
 
-    Calling it without an argument has Megatron's data parallelism gather the rows that an optimizer on another
-    rank has updated, which it does before a module's forward.
+    Before a module's forward Megatron's data parallelism gathers the weights that an optimizer on another
+    rank has updated.  That is why ``rows`` calls this module, without an argument.
     """
 
     weight: Any
     first = total = 0
     key = ""
+    is_tied = False
+    """Whether these are rows of the embedding that serve as the output weight too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,37 +157,42 @@ def row_of(rows: int, rank: int, ranks: int) -> int:
 
 
 def share_vocabulary(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
-    """Let each chunk that ``build_chunk`` makes have this rank's part of the vocabulary, and no more of it.
+    """Let the chunks that ``build_chunk`` makes have this rank's part of the vocabulary, and no more of it.
 
-    All ranks of a pipeline make their chunks in the same order, and exchange the rows meanwhile.
+    The parts are dealt out behind the last chunk: while Megatron builds the first and the last stage, it
+    exchanges tied weights between them.
     """
-    tied: list[torch.Tensor] = []
+    made: list[Any] = []
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        placement, chunk = requested.require().placement, kwargs.get("vp_stage") or 0
-        model = build_chunk(*args, **kwargs)
-        rank = parallel_state.get_pipeline_model_parallel_group().rank()
-        stage = placement.stages_of(rank)[chunk]
-        is_tied = model.share_embeddings_and_output_weights
-        # There is one copy of a tied weight now: no gradients to exchange, and no copy to save.
-        model.share_embeddings_and_output_weights = False
-        if chunk == 0:
-            embedding = _replace_embedding(model, stage == 0)
-            table = _spread(embedding, placement.rank_of(0))
-            if is_tied:
-                tied[:] = [table]
-            else:
-                model.embedding.word_embeddings.hold(table, _EMBEDDING)
-        if chunk == placement.chunks - 1:
-            output = _replace_output(model, stage == placement.stages - 1)
-            if is_tied:
-                model.output_layer.hold(tied.pop(), _EMBEDDING)
-            else:
-                weight = _spread(output, placement.rank_of(placement.stages - 1))
-                model.output_layer.hold(weight, _OUTPUT)
+        made.append(build_chunk(*args, **kwargs))
+        model = made[-1]
+        if len(made) == requested.require().placement.chunks:
+            _deal_out(made)
+            made.clear()
         return model
 
     return build
+
+
+def _deal_out(chunks: Sequence[Any]) -> None:
+    """Replace embedding and output layer of this rank's ``chunks`` by its parts of them."""
+    placement = requested.require().placement
+    stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank())
+    last = placement.stages - 1
+    is_tied = chunks[0].share_embeddings_and_output_weights
+    for chunk in chunks:
+        # There is one copy of a tied weight now: no gradients to exchange, and no copy to save.
+        chunk.share_embeddings_and_output_weights = False
+    embedding = _replace_embedding(chunks[0], is_first=stages[0] == 0)
+    output = _replace_output(chunks[-1], is_last=stages[-1] == last)
+    table = _spread(embedding, placement.rank_of(0))
+    if is_tied:
+        chunks[-1].output_layer.hold(table, _EMBEDDING)
+        chunks[-1].output_layer.is_tied = True
+    else:
+        chunks[0].embedding.word_embeddings.hold(table, _EMBEDDING)
+        chunks[-1].output_layer.hold(_spread(output, placement.rank_of(last)), _OUTPUT)
 
 
 def _replace_embedding(model: Any, is_first: bool) -> torch.Tensor | None:
@@ -211,7 +218,8 @@ def _replace_output(model: Any, is_last: bool) -> torch.Tensor | None:
         if not isinstance(replaced, ColumnParallelLinear) or replaced.bias is not None:
             raise SystemExit(
                 "megatron_pp_ext: --pipeline-vocabulary shared needs a model whose last layer is an output "
-                f"layer without a bias, and {type(model).__name__} has {type(replaced).__name__}; leave it out"
+                f"layer without a bias, but {type(model).__name__} has {type(replaced).__name__}; leave it "
+                "out"
             )
         weight = replaced.weight
         model.compute_language_model_loss = part.keep_labels

@@ -48,9 +48,9 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
         group.add_argument(
             "--pipeline-vocabulary",
             choices=(SHARED, AUTO),
-            help="Let every pipeline rank have an equal part of the embedding and of the output layer: always, "
-            "or under auto where the predicted step is shorter for it. Without it, the first stage has the "
-            "embedding and the last stage the output layer.",
+            help="Let every pipeline rank have an equal part of the embedding and of the output layer: "
+            "always, or under auto where the predicted step is shorter for it. Without it, the first stage "
+            "has the embedding and the last stage the output layer.",
         )
         add_file(
             "--pipeline-trace",

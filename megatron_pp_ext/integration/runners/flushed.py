@@ -16,7 +16,6 @@ from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.vocabulary import share_evaluation
 
 
 class FlushedRunner(PipelineRunner):
@@ -37,8 +36,7 @@ class FlushedRunner(PipelineRunner):
         microbatches, kind of step and ``_phase``.
         """
         if forward_only:
-            forwards = catalog.forward_only(self.pipeline.placement, microbatches)
-            return share_evaluation(forwards) if forwards.placement.shares_vocabulary else forwards
+            return catalog.forward_only(self.pipeline.placement, microbatches)
         assert self.pipeline.source is not None
         return self.pipeline.source.build(microbatches, least_free_bytes if self._training_steps else None)
 

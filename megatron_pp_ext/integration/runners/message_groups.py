@@ -32,8 +32,10 @@ def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pr
 
 
 def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of a shared vocabulary's exchanges: among the ranks of the pipeline ``group``, and among
-    all ranks with rows of it, those of the other tensor-parallel ranks included.
+    """Make the groups of a shared vocabulary's exchanges.
+
+    One is of the ranks of the pipeline ``group``, one of all ranks with rows, which are those of the other
+    tensor-parallel ranks too.
 
     Collective over the whole world, at a time when no message is on its way.
     """

@@ -16,7 +16,6 @@ from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
-
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """A script's forward step: (data iterator, model) -> (output, loss function)."""
 
@@ -104,7 +103,8 @@ class ModelStage:
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
                 inputs.microbatches,
-                activation,
+                # A first stage with an input would take its first dimension for the length of the sequence.
+                activation if self._stage else None,
                 inputs.losses,
                 inputs.config,
                 cp_group_size=inputs.cp_size,

@@ -32,6 +32,7 @@ from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
 
+
 class ModelVocabulary(SharedVocabulary):
     """The vocabulary of one step, and what the two end stages need of it (``model_stage.Ends``).
 
@@ -49,8 +50,8 @@ class ModelVocabulary(SharedVocabulary):
     ) -> None:
         if inputs.collect_non_loss_data:
             raise ValueError(
-                "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, which "
-                "has no logits; leave it out"
+                "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
+                "which has no logits; leave it out"
             )
         if not shape:
             raise ValueError(
@@ -60,7 +61,7 @@ class ModelVocabulary(SharedVocabulary):
         models = unwrap_model(list(inputs.model))
         lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
-        self._is_tied = lookup.weight is None
+        self._is_tied = scorer.is_tied
         self._table: VocabularyPart = scorer if self._is_tied else lookup
         self._scorer: OutputPart = scorer
         self._inputs = inputs
@@ -192,7 +193,7 @@ class _Head:
         labels, self._scorer.labels = self._scorer.labels, None
         if labels is None:
             raise RuntimeError(
-                "--pipeline-vocabulary shared needs a forward step that gives labels to its model; leave it out"
+                "--pipeline-vocabulary shared needs a forward step that gives its model labels; leave it out"
             )
         self._shape = labels.shape
         return labels.transpose(0, 1).contiguous()

@@ -134,7 +134,10 @@ class RecordedVocabulary(SharedVocabulary):
             ]
             return has_end.index(True) if any(has_end) else 0
 
-        first, last = holder(lambda plan, stage: stage == 0), holder(lambda plan, stage: stage == plan.loss_stage)
+        first, last = (
+            holder(lambda plan, stage: stage == 0),
+            holder(lambda plan, stage: stage == plan.loss_stage),
+        )
         with patch.object(dist, "get_global_rank", lambda group, group_rank: group_rank):
             head = _Head() if last == rank else None
             tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
