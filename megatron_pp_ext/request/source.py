@@ -4,15 +4,14 @@ The placement is settled with the flags, since the model is built by it.  The sc
 a step first needs one for its number of microbatches.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from filelock import FileLock, Timeout
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.request.csv_schedule import require_microbatches
@@ -20,10 +19,9 @@ from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 LONGEST_WAIT = 60.0
 """The seconds that a rank waits while another one compiles: more than a compilation takes on a free core.
@@ -33,12 +31,6 @@ That was 5 to 12 s for up to 32 ranks and 256 microbatches, and 38 s for 64 rank
 
 FreeBytes = Callable[[], float]
 """Returns the bytes that every device of the job has left for a step; collective."""
-
-_WORTH_SHARING = 0.01
-"""The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
-
-_ATTEMPTS = 8
-"""The limits tried for what a compiled schedule keeps beside its ranks' parts of the vocabulary."""
 
 Limits = Callable[[Costs, Schedule, FreeBytes], tuple[float | Sequence[float], Costs]]
 """(measured costs, the schedule in force, free bytes) -> the bytes that all ranks, or each, may keep.
@@ -67,23 +59,11 @@ class Source:
     note: str = field(default="", compare=False)
 
 
-CostsOf = Callable[[int, bool], Costs]
-"""(stages, whether the ranks share the vocabulary) -> the costs to compile from."""
-
-
-def source_of(request: Request, costs_of: CostsOf) -> Source:
-    """Return the source of ``request``'s schedules.
+def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
+    """Return the source of ``request``'s schedules; ``costs_of(stages)`` returns the costs to compile from.
 
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
-    if request.vocabulary == SHARED:
-        return _sharing(request, costs_of)
-    if request.vocabulary == AUTO:
-        return _shorter_of_both(request, costs_of)
-    return _plain_source(request, lambda stages: costs_of(stages, False))
-
-
-def _plain_source(request: Request, costs_of: Callable[[int], Costs]) -> Source:
     name = request.schedule
     if name in (FLEX, AUTO):
         costs = costs_of(request.finest.stages)
@@ -115,36 +95,6 @@ def _never_flushing(name: str, placement: Placement) -> Source:
         return catalog.build("1f1b", placement.ranks, max(microbatches, placement.ranks))
 
     return Source(name, placement, False, build)
-
-
-def _sharing(request: Request, costs_of: CostsOf) -> Source:
-    """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
-    if request.schedule in (FLEX, AUTO):
-        return _compiled_beside_vocabulary(request, costs_of(request.finest.stages, True))
-    plain = _plain_source(request, lambda stages: costs_of(stages, True))
-
-    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return share(lambda count: plain.build(count, free_bytes), microbatches)
-
-    return replace(
-        plain, placement=replace(plain.placement, shares_vocabulary=True), build=build, limits=None
-    )
-
-
-def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
-    """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
-    sources = _plain_source(request, lambda stages: costs_of(stages, False)), _sharing(request, costs_of)
-    alone, shared = (
-        simulate(
-            source.build(request.microbatches, None),
-            costs_of(request.finest.stages, bool(is_shared)).merged(source.placement.stages),
-        ).makespan
-        for is_shared, source in enumerate(sources)
-    )
-    gain = 1 - shared / alone
-    if gain < _WORTH_SHARING:
-        return replace(sources[0], note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
-    return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
 
 
 def _from_file(schedule: Schedule, name: str) -> Source:
@@ -185,52 +135,6 @@ def _automatic(request: Request, costs: Costs) -> Source:
         return max(*least_limits(ranks, measured, placement), free_bytes()), measured
 
     return Source(AUTO, placement, True, build, limits)
-
-
-def _compiled_beside_vocabulary(request: Request, costs: Costs) -> Source:
-    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit."""
-    ranks, is_auto = request.ranks, request.schedule == AUTO
-    limit, counted = (math.inf, costs) if is_auto else request.limited(costs)
-
-    def within(limit: float, microbatches: int, placement: Placement) -> Schedule:
-        def build(count: int) -> Schedule:
-            return compile_once(ranks, count, counted, room, [placement])
-
-        cut, room = counted.merged(placement.stages), limit
-        for _ in range(_ATTEMPTS):
-            schedule = share(build, microbatches)
-            excess = max(simulate(schedule, cut).peak_memory) - limit
-            if excess <= 0:
-                return schedule
-            room -= excess
-        raise InfeasibleLimit(
-            f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary; raise "
-            "--pipeline-memory-limit, or leave --pipeline-vocabulary out"
-        )
-
-    def least(microbatches: int) -> Schedule:
-        lowest = max(least_limits(ranks, counted, placement))
-        return share(lambda count: compile_once(ranks, count, counted, lowest, [placement]), microbatches)
-
-    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        if not is_auto:
-            return within(limit, microbatches, placement)
-        smallest = least(microbatches)
-        if free_bytes is None:
-            return smallest
-        needed = max(simulate(smallest, counted.merged(placement.stages)).peak_memory)
-        free = free_bytes()
-        return within(free, microbatches, placement) if free > needed else smallest
-
-    if is_auto:
-        placement = request.placement
-        ordinary = None
-    else:
-        options = [within(limit, request.microbatches, placement) for placement in request.placements]
-        ordinary = min(options, key=lambda one: simulate(one, counted.merged(one.placement.stages)).makespan)
-        placement = replace(ordinary.placement, shares_vocabulary=False)
-    shared = replace(placement, shares_vocabulary=True)
-    return Source(request.schedule, shared, True, build, known=ordinary)
 
 
 def compile_once(

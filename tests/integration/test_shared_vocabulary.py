@@ -111,3 +111,46 @@ def test_low_precision_is_as_close_to_full_precision_as_stock_is(precision: str,
     assert ours.losses == pytest.approx(
         stock(2, *low).losses, rel=rounding.relative(160, rounding.BFLOAT16) / 32
     )
+
+
+STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
+BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
+MODELS = {
+    "tied": BUCKETS,
+    "untied": (UNTIED, *BUCKETS),
+    "untied-distributed": (
+        *(UNTIED, *BUCKETS, "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    ),
+    "odd": (UNTIED, VOCABULARY, "65"),
+}
+READERS = {
+    "shared-v": (4, (PIPELINE, "4", "--pipeline-schedule", "v-half", *SHARED)),
+    "shared-pp2": (2, (PIPELINE, "2", "--pipeline-schedule", "zb-h1", *SHARED)),
+    "stock": (4, (PIPELINE, "4")),
+    "stock-tp2": (4, (PIPELINE, "2", *TP2, "--make-vocab-size-divisible-by", "1")),
+    "v-half": (2, (PIPELINE, "2", "--pipeline-schedule", "v-half")),
+}
+
+
+def losses(ranks: int, *flags: str) -> list[float]:
+    return train(ranks, [*STEPS, *flags])[-1].losses
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("saved_by", ["shared", "stock"])
+def test_checkpoints_cross_over(model: str, saved_by: str, tmp_path: Path) -> None:
+    """What is saved under sharing loads elsewhere with its optimizer state, and the other way round."""
+    flags = MODELS[model]
+    sharing = ("--pipeline-schedule", "v-half", *SHARED) if saved_by == "shared" else ()
+    run = losses(4, PIPELINE, "4", *flags, *sharing, "--save", str(tmp_path), "--save-interval", "2")
+    for name, (ranks, reader) in READERS.items():
+        if (saved_by == "stock" and "shared" not in name) or (model == "odd" and name == "stock-tp2"):
+            continue
+        resumed = losses(ranks, *reader, *flags, "--load", str(tmp_path), "--ckpt-step", "2")
+        assert resumed == pytest.approx(run[2:], rel=rounding.of_losses(updates=1)), name
+        if saved_by == "shared" and name == "shared-v":
+            assert resumed == run[2:]
+            forgetful = losses(
+                ranks, *reader, *flags, "--load", str(tmp_path), "--ckpt-step", "2", "--no-load-optim"
+            )
+            assert forgetful[1] != pytest.approx(run[3], rel=rounding.of_losses(updates=1))

@@ -23,7 +23,7 @@ from megatron_pp_ext.request import layers, measurements, pipeline
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.refusals import refuse_endless_recomputation
-from megatron_pp_ext.request.source import source_of
+from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
@@ -117,7 +117,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
             None, request.placement, args.pipeline_trace, profile=args.profile_pipeline, request=request
         )
     try:
-        source = source_of(request, functools.partial(_costs, args))
+        source = requested_source(request, functools.partial(_costs, args))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
     _settle_chunks(args, request, source.placement)
