@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import requested_limit
-from megatron_pp_ext.request import layers, refusals, sizes, updates, vocabulary
+from megatron_pp_ext.request import layers, refusals, sizes, updates, vocabulary_flag
 from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.request.csv_schedule import read_csv
 from megatron_pp_ext.request.updates import Updates
@@ -119,7 +119,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     For ``engine`` see ``refusals.refuse``.
     """
     microbatches, chunks = sizes.microbatches(args, data), chunks_requested(args)
-    vocabulary.refuse(args)
+    vocabulary_flag.refuse(args)
     if args.pipeline_schedule is None:
         ranks = args.pipeline_model_parallel_size
         if ranks == 1:
@@ -132,7 +132,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     is_split = request.splits_backward or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
     request = replace(
-        request, data=data, layers=_layers(args, request), vocabulary=vocabulary.requested(args)
+        request, data=data, layers=_layers(args, request), vocabulary=vocabulary_flag.requested(args)
     )
     if request.schedule in FLUSH_FREE:
         return replace(request, updates=updates.read(args, microbatches))

@@ -114,9 +114,7 @@ def execute(
             continue
         is_first = vocabulary is not None and step.action.stage == 0
         is_loss = vocabulary is not None and step.action.stage == plan.loss_stage
-        received = _take(step, plan.rank, handed_over, channels)
-        if vocabulary is not None and is_first and step.action.kind is Kind.F:
-            received = vocabulary.embedded(step.action.microbatch)
+        received = _take(step, plan.rank, handed_over, channels, vocabulary)
         with recorder.during(step.action):
             if vocabulary is not None and is_loss and step.action.kind in (Kind.I, Kind.B):
                 received = vocabulary.output_gradient(step.action.microbatch)
@@ -156,8 +154,14 @@ def _launch(launches: Iterable[Launch], channels: Channels, vocabulary: Vocabula
 
 
 def _take(
-    step: Step, rank: int, handed_over: dict[Message, torch.Tensor], channels: Channels
+    step: Step,
+    rank: int,
+    handed_over: dict[Message, torch.Tensor],
+    channels: Channels,
+    vocabulary: Vocabulary | None,
 ) -> torch.Tensor | None:
+    if vocabulary is not None and step.action.kind is Kind.F and step.action.stage == 0:
+        return vocabulary.embedded(step.action.microbatch)
     if step.source is None:
         return None
     if step.source_rank == rank:

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -223,7 +224,7 @@ def test_parts_of_a_vocabulary_that_is_not_shared_are_refused() -> None:
 def test_costs_are_needed() -> None:
     schedule = shared("1f1b", 2, 2)
     with pytest.raises(ValueError, match=r"costs are not given: set Costs\.vocabulary"):
-        simulate(schedule, Costs.unit(schedule.placement))
+        simulate(schedule, replace(Costs.unit(schedule.placement), vocabulary=None))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved", "v-half"])

@@ -26,9 +26,8 @@ def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pr
 
     Collective over the whole world, at a time when no message is on its way.
     """
-    args = get_args()
-    patience = timedelta(minutes=args.distributed_timeout_minutes)
-    return direction_groups(dist.get_process_group_ranks(group), patience, options=group_options(args))
+    patience, options = _as_flags_say()
+    return direction_groups(dist.get_process_group_ranks(group), patience, options=options)
 
 
 def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -39,14 +38,17 @@ def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist
 
     Collective over the whole world, at a time when no message is on its way.
     """
-    args = get_args()
-    patience = timedelta(minutes=args.distributed_timeout_minutes)
-    everyone = parallel_state.get_model_parallel_group()
-    pipeline, model = (
-        collective_group(dist.get_process_group_ranks(ranks), patience, options=group_options(args))
-        for ranks in (group, everyone)
+    patience, options = _as_flags_say()
+    pipeline, everyone = (
+        collective_group(dist.get_process_group_ranks(ranks), patience, options=options)
+        for ranks in (group, parallel_state.get_model_parallel_group())
     )
-    return pipeline, model
+    return pipeline, everyone
+
+
+def _as_flags_say() -> tuple[timedelta, GroupOptions]:
+    args = get_args()
+    return timedelta(minutes=args.distributed_timeout_minutes), group_options(args)
 
 
 def message_channels(
