@@ -8,7 +8,13 @@ from itertools import combinations
 import pytest
 
 from tests.support import rounding
-from tests.support.comparison import assert_same_bits, assert_same_gradients, run
+from tests.support.comparison import (
+    assert_close,
+    assert_same_bits,
+    assert_same_gradients,
+    distance,
+    run,
+)
 from tests.support.features import (
     EXCLUDED,
     FACTORS,
@@ -18,6 +24,7 @@ from tests.support.features import (
     SEQUENCE,
     Row,
     covering_rows,
+    every_level_once,
     job,
 )
 
@@ -45,6 +52,20 @@ def test_row(row: Row) -> None:
     # fp16 may overflow in a later step, which both then have to skip.
     assert all(norm is None or norm > CLIPPED_ABOVE for norm in theirs.norms)
     assert_same_gradients(ours, theirs, later=tolerance(row))
+
+
+@pytest.mark.parametrize("row", every_level_once(ROWS), ids=lambda row: " ".join(row.values()))
+def test_row_with_a_shared_vocabulary(row: Row) -> None:
+    """Every feature once more beside a vocabulary that all ranks share, which sums in another order."""
+    ranks, flags, schedule = job(row)
+    limit = ("--pipeline-memory-limit", "2") if "flex" in schedule else ()
+    ours = run(ranks, [*flags, *schedule, *limit, "--pipeline-vocabulary", "shared"])
+    theirs = run(ranks, flags)
+    if row["precision"] == "fp32":
+        assert_close(ours, theirs)
+        return
+    assert ours.losses == pytest.approx(theirs.losses, rel=4 * tolerance(row))
+    assert distance(ours, theirs) < rounding.relative(3 * 10 * 8, rounding.BFLOAT16)
 
 
 def tolerance(row: Row) -> float:

@@ -167,6 +167,19 @@ def covering_rows(factors: Mapping[str, tuple[str, ...]], excluded: Collection[P
     return rows
 
 
+def every_level_once(rows: Collection[Row]) -> list[Row]:
+    """Some of ``rows`` in which every level of every factor occurs, greedily those with the most new ones.
+
+    They bring a further choice, the same in all of them, together with each level.
+    """
+    missing = {choice for row in rows for choice in row.items()}
+    found: list[Row] = []
+    while missing:
+        found.append(max(rows, key=lambda row: len(missing & row.items())))
+        missing -= found[-1].items()
+    return found
+
+
 def pairs_of(row: Row) -> set[Pair]:
     """Every two choices of a row."""
     return set(combinations(sorted(row.items()), 2))

@@ -1,0 +1,155 @@
+"""How much of a step does a shared vocabulary save?
+
+    python -m benchmarks.runtime.vocabulary [--rounds 2] [--steps 2] [--hidden 256,512]
+
+Trains GPTs with large vocabularies on two CPU ranks, a core each: with Megatron's own 1F1B and our schedules,
+layers cut evenly, cut as the simulator likes best, and with the vocabulary shared by both ranks.  Runs take
+turns.  Writes results/vocabulary.md.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations_with_replacement, pairwise
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from benchmarks.measuring import COMMON, RANKS, in_turns, pretrain, two_cores
+from benchmarks.report import RESULTS, Out, Row, publish, table
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
+
+LAYERS, TOKENS, MICROBATCHES = 8, 64, 8
+STOCK, EVEN, BEST, SHARED = "stock", "even", "best layout", "shared"
+SYSTEMS = (
+    *(("1f1b", how) for how in (STOCK, f"{STOCK}, {BEST}", SHARED)),
+    *((name, how) for name in ("zb-h1", "v-half") for how in (EVEN, BEST, SHARED)),
+)
+
+
+def costs(layers: tuple[int, ...], head: float) -> Costs:
+    """Return the costs of stages with so many ``layers`` each, where the output layer is worth ``head``."""
+    # A stage without layers takes no time, which costs cannot be.
+    stages = tuple(StageCosts(*[max(count, 1e-3)] * 3, activation=count) for count in layers)
+    return Costs(stages).with_output_layer(head) if head else Costs(stages)
+
+
+def head(hidden: int, vocabulary: int) -> float:
+    """Return the multiplications of the output layer, those of a layer being 1.
+
+    A layer has 12 products of hidden x hidden for each token, and two of its length x hidden.
+    """
+    return hidden * vocabulary / (12 * hidden**2 + 2 * TOKENS * hidden)
+
+
+def cuts(stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to cut the layers into ``stages``, of which some may have none."""
+    for edges in combinations_with_replacement(range(LAYERS + 1), stages - 1):
+        yield tuple(end - start for start, end in pairwise((0, *edges, LAYERS)))
+
+
+def even(stages: int) -> tuple[int, ...]:
+    """Return equal numbers of layers."""
+    return (LAYERS // stages,) * stages
+
+
+def schedule_of(name: str, how: str) -> Schedule:
+    """Return the schedule of a step."""
+    build = partial(catalog.build, name, RANKS)
+    return share(build, MICROBATCHES) if how == SHARED else build(MICROBATCHES)
+
+
+def predicted(name: str, how: str, layers: tuple[int, ...], output: float) -> float:
+    """Return the simulated step over that of perfectly shared work without a bubble; messages are free."""
+    schedule = schedule_of(name, how)
+    if how == SHARED:
+        of_stages = costs(layers, 0.0).with_shared_output_layer(output, RANKS)
+    else:
+        of_stages = costs(layers, output)
+    return simulate(schedule, of_stages).makespan / (3 * MICROBATCHES * (LAYERS + output) / RANKS)
+
+
+def layers_of(name: str, how: str, output: float) -> tuple[int, ...]:
+    """Return the layers of each stage."""
+    stages = catalog.entry(name).placement(RANKS).stages
+    if not how.endswith(BEST):
+        return even(stages)
+    return min(cuts(stages), key=partial(predicted, name, how, output=output))
+
+
+def flags_of(name: str, how: str, layers: tuple[int, ...]) -> list[str]:
+    """Return the flags of one way to train."""
+    flags = [] if how.startswith(STOCK) else ["--pipeline-schedule", name]
+    if how.endswith(BEST):
+        flags += ["--pipeline-model-parallel-layout", "E" + "|".join("t" * count for count in layers) + "L"]
+    return [*flags, "--pipeline-vocabulary", "shared"] if how == SHARED else flags
+
+
+def step_seconds(log: str, steps: int) -> list[float]:
+    """Return the seconds of the last ``steps``."""
+    found = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", log)
+    return [float(milliseconds) / 1e3 for milliseconds in found[-steps:]]
+
+
+def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
+    """Return a row for each way to train a model of this size."""
+    model = [
+        *COMMON,
+        *f"--num-layers {LAYERS} --hidden-size {hidden} --vocab-size {vocabulary}".split(),
+        *f"--seq-length {TOKENS} --max-position-embeddings {TOKENS}".split(),
+        *f"--global-batch-size {MICROBATCHES} --train-iters {steps + 1}".split(),
+        "--untie-embeddings-and-output-weights",
+    ]
+    output = head(hidden, vocabulary)
+    layers = {system: layers_of(*system, output) for system in SYSTEMS}
+    ways = {system: partial(pretrain, [*model, *flags_of(*system, layers[system])]) for system in SYSTEMS}
+    title = f"hidden {hidden}, vocabulary {vocabulary >> 10}k"
+    logs = in_turns(ways, rounds, title=title)
+    times = {
+        system: [step for log in found for step in step_seconds(log, steps)] for system, found in logs.items()
+    }
+    stock = median(times["1f1b", STOCK])
+    rows: list[Row] = []
+    for (name, how), found in times.items():
+        cut = "|".join(map(str, layers[name, how]))
+        numbers = (median(found), min(found), median(found) / stock)
+        expected = predicted(name, how, layers[name, how], output)
+        rows.append((name, how, cut, *(f"{number:.3f}" for number in (*numbers, expected))))
+    return rows
+
+
+def main(
+    out: Out = RESULTS / "vocabulary.md",
+    rounds: Annotated[int, typer.Option(help="Runs of each system, which take turns.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps of a run that count, behind one to warm up.")] = 2,
+    hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "256,512",
+    vocabularies: Annotated[str, typer.Option(help="Rows of the vocabulary.")] = "8192,32768,131072",
+) -> None:
+    """Measure, and write a table for each size."""
+    head_line = ("schedule", "how", "layers", "step", "least", "of stock's", "predicted")
+    sections = []
+    with two_cores():
+        for size in map(int, hidden.split(",")):
+            for rows in map(int, vocabularies.split(",")):
+                found = rows_of(size, rows, rounds, steps)
+                sections += [
+                    f"## Hidden size {size}, {rows >> 10}k rows",
+                    f"The output layer is worth {head(size, rows):.1f} layers.",
+                    table(head_line, found),
+                ]
+    about = (
+        f"p = {RANKS}, m = {MICROBATCHES}, {LAYERS} layers, {TOKENS} tokens, untied, fp32. Seconds of a "
+        f"step, with its optimizer: medians of {rounds} x {steps} steps, systems in turns. Layers are those "
+        "of each stage. Predicted is the simulated step, by multiplications and without messages, over "
+        "perfectly shared work without a bubble."
+    )
+    publish(out, "A vocabulary that all ranks share", about, *sections)
+
+
+if __name__ == "__main__":
+    typer.run(main)
