@@ -152,6 +152,7 @@ def _recorded(recording: _Recording) -> Iterator[None]:
             replace(module, "new_group", _rendezvous)
         replace(token_dispatcher, "maybe_move_tensor_to_cpu", _read_on_host)
         replace(executor, "_perform", _perform)
+        replace(executor, "_perform_part", _perform)
         for runner in (flushed, flush_free):
             replace(runner, "execute", _execute)
         yield
