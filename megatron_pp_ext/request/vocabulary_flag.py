@@ -5,9 +5,8 @@ from argparse import Namespace
 from megatron_pp_ext.request.refusals import Refusal, gathers_weights, refuse_first
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FLUSH_FREE, SHARED
 
-_REFUSED = (
+REFUSED = (
     Refusal("--mtp-num-layers", "multi-token prediction has logits of its own"),
-    Refusal("--variable-seq-lengths", "all ranks have to know the shape of what they exchange"),
     Refusal("--init-model-with-meta-device", "the rows are dealt out as the model is built"),
     Refusal(
         "--tensor-parallel-num-weight-shards",
@@ -19,17 +18,18 @@ _REFUSED = (
 
 
 def requested(args: Namespace) -> str | None:
-    """Return the flag's value: ``SHARED``, ``AUTO`` or None."""
+    """Return the flag's value: ``SHARED``, ``AUTO`` or None, also where ``AUTO`` has no choice."""
     value: str | None = getattr(args, "pipeline_vocabulary", None)
-    return value
+    can_share = not any(refusal.is_set(args) for refusal in REFUSED)
+    return value if value == SHARED or can_share else None
 
 
 def refuse(args: Namespace) -> None:
     """Raise ValueError for flags beside which the ranks cannot share the vocabulary.
 
-    Under ``AUTO`` such a job is one for which sharing does not pay, unless it has no pipeline to share in.
+    Under ``AUTO`` such a job does not share it, unless it has no pipeline to share it in.
     """
-    value = requested(args)
+    value = getattr(args, "pipeline_vocabulary", None)
     if value is None:
         return
     flag, schedule = f"--pipeline-vocabulary {value}", args.pipeline_schedule
@@ -54,9 +54,4 @@ def refuse(args: Namespace) -> None:
             "the vocabulary; choose a schedule by name, or leave the flag out"
         )
     if value == SHARED:
-        refuse_first(args, _REFUSED, by=flag)
-
-
-def is_possible(args: Namespace) -> bool:
-    """Return whether the other flags allow to share the vocabulary."""
-    return not any(refusal.is_set(args) for refusal in _REFUSED)
+        refuse_first(args, REFUSED, by=flag)

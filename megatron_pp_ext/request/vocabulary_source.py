@@ -47,7 +47,8 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
     """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
     if request.schedule in (FLEX, AUTO):
-        return _compiled_beside_vocabulary(request, costs_of(request.finest.stages, True))
+        whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
+        return _compiled_beside_vocabulary(request, whole, costs)
     plain = source_of(request, partial(costs_of, shares_vocabulary=True))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -60,8 +61,11 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
 
 def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
-    alone = partial(costs_of, shares_vocabulary=False)
-    sources = source_of(request, alone), _sharing(request, costs_of)
+    alone = source_of(request, partial(costs_of, shares_vocabulary=False))
+    try:
+        sources = alone, _sharing(request, costs_of)
+    except InfeasibleLimit:
+        return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
     separate, shared = (
         simulate(
             source.build(request.microbatches, None),
@@ -75,10 +79,15 @@ def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
 
 
-def _compiled_beside_vocabulary(request: Request, costs: Costs) -> Source:
-    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit."""
+def _compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs) -> Source:
+    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit.
+
+    ``costs`` are those of the parts and of stages without a vocabulary.  A fraction as limit is one of what
+    1F1B keeps without sharing, where stages cost what ``whole`` has.
+    """
     ranks, is_auto = request.ranks, request.schedule == AUTO
-    limit, counted = (math.inf, costs) if is_auto else request.limited(costs)
+    limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
+    counted = replace(costs, message=counted.message)
 
     def within(limit: float, microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
@@ -92,6 +101,8 @@ def _compiled_beside_vocabulary(request: Request, costs: Costs) -> Source:
                 if excess <= 0:
                     return schedule
                 room -= excess
+                if room <= 0:
+                    break
         raise InfeasibleLimit(
             f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary; raise "
             "--pipeline-memory-limit, or leave --pipeline-vocabulary out"

@@ -1,9 +1,117 @@
 """--pipeline-vocabulary: what is refused in one line, what auto chooses, and what the run says."""
 
+from functools import partial
+
 import pytest
 
+from megatron_pp_ext.integration.request import start_up
+from megatron_pp_ext.integration.request.validation import _costs, read_flags
 from megatron_pp_ext.request import vocabulary_flag
-from megatron_pp_ext.request.pipeline import for_world
-from tests.support.flags import parsed
+from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.flags import PP4, arguments, assert_refused, read
+from tests.support.ranks import RankError
+from tests.support.training import has_flag, train
 
 SHARED = "--pipeline-vocabulary shared"
+PP2 = "--pipeline-model-parallel-size 2"
+LARGE = "--padded-vocab-size 65536"
+
+REFUSED = {
+    "no pipeline": (
+        f"--pipeline-schedule 1f1b {SHARED}",
+        "--pipeline-vocabulary shared needs a pipeline of 2 ranks or more, .* set it to 2",
+    ),
+    "no pipeline, auto": (
+        "--pipeline-vocabulary auto",
+        "--pipeline-vocabulary auto needs a pipeline of 2 ranks or more, .* set it to 2",
+    ),
+    "stock": (
+        f"{PP4} {SHARED} --pipeline-trace x.json",
+        "no effect under Megatron's own schedules; add",
+    ),
+    "no flush": (
+        f"{PP4} {SHARED} --pipeline-schedule pipedream --pipeline-update-interval 8",
+        "does not support --pipeline-schedule pipedream: every stage .*; choose a schedule that flushes",
+    ),
+    "a file": (
+        f"{PP4} {SHARED} --pipeline-schedule csv:x.csv",
+        "does not support --pipeline-schedule csv:x.csv: the file has no place .*; choose a schedule by name",
+    ),
+    "too little memory": (
+        f"{PP4} {SHARED} --pipeline-schedule flex --pipeline-memory-limit 100000",
+        "has no room for the parts of a shared vocabulary; raise --pipeline-memory-limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case, monkeypatch):
+    assert_refused(monkeypatch, *REFUSED[case])
+
+
+@pytest.mark.parametrize("refusal", vocabulary_flag.REFUSED, ids=lambda refusal: refusal.flag)
+def test_every_refusal_is_reached(refusal, monkeypatch):
+    values = {
+        "--mtp-num-layers": " 1",
+        "--tensor-parallel-num-weight-shards": " 2",
+        "--pipeline-profile-steps": " 1-2",
+    }
+    if not has_flag(refusal.flag):
+        pytest.skip(f"this Megatron has no {refusal.flag}")
+    flags = f"{PP4} --pipeline-schedule 1f1b {refusal.flag}{values.get(refusal.flag, '')}"
+    with pytest.raises(ValueError, match=rf"--pipeline-vocabulary shared does not support {refusal.flag}: "):
+        read(monkeypatch, f"{flags} {SHARED}")
+    # Such a job trains without sharing where auto may choose.
+    pipeline = read(monkeypatch, f"{flags} --pipeline-vocabulary auto")
+    assert pipeline is not None and not pipeline.placement.shares_vocabulary
+
+
+def test_a_job_that_is_refused_ends_with_that_line():
+    flags = f"{PP2} --pipeline-schedule 1f1b --mtp-num-layers 1 {SHARED}"
+    with pytest.raises(RankError, match="megatron_pp_ext: --pipeline-vocabulary shared does not support --m"):
+        train(2, flags.split())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-zb", "flex --pipeline-memory-limit 2"])
+def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
+    """A vocabulary of many layers is shared, one of few rows is not; the line has the simulated gain."""
+    flags = f"{PP4} --pipeline-schedule {schedule} --pipeline-vocabulary"
+    for size, shares in ((LARGE, True), ("--padded-vocab-size 4", False)):
+        args = arguments(f"{flags} auto {size}")
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        pipeline = read_flags(args)
+        assert pipeline is not None and pipeline.source is not None
+        assert pipeline.placement.shares_vocabulary is shares
+        lengths = []
+        for value, is_shared in (("", False), ("--pipeline-vocabulary shared", True)):
+            other = arguments(f"{PP4} --pipeline-schedule {schedule} {value} {size}")
+            found = read_flags(other)
+            assert found is not None and found.source is not None and found.request is not None
+            costs = _costs(other, found.request.finest.stages, is_shared).merged(found.placement.stages)
+            lengths.append(simulate(found.source.build(8, None), costs).makespan)
+        gain = 1 - lengths[1] / lengths[0]
+        said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
+        line = start_up.summary(pipeline, partial(_costs, args))
+        assert said in line and f"{abs(gain):.1%}" in line
+
+
+def test_auto_keeps_a_memory_limit_that_has_no_room_for_the_parts(monkeypatch):
+    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit {{}} --pipeline-vocabulary auto"
+    pipeline = read(monkeypatch, flags.format(0.26))
+    assert pipeline is not None and pipeline.source is not None
+    assert not pipeline.placement.shares_vocabulary
+    assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
+
+
+def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
+    pipeline = read_flags(args)
+    assert pipeline is not None
+    assert start_up.summary(pipeline, partial(_costs, args)).endswith("; vocabulary shared by all ranks")
+
+
+def test_auto_trains_within_free_memory():
+    flags = f"{PP2} --pipeline-schedule auto {SHARED} --padded-vocab-size 64"
+    first, last = train(2, flags.split())
+    assert len(first.losses or last.losses) == 3

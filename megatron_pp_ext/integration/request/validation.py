@@ -31,6 +31,7 @@ from megatron_pp_ext.schedule.placement import Placement
 
 _OUR_FLAGS = (
     "--pipeline-schedule",
+    "--pipeline-vocabulary",
     "--pipeline-trace",
     "--pipeline-layer-seeds",
     "--pipeline-profile-steps",
@@ -103,7 +104,12 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(args)
     profile_steps = measurements.profile_steps(args)
-    ours = (args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline)
+    ours = (
+        args.pipeline_schedule,
+        args.pipeline_trace,
+        args.profile_pipeline,
+        args.pipeline_vocabulary,
+    )
     if all(flag is None for flag in ours):
         chunks_requested(args)  # refuses a layout that the ranks cannot share
         return None
