@@ -97,7 +97,7 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
 
 def test_auto_keeps_a_memory_limit_that_has_no_room_for_the_parts(monkeypatch):
     flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit {{}} --pipeline-vocabulary auto"
-    pipeline = read(monkeypatch, flags.format(0.26))
+    pipeline = read(monkeypatch, flags.format(0.28))
     assert pipeline is not None and pipeline.source is not None
     assert not pipeline.placement.shares_vocabulary
     assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
