@@ -96,8 +96,9 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
 
 
 def test_auto_keeps_a_memory_limit_that_has_no_room_for_the_parts(monkeypatch):
-    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit {{}} --pipeline-vocabulary auto"
-    pipeline = read(monkeypatch, flags.format(0.28))
+    # One microbatch needs 0.2633 of 1F1B's activations.
+    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.264 --padded-vocab-size 4"
+    pipeline = read(monkeypatch, f"{flags} --pipeline-vocabulary auto")
     assert pipeline is not None and pipeline.source is not None
     assert not pipeline.placement.shares_vocabulary
     assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
