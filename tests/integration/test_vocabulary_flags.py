@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration.request import start_up
 from megatron_pp_ext.integration.request.validation import _costs, read_flags
-from megatron_pp_ext.request import vocabulary_flag
+from megatron_pp_ext.request import vocabulary_flag, vocabulary_source
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.ranks import RankError
@@ -95,10 +96,13 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
         assert said in line and f"{abs(gain):.1%}" in line
 
 
-def test_auto_keeps_a_memory_limit_that_has_no_room_for_the_parts(monkeypatch):
-    # One microbatch needs 0.2633 of 1F1B's activations.
-    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.264 --padded-vocab-size 4"
-    pipeline = read(monkeypatch, f"{flags} --pipeline-vocabulary auto")
+def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
+    def none_fits(*args):
+        raise InfeasibleLimit("no room")
+
+    monkeypatch.setattr(vocabulary_source, "_sharing", none_fits)
+    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-vocabulary auto"
+    pipeline = read(monkeypatch, flags)
     assert pipeline is not None and pipeline.source is not None
     assert not pipeline.placement.shares_vocabulary
     assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
