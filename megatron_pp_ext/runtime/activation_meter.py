@@ -82,8 +82,8 @@ class ActivationMeter:
         """Return the tensor that ``kept`` stands for."""
         return kept.tensor
 
-    def hold(self, owner: Owner, tensor: torch.Tensor, holder: object) -> None:
-        """Count ``tensor`` for as long as ``holder`` lives."""
+    def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
+        """Count ``tensor`` for as long as ``holder`` lives; without an ``owner`` its bytes alone."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         if key in self._ignored or not storage.nbytes():
@@ -92,16 +92,19 @@ class ActivationMeter:
             self._bytes_of[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()
         self._uses[key] += 1
-        self._owned[owner] += 1
+        if owner is not None:
+            self._owned[owner] += 1
         weakref.finalize(holder, self._release, owner, key)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.peak_microbatches = max(self.peak_microbatches, self.live_microbatches)
 
-    def _release(self, owner: Owner, key: int) -> None:
+    def _release(self, owner: Owner | None, key: int) -> None:
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
             self.live_bytes -= self._bytes_of.pop(key)
+        if owner is None:
+            return
         self._owned[owner] -= 1
         if not self._owned[owner]:
             del self._owned[owner]

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.runtime.vocabulary_rows import Rows, begun
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
@@ -152,6 +153,9 @@ class SharedOutput:
         exponentials.scatter_(1, row, exponentials.gather(1, row) * ~held)
         kept.exponentials = exponentials.to(weight.dtype)
         kept.part = kept.exponentials @ weight
+        if STORE.meter is not None:
+            for tensor in (kept.hidden, kept.exponentials, kept.part):
+                STORE.meter.hold(None, tensor, holder=kept)
 
     def output_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output on the rank that computed it."""
@@ -159,7 +163,6 @@ class SharedOutput:
         kept.wait(Exchanged.GRADIENT)
         kept.loss_gradient = self._lose(microbatch).to(kept.statistics.dtype)
         gradient = (kept.part * kept.loss_gradient).to(kept.part.dtype)
-        kept.part = _NONE
         return self._tensor_ranks.reduce(gradient).view(self._shape).to(self._type)
 
     def weight_gradient(self, microbatch: int) -> None:
@@ -205,7 +208,7 @@ class SharedOutput:
         scale, of_label = self._softmax(kept)
         _, row = self._held(kept.labels)
         rows = self._rows.weight().detach()[row[:, 0]]
-        kept.part = (kept.part * scale + rows * of_label).to(rows.dtype)
+        kept.part.copy_(kept.part * scale + rows * of_label)
         return [begun(dist.reduce(kept.part, self._home, group=self._group, async_op=True))]
 
     def _spread_loss(self, microbatch: int) -> list[dist.Work]:

@@ -1,12 +1,12 @@
 """A step as it ran: the records of its ranks, and how they become a Timeline and costs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
@@ -97,7 +97,10 @@ class RecordedStep:
         seconds = kind_seconds(self.records, median)
         return Timeline(
             Schedule(self.name, self.placement, microbatches, orders),
-            Costs(tuple(stage_costs(stage, seconds) for stage in range(self.placement.stages))),
+            Costs(
+                tuple(stage_costs(stage, seconds) for stage in range(self.placement.stages)),
+                vocabulary=vocabulary_costs(self.records) if self.placement.shares_vocabulary else None,
+            ),
             tuple(
                 tuple(Event(e.action, e.start - start, e.end - start) for e in record.events)
                 for record in self.records
@@ -129,6 +132,26 @@ def stage_costs(
     return StageCosts(
         seconds.get((stage, Kind.F), 0.0), *backward, *(_kept_bytes(record, stage) if record else ())
     )
+
+
+def vocabulary_costs(records: Sequence[RankRecord]) -> VocabularyCosts:
+    """Return the costs of a rank's part of a shared vocabulary, from those of all ranks.
+
+    Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  An
+    evaluation, which has no T, counts a T as an S.
+    """
+    seconds: dict[Kind, list[float]] = {Kind.S: [], Kind.T: []}
+    growths = []
+    for record in records:
+        before = 0.0
+        for event in record.events:
+            if event.action.kind in seconds:
+                seconds[event.action.kind].append(event.end - event.start)
+            if event.action.kind is Kind.S:
+                growths.append(event.live_bytes - before)
+            before = event.live_bytes
+    scores = median(seconds[Kind.S])
+    return VocabularyCosts(scores, median(seconds[Kind.T] or [scores]), max(0.0, median(growths)))
 
 
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:

@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.recorded_costs import measured_costs
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
+from megatron_pp_ext.view import trace_file
 from tests.support import rounding
 from tests.support.comparison import assert_close, distance, run, stock
 from tests.support.training import train
@@ -154,3 +159,22 @@ def test_checkpoints_cross_over(model: str, saved_by: str, tmp_path: Path) -> No
                 ranks, *reader, *flags, "--load", str(tmp_path), "--ckpt-step", "2", "--no-load-optim"
             )
             assert forgetful[1] != pytest.approx(run[3], rel=rounding.of_losses(updates=1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_measured_peaks_are_those_of_the_simulation(schedule: str, tmp_path: Path) -> None:
+    """The bytes that every rank keeps, of its layers and between S and T, which the trace shows."""
+    trace = tmp_path / "trace.json"
+    flags = (PIPELINE, "4", UNTIED, VOCABULARY, "1024", "--pipeline-schedule", schedule, *SHARED)
+    train(4, [*flags, "--pipeline-trace", str(trace)])
+    step = trace_file.read(trace)
+    order = step.timeline().schedule
+    assert order.orders == share(lambda count: catalog.build(schedule, 4, count), 8).orders
+    measured = measured_costs([step])
+    expected = simulate(order, measured).peak_activations
+    for record, peak in zip(step.records, expected, strict=True):
+        assert record.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert measured.vocabulary is not None
+    tokens, hidden, rows = 32, 32, 1024 // 4
+    # Between S and T: the exponentials, the hidden state and its gradient's part, in single precision.
+    assert measured.vocabulary.activation == pytest.approx(4 * tokens * (rows + 2 * hidden), rel=0.05)
