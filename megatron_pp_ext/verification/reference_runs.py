@@ -26,6 +26,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--pipeline-schedule": 1,
     "--pipeline-memory-limit": 1,
     "--pipeline-costs": 1,
+    "--pipeline-vocabulary": 1,
     "--pipeline-profile-steps": 1,
     "--pipeline-update-interval": 1,
     "--pipeline-vertical-sync": 0,

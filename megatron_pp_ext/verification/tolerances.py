@@ -62,7 +62,7 @@ class Arithmetic:
     """What of a job's flags decides about its last bits.
 
     ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
-    over which each gradient is summed.
+    over which each gradient is summed.  ``shares_vocabulary`` says whether all ranks may share it.
     """
 
     precision: str = "fp32"
@@ -70,6 +70,7 @@ class Arithmetic:
     experts: bool = False
     prediction: bool = False
     replicas: int = 1
+    shares_vocabulary: bool = False
 
     @classmethod
     def of_flags(cls, words: Sequence[str], ranks: int) -> "Arithmetic":
@@ -82,6 +83,7 @@ class Arithmetic:
             "--num-experts" in words,
             whole_number(words, "--mtp-num-layers", 0) > 0,
             max(1, ranks // parallel),
+            "--pipeline-vocabulary" in words,
         )
 
     def losses(self, stock: RunRecord, step: int) -> Tolerance:
@@ -116,14 +118,17 @@ class Arithmetic:
             # Gradients may be kept in the lower precision, and its roundings are those of the sum.
             allowed = 1e-5 if self.precision == "fp32" else 2e-2
             return Tolerance(allowed, "multi-token prediction uses this weight twice, in another order")
+        if self.shares_vocabulary:
+            # The parts of the hidden state's gradient are rounded before they are summed.
+            return Tolerance(1e-5 if self.precision == "fp32" else 1e-1, _SHARED)
         if self.replicas > 2:
             return Tolerance(1e-5 if self.precision == "fp32" else 2e-2, _REPLICAS)
         return BITS
 
     def _reasons(self, stock: RunRecord, step: int) -> list[str]:
+        reasons = [_SHARED] if self.shares_vocabulary else []
         if step == 0:
-            return []
-        reasons = []
+            return reasons
         if any(norm is not None and 0 < self.clip < norm for norm in stock.norms[:step]):
             reasons.append(_CLIPPED)
         if self.prediction:
@@ -135,6 +140,7 @@ class Arithmetic:
 
 _CLIPPED = "updates were clipped by a norm, which is summed rank by rank"
 _TWICE = "multi-token prediction uses the output weight twice, in another order"
+_SHARED = "each rank sums over its part of a shared vocabulary"
 _REPLICAS = "more than two replicas are summed in an order that goes by a gradient's place in its buffer"
 
 

@@ -49,6 +49,15 @@ def test_a_schedule_that_trains_as_stock_does(verify: Callable[..., Result]) -> 
     assert "difference of a gradient: 0 in all 52 tensors" in result.output
 
 
+@pytest.mark.parametrize("tied", ["", "--untie-embeddings-and-output-weights"])
+def test_a_shared_vocabulary_is_put_together(verify: Callable[..., Result], tied: str) -> None:
+    """Its rows are on all ranks; what stock has on one is compared with all of them."""
+    flags = (*JOB.split(), *tied.split(), "--pipeline-schedule", "v-half", "--pipeline-vocabulary", "shared")
+    result = verify("--steps", "2", "--gradients", "--", *flags)
+    assert result.exit_code == 0, result.output
+    assert "each rank sums over its part of a shared vocabulary" in " ".join(result.output.split())
+
+
 def _scale_one_gradient(chunks: list[torch.nn.Module]) -> None:
     training.initialize_by_layer(chunks)
     for name, parameter in training.global_parameters(chunks):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.training import get_args
@@ -74,9 +75,19 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
         gradient = getattr(parameter, "main_grad", None)
         is_expert = not getattr(parameter, "allreduce", True)
         if gradient is not None and (first_of_experts if is_expert else first):
+            if hasattr(parameter, "vocabulary_rows"):
+                gradient = _joined(gradient)
             gradients[name + _part(is_expert)] = gradient.detach().cpu().clone()
     if gradients:
         run_record.write_gradients(folder, dist.get_rank(), gradients)
+
+
+def _joined(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks of the pipeline, in their order: those of stock's tensor-parallel rank."""
+    group = mpu.get_pipeline_model_parallel_group()
+    parts: list[torch.Tensor] = [rows] * group.size()
+    dist.all_gather_object(parts, rows.detach().cpu(), group=group)
+    return torch.cat(parts)
 
 
 def _part(is_expert: bool) -> str:
