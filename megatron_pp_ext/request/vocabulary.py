@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_pp_ext.request.refusals import Refusal, gathers_weights, refuse_first
-from megatron_pp_ext.schedule.names import CSV_PREFIX, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE, SHARED
 
 _REFUSED = (
     Refusal("--mtp-num-layers", "multi-token prediction has logits of its own"),
@@ -18,10 +18,16 @@ _REFUSED = (
 )
 
 
-def requested(args: Namespace) -> str | None:
+def given(args: Namespace) -> str | None:
     """Return the flag's value: ``SHARED``, ``AUTO`` or None."""
     value: str | None = getattr(args, "pipeline_vocabulary", None)
     return value
+
+
+def requested(args: Namespace) -> str | None:
+    """Return the flag's value, but None where other flags leave ``AUTO`` no choice."""
+    value = given(args)
+    return None if value == AUTO and not is_possible(args) else value
 
 
 def refuse(args: Namespace) -> None:
@@ -29,7 +35,7 @@ def refuse(args: Namespace) -> None:
 
     Under ``AUTO`` such a job is one for which sharing does not pay, unless it has no pipeline to share in.
     """
-    value = requested(args)
+    value = given(args)
     if value is None:
         return
     flag, schedule = f"--pipeline-vocabulary {value}", args.pipeline_schedule
