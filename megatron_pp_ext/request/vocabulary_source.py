@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.source import FreeBytes, Source, compile_once, source_of
@@ -47,7 +47,7 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
     """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
     if request.schedule in (FLEX, AUTO):
-        return _compiled_beside_vocabulary(request, costs_of(request.finest.stages, True))
+        return compiled_beside_vocabulary(request, costs_of(request.finest.stages, True))
     plain = source_of(request, partial(costs_of, shares_vocabulary=True))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -75,14 +75,18 @@ def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
 
 
-def _compiled_beside_vocabulary(request: Request, costs: Costs) -> Source:
-    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit."""
+def compiled_beside_vocabulary(request: Request, costs: Costs, trials: int = TRIALS) -> Source:
+    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit.
+
+    ``costs`` are those of the stages of ``request.finest``; each compilation tries ``trials`` orders.
+    Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
+    """
     ranks, is_auto = request.ranks, request.schedule == AUTO
     limit, counted = (math.inf, costs) if is_auto else request.limited(costs)
 
     def within(limit: float, microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
-            return compile_once(ranks, count, counted, room, [placement])
+            return compile_once(ranks, count, counted, room, [placement], trials)
 
         cut, room = counted.merged(placement.stages), limit
         with suppress(InfeasibleLimit):
@@ -99,7 +103,11 @@ def _compiled_beside_vocabulary(request: Request, costs: Costs) -> Source:
 
     def least(microbatches: int) -> Schedule:
         lowest = max(least_limits(ranks, counted, placement))
-        return share(lambda count: compile_once(ranks, count, counted, lowest, [placement]), microbatches)
+
+        def build(count: int) -> Schedule:
+            return compile_once(ranks, count, counted, lowest, [placement], trials)
+
+        return share(build, microbatches)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         if not is_auto:

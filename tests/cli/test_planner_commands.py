@@ -101,6 +101,20 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
     assert {(one["candidate"]["tensor"], one["candidate"]["pipeline"]) for one in found} == {(2, 4)}
 
 
+def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
+    """A line to paste tells training what was found, and not to decide again."""
+    file = tmp_path / "found.json"
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_vocabulary": "auto"}
+    result = mpp(*SEARCH, "--model", model(**pipeline), "--json", file, "--top", 40)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())["best"]
+    assert {one["candidate"]["shares_vocabulary"] for one in found} == {False, True}
+    for one in found:
+        shared = " --pipeline-vocabulary shared" * one["candidate"]["shares_vocabulary"]
+        assert one["command"].count("--pipeline-vocabulary") == bool(shared)
+        assert shared in one["command"]
+
+
 @pytest.mark.parametrize(
     ("words", "changed", "message"),
     [
@@ -115,6 +129,8 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
         (("search", "--gpus", 7, *SIZES), {}, "no combination of parallel sizes divides --gpus 7"),
+        (SEARCH, {**SHARED, "mtp_num_layers": 1}, "prediction has logits of its own"),
+        (SEARCH, {**SHARED, "pipeline_model_parallel_size": 1}, "shared needs a pipeline of 2 ranks"),
         ((*SEARCH, "--png", "x.svg"), {}, "--png got x.svg: end the file's name in .png"),
         ((*SEARCH, "--margin", -1), {}, "--margin is -1, but must be 0 or more"),
         (("search", "--gpus", 8), {"seq_length": 512}, "no batch: give --global-batch-size"),
