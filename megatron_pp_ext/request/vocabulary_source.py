@@ -60,8 +60,11 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
 
 def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
-    alone = partial(costs_of, shares_vocabulary=False)
-    sources = source_of(request, alone), _sharing(request, costs_of)
+    alone = source_of(request, partial(costs_of, shares_vocabulary=False))
+    try:
+        sources = alone, _sharing(request, costs_of)
+    except InfeasibleLimit:
+        return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
     separate, shared = (
         simulate(
             source.build(request.microbatches, None),
@@ -96,6 +99,8 @@ def compiled_beside_vocabulary(request: Request, costs: Costs, trials: int = TRI
                 if excess <= 0:
                     return schedule
                 room -= excess
+                if room <= 0:
+                    break
         raise InfeasibleLimit(
             f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary; raise "
             "--pipeline-memory-limit, or leave --pipeline-vocabulary out"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.estimate import estimate_request
@@ -170,11 +171,34 @@ def test_auto_shares_nothing_where_other_flags_rule_it_out():
 def test_flex_counts_the_parts_of_the_vocabulary_in_its_limit(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "pipeline_memory_limit": 300e6}
-    given = {which: arguments("flex", which, **sizes) for which in (None, "shared")}
-    separate, shared = (estimate_request(args, H100, for_world(args, 2)) for args in given.values())
+    separate, shared = (_flex(which, **sizes) for which in (None, "shared"))
     beside = (EMBEDS_AHEAD + 2) * HIDDEN
     assert all(rank.activations + rank.messages - beside <= 300e6 for rank in shared.ranks)
     assert shared.pipeline_seconds < separate.pipeline_seconds
+
+
+def test_auto_does_not_share_what_has_no_room(tmp_path, monkeypatch):
+    """A microbatch and its messages fit, but nothing beside them; far below that, sharing is refused too."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 8}
+    for limit in (75e6, 1e6):
+        with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
+            _flex("shared", **sizes, pipeline_memory_limit=limit)
+    auto, separate = (_flex(which, **sizes, pipeline_memory_limit=75e6) for which in ("auto", None))
+    assert auto == replace(separate, note="vocabulary not shared: the memory limit has no room for its parts")
+
+
+def test_a_limit_that_the_parts_alone_exceed_is_refused(tmp_path, monkeypatch):
+    """What is left for the stages is below nothing then, and no limit to compile with."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 256000}
+    with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
+        _flex("shared", **sizes, pipeline_memory_limit=100e6)
+
+
+def _flex(vocabulary, **sizes):
+    args = arguments("flex", vocabulary, **sizes)
+    return estimate_request(args, H100, for_world(args, 2))
 
 
 @pytest.mark.parametrize(
