@@ -90,6 +90,8 @@ def show(found: "Estimate", request: "Request", machine: "System", gpus: int) ->
         f"{found.other_seconds:.4g} s\n"
         f"MFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
+    if found.note:
+        console.print(found.note)
     if request.ranks > 1 and request.microbatches < request.ranks:
         console.print(
             f"{request.ranks} pipeline ranks share {request.microbatches} microbatches: raise "

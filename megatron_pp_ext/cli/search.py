@@ -82,6 +82,7 @@ def search(
     from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
+    from megatron_pp_ext.request import vocabulary_flag
     from megatron_pp_ext.request.layers import stages_flag
 
     pictures = ask.Pictures(svg, png).paths
@@ -116,6 +117,8 @@ def search(
     fixed = settled_in(words)
     if compiles is Compiles.ONLY:
         fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
+    if "pipeline_model_parallel_size" in fixed:
+        vocabulary_flag.refuse(Namespace(**{**vars(args), "pipeline_schedule": names[0]}))
     space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed)
     limit = memory or machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))

@@ -148,8 +148,11 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
     found, reason = [], ""
     for name in names:
         request = named(name, 2, 1, limit=1.0 if name == FLEX else None)
-        described = Namespace(**{**vars(args), "pipeline_schedule": name})
+        described = Namespace(
+            **{**vars(args), "pipeline_schedule": name, "pipeline_model_parallel_size": request.ranks}
+        )
         try:
+            vocabulary_flag.refuse(described)
             refusals.refuse(described, request.placements[0], request.splits_backward)
             found.append(name)
         except ValueError as error:

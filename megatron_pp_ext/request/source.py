@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from filelock import FileLock, Timeout
 
-from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.request.csv_schedule import require_microbatches
@@ -143,9 +143,12 @@ def compile_once(
     costs: Costs,
     limit: float | Sequence[float],
     placements: Sequence[Placement],
+    trials: int = TRIALS,
 ) -> Schedule:
     """Compile on one rank of a machine at a time: the first one works, the others read its result."""
-    found = compile_schedule(ranks, microbatches, costs, limit, placements=placements, turn=_in_turn)
+    found = compile_schedule(
+        ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=_in_turn
+    )
     return found.timeline.schedule
 
 

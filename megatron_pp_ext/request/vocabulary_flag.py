@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_pp_ext.request.refusals import Refusal, gathers_weights, refuse_first
-from megatron_pp_ext.schedule.names import CSV_PREFIX, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE, SHARED
 
 REFUSED = (
     Refusal("--mtp-num-layers", "multi-token prediction has logits of its own"),
@@ -17,11 +17,17 @@ REFUSED = (
 )
 
 
-def requested(args: Namespace) -> str | None:
-    """Return the flag's value: ``SHARED``, ``AUTO`` or None, also where ``AUTO`` has no choice."""
+def given(args: Namespace) -> str | None:
+    """Return the flag's value: ``SHARED``, ``AUTO`` or None."""
     value: str | None = getattr(args, "pipeline_vocabulary", None)
-    can_share = not any(refusal.is_set(args) for refusal in REFUSED)
-    return value if value == SHARED or can_share else None
+    return value
+
+
+def requested(args: Namespace) -> str | None:
+    """Return the flag's value, but None where other flags leave ``AUTO`` no choice."""
+    value = given(args)
+    is_ruled_out = any(refusal.is_set(args) for refusal in REFUSED)
+    return None if value == AUTO and is_ruled_out else value
 
 
 def refuse(args: Namespace) -> None:
@@ -29,7 +35,7 @@ def refuse(args: Namespace) -> None:
 
     Under ``AUTO`` such a job does not share it, unless it has no pipeline to share it in.
     """
-    value = getattr(args, "pipeline_vocabulary", None)
+    value = given(args)
     if value is None:
         return
     flag, schedule = f"--pipeline-vocabulary {value}", args.pipeline_schedule

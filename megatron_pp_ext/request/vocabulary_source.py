@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.source import FreeBytes, Source, compile_once, source_of
@@ -48,7 +48,7 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
     """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
     if request.schedule in (FLEX, AUTO):
         whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
-        return _compiled_beside_vocabulary(request, whole, costs)
+        return compiled_beside_vocabulary(request, whole, costs)
     plain = source_of(request, partial(costs_of, shares_vocabulary=True))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -79,59 +79,84 @@ def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
 
 
-def _compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs) -> Source:
+def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, trials: int = TRIALS) -> Source:
     """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit.
 
-    ``costs`` are those of the parts and of stages without a vocabulary.  A fraction as limit is one of what
-    1F1B keeps without sharing, where stages cost what ``whole`` has.
+    ``costs`` are those of the stages of ``request.finest`` without a vocabulary, and of the parts; each
+    compilation tries ``trials`` orders.  A fraction as limit is one of what 1F1B keeps without sharing, where
+    the stages cost what ``whole`` has.
+    Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
-    ranks, is_auto = request.ranks, request.schedule == AUTO
+    is_auto = request.schedule == AUTO
     limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
-    counted = replace(costs, message=counted.message)
+    compiler = _Beside(replace(costs, message=counted.message), request.ranks, trials)
+    if is_auto:
+        placement, ordinary = request.placement, None
+    else:
+        ordinary = _shortest_feasible(
+            request.placements,
+            lambda placement: compiler.within(limit, request.microbatches, placement),
+            compiler.costs,
+        )
+        placement = replace(ordinary.placement, shares_vocabulary=False)
 
-    def within(limit: float, microbatches: int, placement: Placement) -> Schedule:
-        def build(count: int) -> Schedule:
-            return compile_once(ranks, count, counted, room, [placement])
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        if not is_auto:
+            return compiler.within(limit, microbatches, placement)
+        least = compiler.least(microbatches, placement)
+        if free_bytes is None:
+            return least
+        return compiler.within(max(compiler.needed(least), free_bytes()), microbatches, placement)
 
-        cut, room = counted.merged(placement.stages), limit
+    shared = replace(placement, shares_vocabulary=True)
+    return Source(request.schedule, shared, True, build, known=ordinary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """Compiles beside the ranks' parts of a vocabulary; ``costs`` are those of the finest stages."""
+
+    costs: Costs
+    ranks: int
+    trials: int
+
+    def within(self, limit: float, microbatches: int, placement: Placement) -> Schedule:
+        """Return a schedule that keeps ``limit``, parts included; InfeasibleLimit where none was found.
+
+        What the parts keep is known once they are in the order, so the limit of the stages is lowered by
+        what was too much.  The last try is the order that keeps least.
+        """
+        room = limit
         with suppress(InfeasibleLimit):
             for _ in range(_ATTEMPTS):
-                schedule = share(build, microbatches)
-                excess = max(simulate(schedule, cut).peak_memory) - limit
+                schedule = self._shared(room, microbatches, placement)
+                excess = self.needed(schedule) - limit
                 if excess <= 0:
                     return schedule
                 room -= excess
                 if room <= 0:
                     break
+        least = self.least(microbatches, placement)
+        if self.needed(least) <= limit:
+            return least
         raise InfeasibleLimit(
             f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary; raise "
             "--pipeline-memory-limit, or leave --pipeline-vocabulary out"
         )
 
-    def least(microbatches: int) -> Schedule:
-        lowest = max(least_limits(ranks, counted, placement))
-        return share(lambda count: compile_once(ranks, count, counted, lowest, [placement]), microbatches)
+    def least(self, microbatches: int, placement: Placement) -> Schedule:
+        """Return the schedule whose stages keep least."""
+        return self._shared(max(least_limits(self.ranks, self.costs, placement)), microbatches, placement)
 
-    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        if not is_auto:
-            return within(limit, microbatches, placement)
-        smallest = least(microbatches)
-        if free_bytes is None:
-            return smallest
-        needed = max(simulate(smallest, counted.merged(placement.stages)).peak_memory)
-        free = free_bytes()
-        return within(free, microbatches, placement) if free > needed else smallest
+    def needed(self, schedule: Schedule) -> float:
+        """Return the memory of the fullest rank."""
+        return max(simulate(schedule, self.costs.merged(schedule.placement.stages)).peak_memory)
 
-    if is_auto:
-        placement = request.placement
-        ordinary = None
-    else:
-        ordinary = _shortest_feasible(
-            request.placements, lambda placement: within(limit, request.microbatches, placement), counted
-        )
-        placement = replace(ordinary.placement, shares_vocabulary=False)
-    shared = replace(placement, shares_vocabulary=True)
-    return Source(request.schedule, shared, True, build, known=ordinary)
+    def _shared(self, room: float, microbatches: int, placement: Placement) -> Schedule:
+        def build(count: int) -> Schedule:
+            return compile_once(self.ranks, count, self.costs, room, [placement], self.trials)
+
+        return share(build, microbatches)
 
 
 def _shortest_feasible(

@@ -46,6 +46,7 @@ class SharedEmbedding:
         self._group, self._home, self._tokens = group, dist.get_global_rank(group, home), tokens
         self._kept: dict[int, _Microbatch] = {}
         self._arriving: tuple[int, dist.Work] | None = None
+        self._sent: _Microbatch | None = None
 
     def launch(self, exchange: Exchange) -> None:
         """Begin an exchange; what is computed next does not wait for it."""
@@ -71,6 +72,7 @@ class SharedEmbedding:
     def close(self) -> None:
         """End a step: all gradients are added.  An evaluation has none."""
         self._add_arrived()
+        self._release_sent()
         self._kept.clear()
 
     def _spread_tokens(self, microbatch: int) -> None:
@@ -86,12 +88,22 @@ class SharedEmbedding:
         self._kept[microbatch] = _Microbatch(tokens, self._spread(tokens))
 
     def _sum_embedded(self, microbatch: int) -> None:
+        self._release_sent()
         kept = self._kept[microbatch]
         kept.known.wait()
         held, row = self._rows.held(kept.tokens)
         # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
         kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
         kept.summed = begun(dist.reduce(kept.embedded, self._home, group=self._group, async_op=True))
+        if self._tokens is None:
+            self._sent = kept
+
+    def _release_sent(self) -> None:
+        """Give back what was looked up for the first stage; it had time until the next one to leave."""
+        if self._sent is not None and self._sent.summed is not None:
+            self._sent.summed.wait()
+            self._sent.embedded = None
+            self._sent = None
 
     def _spread_gradient(self, microbatch: int) -> None:
         self._add_arrived()

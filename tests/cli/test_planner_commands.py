@@ -15,6 +15,7 @@ MODEL = {
     "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32000, "bf16": True,
     "micro_batch_size": 1,
 }  # fmt: skip
+SHARED = {"pipeline_vocabulary": "shared"}
 PIPELINE = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "v-half", "seq_length": 512}
 
 
@@ -46,6 +47,22 @@ def test_estimate_tells_time_and_every_ranks_memory(mpp, model, tmp_path):
 def test_estimate_says_what_does_not_fit(mpp, model):
     huge = model(**{**PIPELINE, "hidden_size": 16384, "num_layers": 80})
     assert "does not fit: rank 0 needs" in mpp("estimate", "--model", huge).output
+
+
+def test_estimate_of_a_shared_vocabulary(mpp, model, tmp_path):
+    """``auto`` takes the shorter and says so; the line to paste has the flag as it was given."""
+    found, outputs = {}, {}
+    for vocabulary in (None, "shared", "auto"):
+        file, flag = tmp_path / f"{vocabulary}.json", f"--pipeline-vocabulary {vocabulary}"
+        words = ["--json", file, "--", *(flag.split() if vocabulary else ())]
+        result = mpp("estimate", "--model", model(**PIPELINE, global_batch_size=16), *words)
+        assert result.exit_code == 0, result.output
+        found[vocabulary], outputs[vocabulary] = json.loads(file.read_text()), result.output
+        assert (flag in result.output) is (vocabulary is not None)
+    saved = 1 - found["shared"]["pipeline_seconds"] / found[None]["pipeline_seconds"]
+    assert found["auto"]["ranks"] == found["shared"]["ranks"] != found[None]["ranks"]
+    assert f"vocabulary shared: steps are {saved:.1%} shorter" in outputs["auto"]
+    assert len({rank["loss"] for rank in found["shared"]["ranks"]}) == 1
 
 
 SIZES = ("--global-batch-size", 16, "--seq-length", 512, "--schedules", "1f1b,v-half")
@@ -84,6 +101,20 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
     assert {(one["candidate"]["tensor"], one["candidate"]["pipeline"]) for one in found} == {(2, 4)}
 
 
+def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
+    """A line to paste tells training what was found, and not to decide again."""
+    file = tmp_path / "found.json"
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_vocabulary": "auto"}
+    result = mpp(*SEARCH, "--model", model(**pipeline), "--json", file, "--top", 40)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())["best"]
+    assert {one["candidate"]["shares_vocabulary"] for one in found} == {False, True}
+    for one in found:
+        shared = " --pipeline-vocabulary shared" * one["candidate"]["shares_vocabulary"]
+        assert one["command"].count("--pipeline-vocabulary") == bool(shared)
+        assert shared in one["command"]
+
+
 @pytest.mark.parametrize(
     ("words", "changed", "message"),
     [
@@ -98,10 +129,16 @@ def test_what_flags_settle_stays(mpp, model, tmp_path):
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
         (("search", "--gpus", 7, *SIZES), {}, "no combination of parallel sizes divides --gpus 7"),
+        (SEARCH, {**SHARED, "mtp_num_layers": 1}, "prediction has logits of its own"),
+        (SEARCH, {**SHARED, "pipeline_model_parallel_size": 1}, "shared needs a pipeline of 2 ranks"),
         ((*SEARCH, "--png", "x.svg"), {}, "--png got x.svg: end the file's name in .png"),
         ((*SEARCH, "--margin", -1), {}, "--margin is -1, but must be 0 or more"),
         (("search", "--gpus", 8), {"seq_length": 512}, "no batch: give --global-batch-size"),
         (("estimate",), {}, "has no --seq-length: give it"),
+        (("estimate",), {**PIPELINE, "pipeline_vocabulary": "shred"}, "but it must be one of shared, auto"),
+        (("estimate",), {**PIPELINE, **SHARED, "mtp_num_layers": 1}, "prediction has logits of its own"),
+        (("estimate",), {**PIPELINE, **SHARED, "pipeline_schedule": None}, "add --pipeline-schedule"),
+        (("estimate",), {**SHARED, "seq_length": 512}, "shared needs a pipeline of 2 ranks or more, got"),
         (("estimate", "--world-size", 0), {"seq_length": 512}, "--world-size is 0"),
         (("estimate", "--world-size", 6), {**PIPELINE}, "nearest that work are 4 or 8"),
         (("estimate",), {"hidden": 3, "seq_length": 512}, "'hidden' is unknown: did you mean 'hidden_size'?"),

@@ -82,6 +82,8 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
     [
         ({"pipeline_schedule": "auto"}, "cannot go with --pipeline-schedule auto; choose flex"),
         ({"pipeline_schedule": "pipedream"}, "pipedream, which never flushes; choose another schedule"),
+        ({"pipeline_vocabulary": "shared"}, "--pipeline-vocabulary shared, whose parts a rank alone cannot"),
+        ({"pipeline_vocabulary": "auto"}, "exchange; leave it out, or ask mpp estimate"),
         ({"pipeline_trace": Path("a.json")}, "cannot go with --pipeline-trace; leave it out"),
         ({"pipeline_profile_steps": "2-3"}, "cannot go with --pipeline-profile-steps; leave it out"),
         ({"profile_pipeline": Path("a.json")}, "cannot go with --profile-pipeline; leave it out"),

@@ -1,18 +1,21 @@
 """The search finds what trying everything finds, and says what is wrong where it finds nothing."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from megatron_pp_ext.compiler.limits import requested_limit
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import configurations as space_module
-from megatron_pp_ext.planner.search.best_first import Compiles, Evaluated, Search, bounds
+from megatron_pp_ext.planner.search.best_first import Compiles, Evaluated, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
+from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.planner.step.programs import program, splits_backward
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.request.pipeline import for_world
@@ -36,13 +39,15 @@ def everything(where):
         for chunks, names in where.orders(cut):
             for recompute in where.recomputes(cut, chunks):
                 for sized in where.refined(replace(cut, chunks=chunks, recompute=recompute)):
-                    yield from (replace(sized, schedule=name) for name in names)
+                    for name, shares in product(names, where.sharing(cut)):
+                        yield replace(sized, schedule=name, shares_vocabulary=shares)
 
 
 def estimated(candidate, where):
     args = candidate.described(where.args)
     work = Workload(args, A100, candidate.placement, candidate.data)
-    order = program(candidate.schedule, candidate.pipeline, candidate.microbatches, candidate.chunks)
+    sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
+    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)
 
 
@@ -184,3 +189,86 @@ def test_recomputation_that_megatron_cannot_do_is_not_offered(implementation, bi
     cut = next(where.cuts())
     of_mlps = [one for one in where.recomputes(cut, 1) if one.name == "recompute-mlp"]
     assert of_mlps == ([Recompute("recompute-mlp", "selective", modules=("mlp",))] if offered else [])
+
+
+@pytest.mark.parametrize("limit", [30e9, 12e9])
+def test_the_best_of_both_ways_to_hold_a_vocabulary(limit):
+    """``auto`` tries both; an exhaustive search finds the same, and neither bound keeps any out."""
+    where = space(
+        fixed=("context_parallel_size",), pipeline_vocabulary="auto", vocab_size=128000, hidden_size=2048
+    )
+    found = Search(where, A100, limit, top=6).run()
+    steps, counted = [], 0
+    for candidate in everything(where):
+        counted += 1
+        _, estimate_ = estimated(candidate, where)
+        if estimate_.fullest.total <= limit:
+            steps.append(estimate_.step_seconds)
+    assert counted == found.legal
+    assert [one.estimate.step_seconds for one in found.best] == pytest.approx(sorted(steps)[:6])
+    assert len({one.candidate.shares_vocabulary for one in found.best}) == 2
+    for one in found.best:
+        assert ("--pipeline-vocabulary shared" in " ".join(one.candidate.flags())) is (
+            one.candidate.shares_vocabulary
+        )
+        assert one.candidate.name.endswith("-shared") is one.candidate.shares_vocabulary
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("batch", [1, 6, 24, 36])
+def test_no_candidate_that_shares_is_below_its_bounds(name, batch):
+    """Nor is one of the memory: of any order, and of an order with fewer microbatches."""
+    rounded = rounding.relative(eps=rounding.FLOAT64)
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_vocabulary": "shared", "vocab_size": 256000}
+    where = space(gpus=4, batch=batch, schedules=(name,), fixed=tuple(pipeline), num_layers=16, **pipeline)
+    for candidate in everything(where):
+        assert candidate.shares_vocabulary
+        work, found = estimated(candidate, where)
+        whole, split = bounds(work, candidate.microbatches)
+        assert found.step_seconds >= (split if splits_backward(name) else whole) * (1 - rounded)
+        least = least_memory(work, candidate.microbatches, 0.05).total
+        at_least = least_memory_sharing(work, name, candidate.microbatches, 0.05).total
+        assert max(least, at_least) <= found.fullest.total * (1 + rounded)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 9), (6, 30)])
+def test_no_rank_keeps_less_of_its_stages_for_sharing_the_vocabulary(name, ranks, microbatches):
+    chunks = catalog.entry(name).chunks
+    again = {"after_forward": 1.0, "after_input_gradient": 7.0, "brief": 3.0, "brief_in_whole": 9.0}
+    for kept in ({"after_forward": 10.0, "after_input_gradient": 7.0}, again):
+        parts = [Part(**kept)] * (ranks * chunks)
+        plain = program(name, ranks, 2 * ranks, chunks).in_flight.peaks(parts)
+        shared = program(name, ranks, microbatches, chunks, True).in_flight.peaks(parts)
+        assert all(more >= less for more, less in zip(shared, plain, strict=True))
+
+
+def test_a_single_rank_shares_nothing():
+    both, only, without = (
+        list(everything(space(schedules=("1f1b",), pipeline_vocabulary=which)))
+        for which in ("auto", "shared", None)
+    )
+    assert {(one.pipeline > 1, one.shares_vocabulary) for one in both} == {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
+    assert all(one.shares_vocabulary and one.pipeline > 1 for one in only)
+    assert not any(one.shares_vocabulary for one in without)
+    deep = everything(space(schedules=("1f1b",), pipeline_vocabulary="auto", mtp_num_layers=1))
+    assert not any(one.shares_vocabulary for one in deep)
+
+
+def test_flex_shares_within_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    about = {"pipeline_model_parallel_size": 2, "pipeline_vocabulary": "shared", "vocab_size": 128000}
+    where = space(gpus=2, batch=6, schedules=("v-half",), fixed=tuple(about), **about)
+    of_family, compiled = (
+        Search(where, A100, 60e9, compiles=which).run() for which in (Compiles.NEVER, Compiles.ONLY)
+    )
+    (best, *_) = compiled.best
+    assert (best.candidate.schedule, best.candidate.shares_vocabulary) == ("flex", True)
+    assert best.estimate.fullest.total <= 60e9
+    assert best.estimate.step_seconds <= of_family.best[0].estimate.step_seconds
+    flags = " ".join(best.candidate.flags())
+    assert f"--pipeline-memory-limit {best.candidate.limit} --pipeline-vocabulary shared" in flags

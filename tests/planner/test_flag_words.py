@@ -11,6 +11,7 @@ from megatron_pp_ext.planner.step import flag_words
         ("--num-layers 8 --hidden-dropout 0.25", {"num_layers": 8, "hidden_dropout": 0.25}),
         ("--bf16 --num-layers=8", {"bf16": True, "num_layers": 8}),
         ("--recompute-modules mlp core_attn", {"recompute_modules": ["mlp", "core_attn"]}),
+        ("--pipeline-vocabulary auto", {"pipeline_vocabulary": "auto"}),
         ("--lr 0.01 --train-iters 5 --mock-data --save somewhere", {}),
     ],
 )
@@ -20,7 +21,16 @@ def test_what_is_known_is_read(words: str, found: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--bf16 yes", "--num-layers", "--num-layers 8 9", "--mock-data 1", "--lr", "--no-such-flag", "word"],
+    [
+        "--bf16 yes",
+        "--num-layers",
+        "--num-layers 8 9",
+        "--mock-data 1",
+        "--lr",
+        "--no-such-flag",
+        "word",
+        "--pipeline-vocabulary all",
+    ],
 )
 def test_the_rest_is_left_to_megatrons_parser(words: str) -> None:
     assert flag_words.read(words.split()) is None

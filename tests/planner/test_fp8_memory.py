@@ -32,7 +32,7 @@ def test_layers_that_do_not_quantize_keep_what_they_kept():
 
 
 def test_the_output_layer_does_not_quantize():
-    plain, fp8 = (each.head(VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
+    plain, fp8 = (each.output(VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
     assert fp8 == pytest.approx(plain) == pytest.approx(2 * TOKENS * (HIDDEN + VOCABULARY))
 
 

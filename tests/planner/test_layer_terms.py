@@ -80,8 +80,8 @@ def test_a_layer_s_collectives(changed, collectives):
 @pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 1, 1))])
 def test_the_output_layer_s_collectives(parallel, collectives):
     """Logits stay where they are; only its input is gathered and its input's gradient summed."""
-    head = costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel).head(V)
-    assert seconds(head) == tuple(HIDDEN * count for count in collectives)
+    output = costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel).output(V)
+    assert seconds(output) == tuple(HIDDEN * count for count in collectives)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -133,9 +133,10 @@ def test_what_is_copied_in_a_layer_of_experts():
 def test_what_the_loss_copies():
     """Four passes over probabilities in fp32, and two in its backward, beside the last norm."""
     logits = 4 * S * B * V / 2
-    head = costs("copy", tensor_model_parallel_size=2).head(V)
+    made = costs("copy", tensor_model_parallel_size=2)
+    head = made.last_norm() + made.output(V)
     assert seconds(head) == (5 * HIDDEN + 4 * logits, 5 * HIDDEN + 2 * logits, 0)
-    assert head.after_forward == 2 * HIDDEN + logits + HIDDEN / 2 * 0
+    assert head.after_forward == 2 * HIDDEN + logits
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -198,9 +199,9 @@ def test_parameters_with_and_without_biases(bias, tensor):
 
 def test_the_output_layer_has_no_bias_and_the_embedding_its_positions():
     made = costs("product", tensor_model_parallel_size=2)
-    assert made.head(V).parameters == V * H / 2 + 2 * H
-    assert made.embedding(V).parameters == V * H / 2 + S * H
-    assert costs("product", position_embedding_type="rope").embedding(V).parameters == V * H
+    assert (made.output(V).parameters, made.last_norm().parameters) == (V * H / 2, 2 * H)
+    assert (made.table(V).parameters, made.positions().parameters) == (V * H / 2, S * H)
+    assert costs("product", position_embedding_type="rope").positions().parameters == 0
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_unfused_attention_keeps_its_probabilities(attention, kept):
 def test_the_mask_of_dropout_is_a_byte_a_number():
     with_, without = (layer("copy", hidden_dropout=p).after_forward for p in (0.1, 0.0))
     assert with_ - without == 2 * S * B * H
-    with_, without = (costs("copy", hidden_dropout=p).embedding(V).after_forward for p in (0.1, 0.0))
+    with_, without = (costs("copy", hidden_dropout=p).positions().after_forward for p in (0.1, 0.0))
     assert (with_, without) == (S * B * H, 0)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.planner.search.best_first import bounds
+from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.model_description import describe

@@ -3,21 +3,18 @@
 Every candidate gets a lower bound on its step.  The candidates are replayed action by action in the
 order of their bounds, and the search ends when no remaining bound is below the step of the last of the
 best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.
-
-time    a rank does all its F, I and W one after the other, the first microbatch has to reach it, and where
-        backwards are whole, its last gradient has to travel back to the first stage.
-memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
-        the backward of its first stage waits for the forward of its last, and the fewest messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import product
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import least_messages, requested_limit
+from megatron_pp_ext.compiler.limits import requested_limit
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory, estimate, memory, rank_memory
 from megatron_pp_ext.planner.step.programs import Program, placement_of, program, splits_backward
 from megatron_pp_ext.planner.step.stage_parts import Pieces
@@ -25,6 +22,9 @@ from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.layers import spread
 from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -172,11 +172,11 @@ class Search:
                 infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
                 continue
             given = self._space.args.pipeline_memory_limit
-            if given and requested_limit(given, cut.pipeline, cut.microbatches, work.costs)[0] < limit:
+            whole = self._work(cut, replace(cut.placement, shares_vocabulary=False)).costs
+            if given and requested_limit(given, cut.pipeline, cut.microbatches, whole)[0] < limit:
                 limit = given
-            request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
             try:
-                schedule = request.compile(work.costs, COMPILE_TRIALS).timeline.schedule
+                schedule = _compiled(cut, whole, work.costs, limit)
             except InfeasibleLimit as error:
                 infeasible = str(error)
                 continue
@@ -194,8 +194,11 @@ class Search:
     def _left(self, work: Workload) -> int:
         """Return the bytes that the fullest rank has left for activations and messages."""
         kept = (rank_memory(work, rank, 0.0, 0, self._margin) for rank in range(len(work.states)))
-        room = ((self._limit - one.weights - one.gradients - one.optimizer, one.loss) for one in kept)
-        return int(min(left / (1 + self._margin) - loss for left, loss in room))
+        room = (
+            (self._limit - one.weights - one.gradients - one.optimizer, one.loss + one.messages)
+            for one in kept
+        )
+        return int(min(left / (1 + self._margin) - others for left, others in room))
 
     def _bounded(self, progress: Progress) -> Iterator[Bounded]:
         """Yield all candidates that may fit, with their bounds."""
@@ -212,18 +215,21 @@ class Search:
         The smallest microbatch comes first, and larger ones only need more memory.
         """
         is_full = False
+        placements: dict[Placement, list[str]] = {}
+        for shares, name in product(self._space.sharing(cut), names):
+            placement = placement_of(name, cut.pipeline, cut.chunks, shares)
+            placements.setdefault(placement, []).append(name)
+        legal = sum(map(len, placements.values()))
         for sized in self._space.refined(cut):
-            self.result.legal += len(names)
+            self.result.legal += legal
             if is_full:
-                self.result.unfit += len(names)
+                self.result.unfit += legal
                 continue
-            placements: dict[Placement, list[str]] = {}
-            for name in names:
-                placements.setdefault(placement_of(name, cut.pipeline, cut.chunks), []).append(name)
             is_full = True
             for placement, here in placements.items():
+                sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
                 work = self._work(sized, placement)
-                fullest = self._least(work, sized.microbatches)
+                fullest = least_memory(work, sized.microbatches, self._margin)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
                     if self._smallest is None or fullest.total < self._smallest[1].total:
@@ -239,14 +245,18 @@ class Search:
         """Return the candidate with its estimate, or None if it does not fit into ``limit``."""
         work = self._work(candidate, candidate.placement)
         name, ranks, chunks = candidate.schedule, candidate.pipeline, candidate.chunks
-        # More microbatches need no less memory, and a short order is built sooner.
-        short = program(name, ranks, min(candidate.microbatches, 2 * ranks), chunks)
-        kept = memory(work, short, name, candidate.microbatches, self._margin)
-        fullest = max(kept, key=lambda rank: rank.total)
+        microbatches, shares = candidate.microbatches, candidate.shares_vocabulary
+        if shares:
+            fullest = least_memory_sharing(work, name, microbatches, self._margin)
+        else:
+            # More microbatches need no less memory, and a short order is built sooner.
+            short = program(name, ranks, min(microbatches, 2 * ranks), chunks)
+            kept = memory(work, short, name, microbatches, self._margin)
+            fullest = max(kept, key=lambda rank: rank.total)
         if fullest.total <= limit:
             self.result.replayed += 1
-            order = program(name, ranks, candidate.microbatches, chunks)
-            found = estimate(work, order, name, candidate.microbatches, self._margin)
+            order = program(name, ranks, microbatches, chunks, shares)
+            found = estimate(work, order, name, microbatches, self._margin)
             if found.fullest.total <= limit:
                 return Evaluated(candidate, found)
             fullest = found.fullest
@@ -262,16 +272,6 @@ class Search:
             self._models[key] = model_on(args, self._system)
         return Workload(args, self._system, placement, one.data, model=self._models[key])
 
-    def _least(self, work: Workload, microbatches: int) -> RankMemory:
-        """Return what the fullest rank needs in any order."""
-        ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
-        found = []
-        for rank in {*ranks.values(), work.head_rank}:
-            activations = work.by_rank[rank].after_forward
-            messages = least_messages(work.placement, rank, microbatches)
-            found.append(rank_memory(work, rank, activations, messages, self._margin))
-        return max(found, key=lambda one: one.total)
-
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]
         candidate, fullest = min(candidates, key=lambda pair: pair[1].total)
@@ -283,17 +283,14 @@ class Search:
         )
 
 
-def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
-    """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
+def _compiled(cut: Candidate, whole: Costs, costs: Costs, limit: float) -> Schedule:
+    """Compile the order of ``cut``; InfeasibleLimit where it cannot keep ``limit``.
 
-    In every placement stage r is the first one of rank r.
+    ``whole`` are the costs with the vocabulary in the end stages, ``costs`` those of ``cut``.
     """
-    hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
-    for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
-        seconds = own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
-        busy = head + microbatches * seconds
-        split, whole = max(split, busy), max(whole, busy + tail)
-        head += stage.forward + hop
-        tail += stage.input_gradient + stage.weight_gradient + hop
-    around = max(wait.update for wait in work.waits) + work.tied_seconds
-    return whole + around, split + around
+    request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
+    if not cut.shares_vocabulary:
+        return request.compile(costs, COMPILE_TRIALS).timeline.schedule
+    schedule = compiled_beside_vocabulary(request, whole, costs, COMPILE_TRIALS).known
+    assert schedule is not None
+    return schedule

@@ -2,14 +2,14 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp_ext.planner.step.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE
+from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, v
 
 
@@ -50,6 +50,7 @@ class Candidate:
     recompute: Recompute
     schedule: str = NO_PIPELINE
     chunks: int = 1
+    shares_vocabulary: bool = False
     limit: float | None = None
 
     @property
@@ -60,6 +61,8 @@ class Candidate:
         words += [f"dp{self.data}", f"mb{self.micro_batch}"]
         if self.pipeline > 1:
             words.append(self.schedule if self.chunks < 3 else f"{self.schedule}{self.chunks}")
+        if self.shares_vocabulary:
+            words.append("shared")
         if self.recompute.granularity:
             words.append(self.recompute.name)
         return "-".join(words)
@@ -68,8 +71,8 @@ class Candidate:
     def placement(self) -> Placement:
         """The placement of its stages; for ``flex`` a V, until the compiler has chosen one."""
         if self.schedule == FLEX:
-            return v(self.pipeline)
-        return placement_of(self.schedule, self.pipeline, self.chunks)
+            return replace(v(self.pipeline), shares_vocabulary=self.shares_vocabulary)
+        return placement_of(self.schedule, self.pipeline, self.chunks, self.shares_vocabulary)
 
     def described(self, args: Namespace) -> Namespace:
         """Return ``args`` with everything set as this candidate sets it."""
@@ -91,6 +94,7 @@ class Candidate:
             "num_virtual_stages_per_pipeline_rank": self.chunks if entry and entry.more_chunks else None,
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
             "pipeline_memory_limit": self.limit,
+            "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.micro_batch * self.data * self.microbatches,
             "use_distributed_optimizer": True,

@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.request import vocabulary_flag
 from megatron_pp_ext.request.layers import spread
 from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 
 _NEIGHBOURS = 64
 """The number of nodes, fewer and more, among which a number of GPUs that works is looked for."""
@@ -76,7 +77,7 @@ class Space:
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that divides the layers, with the schedules that accept it."""
         if cut.pipeline == 1:
-            if "pipeline_schedule" not in self.fixed:
+            if "pipeline_schedule" not in self.fixed and vocabulary_flag.requested(self.args) != SHARED:
                 yield 1, [NO_PIPELINE]
             return
         layers, flag = spread(self.args), "num_virtual_stages_per_pipeline_rank"
@@ -85,6 +86,13 @@ class Space:
             names = [name for name in self.schedules if catalog.entry(name).accepts(chunks)]
             if names and given in (None, chunks):
                 yield chunks, names
+
+    def sharing(self, cut: Candidate) -> tuple[bool, ...]:
+        """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""
+        wanted = vocabulary_flag.requested(self.args)
+        if wanted is None or cut.pipeline == 1:
+            return (False,)
+        return (True,) if wanted == SHARED else (False, True)
 
     def nothing_legal(self) -> str:
         """Return the error for a space without any candidate, with the nearest numbers of GPUs that work."""

@@ -17,15 +17,19 @@ class InFlight:
     """The microbatches that each rank has in flight at every moment, before the bytes of a chunk are known.
 
     A moment is a row of four numbers for each chunk: microbatches between F and I, microbatches between I
-    and W, whether an I is running, and whether a whole backward is.
+    and W, whether an I is running, and whether a whole backward is.  The last number of the row counts the
+    microbatches between S and T.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._placement = schedule.placement
         self._moments = [_moments(schedule, rank) for rank in range(schedule.ranks)]
 
-    def peaks(self, parts: Sequence[Part]) -> tuple[float, ...]:
-        """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``."""
+    def peaks(self, parts: Sequence[Part], from_s_to_t: float = 0.0) -> tuple[float, ...]:
+        """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``.
+
+        Of a microbatch between S and T it keeps ``from_s_to_t``.
+        """
         found = []
         for rank, moments in enumerate(self._moments):
             bytes_each = [
@@ -39,16 +43,20 @@ class InFlight:
                     part.brief_in_whole,
                 )
             ]
-            found.append(float((moments @ np.array(bytes_each)).max()))
+            found.append(float((moments @ np.array([*bytes_each, from_s_to_t])).max()))
         return tuple(found)
 
 
 def _moments(schedule: Schedule, rank: int) -> Any:
-    """Return an array of moments x (4 x chunks); see ``InFlight``."""
+    """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
     chunks = schedule.placement.chunks
-    now = [0] * (4 * chunks)
+    now = [0] * (4 * chunks + 1)
     seen: set[tuple[int, ...]] = {tuple(now)}
     for stage, kind, _ in schedule.orders[rank]:
+        if kind in (Kind.S, Kind.T):
+            now[-1] += 1 if kind is Kind.S else -1
+            seen.add(tuple(now))
+            continue
         at = 4 * schedule.placement.chunk_of(stage)
         if kind is Kind.F:
             now[at] += 1

@@ -7,13 +7,15 @@ are not gathered under the first forward.
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_pp_ext.planner.step.programs import Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.csv_schedule import require_microbatches
 from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.request.vocabulary_source import requested_source
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, PIPEDREAM
@@ -59,7 +61,8 @@ class Estimate:
 
     ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
     that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
-    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.
+    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.  ``note``
+    is what people should know of the schedule.
     """
 
     step_seconds: float
@@ -68,6 +71,7 @@ class Estimate:
     utilisation: float
     tokens_per_second: float
     ranks: tuple[RankMemory, ...]
+    note: str = ""
 
     @property
     def other_seconds(self) -> float:
@@ -88,7 +92,9 @@ def memory(
     if name in FLUSH_FREE:
         # The pipeline is full, however few microbatches an update has, and earlier ones sent messages.
         order = program(name, ranks, ranks + SENDS_AHEAD, 1)
-    peaks = zip(order.in_flight.peaks(work.parts), order.peak_messages, strict=True)
+    shared = work.costs.vocabulary
+    activations = order.in_flight.peaks(work.parts, shared.activation if shared else 0.0)
+    peaks = zip(activations, order.peak_messages, strict=True)
     return tuple(
         rank_memory(work, rank, *peak, margin, _older_versions(work, name, rank, microbatches))
         for rank, peak in enumerate(peaks)
@@ -100,8 +106,8 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of ``rank`` with these activations, ``messages`` and ``older`` weight versions."""
     state = work.states[rank]
-    loss = work.loss_workspace if rank == work.head_rank else 0.0
-    buffers = messages * work.costs.message
+    loss = work.loss_bytes(rank)
+    buffers = messages * work.costs.message + work.exchanged_bytes
     return RankMemory(
         weights=state.weights,
         gradients=state.gradients,
@@ -155,15 +161,20 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
     def work_on(placement: Placement) -> Workload:
         return Workload(args, system, placement, request.data)
 
+    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
+        return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs
+
     name, microbatches = request.schedule, request.microbatches
     if name == AUTO:
         raise ValueError(
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    if name == FLEX:
-        schedule = request.compile(work_on(request.finest).costs).timeline.schedule
-        return estimate(work_on(schedule.placement), Program(schedule), name, microbatches, margin)
+    if name == FLEX or request.vocabulary is not None:
+        source = requested_source(request, costs_of)
+        schedule = source.build(microbatches, None)
+        found = estimate(work_on(schedule.placement), Program(schedule), name, microbatches, margin)
+        return replace(found, note=source.note)
     placement = request.placement
     if request.from_file is not None:
         require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)

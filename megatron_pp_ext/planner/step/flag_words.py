@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, SIZES, flag
-from megatron_pp_ext.schedule.names import FLUSH_FREE
+from megatron_pp_ext.schedule.names import AUTO, FLUSH_FREE, SHARED
 
 NEGATED = {"add_bias_linear": "--disable-bias-linear"}
 """Arguments that are true by default, with the flag that turns each off."""
@@ -28,6 +28,7 @@ _VALUES = {
     "--recompute-method": ("uniform", "block"),
     "--tokenizer-type": ("NullTokenizer",),
     "--moe-token-dispatcher-type": ("allgather", "alltoall"),
+    "--pipeline-vocabulary": (SHARED, AUTO),
 }
 """The values that are read here."""
 

@@ -99,14 +99,22 @@ class LayerCosts:
         joined = self._column(self._hidden).times(2)
         return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._waiting)
 
-    def embedding(self, vocabulary: int) -> Part:
-        """Return the weights of the embedding and the mask of its dropout; a look-up is not counted."""
+    def table(self, vocabulary: int) -> Part:
+        """Return the rows of the embedding; a look-up is not counted."""
+        return Part(parameters=vocabulary * self._hidden / self._share)
+
+    def positions(self) -> Part:
+        """Return the weights of learned positions, and the mask of the dropout behind the embedding."""
         learned = getattr(self._args, "position_embedding_type", None) == "learned_absolute"
         positions = (self._args.max_position_embeddings or 0) * self._hidden if learned else 0
-        return self._dropped() + Part(parameters=vocabulary * self._hidden / self._share + positions)
+        return self._dropped() + Part(parameters=positions)
 
-    def head(self, vocabulary: int) -> Part:
-        """Return the last norm, the output layer and the loss, which keeps probabilities in fp32."""
+    def last_norm(self) -> Part:
+        """Return the norm in front of the output layer."""
+        return self._norm()
+
+    def output(self, vocabulary: int) -> Part:
+        """Return the output layer and the loss, which keeps probabilities in fp32."""
         probabilities = 4 * self._tokens * vocabulary / self._share
         # Logits are read, converted to fp32, and passed over for their maximum, exponential and sum.
         loss = Part(
@@ -117,7 +125,7 @@ class LayerCosts:
         # The output layer is Megatron's own, which does not use FP8.
         waiting = self.hidden_bytes + self._cut(vocabulary)
         logits = replace(self._column(vocabulary, has_bias=False), after_input_gradient=waiting)
-        return self._norm() + logits + loss
+        return logits + loss
 
     def loss_workspace(self, vocabulary: int) -> float:
         """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, is_number
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, SHARED
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
@@ -51,6 +52,7 @@ _TEXTS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "pipeline_schedule",
+    "pipeline_vocabulary",
     "tokenizer_type",
 )
 """The names whose values are texts, or None, the default."""
@@ -114,6 +116,7 @@ _CHOICES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "recompute_granularity": (None, "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
+    "pipeline_vocabulary": (None, SHARED, AUTO),
 }
 """The values of names that accept few; any other value would otherwise count as the default."""
 

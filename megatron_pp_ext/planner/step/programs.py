@@ -1,5 +1,6 @@
 """Schedules prepared for the estimates of time and memory; each is built once."""
 
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
@@ -9,6 +10,7 @@ from megatron_pp_ext.schedule.names import FLUSH_FREE, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.simulate import peak_messages
 from megatron_pp_ext.schedule.timing import ScheduleTimer
+from megatron_pp_ext.schedule.vocabulary import share
 
 
 class Program:
@@ -23,14 +25,14 @@ class Program:
         return peak_messages(self.timer.schedule)
 
 
-def placement_of(name: str, ranks: int, chunks: int) -> Placement:
-    """Return where schedule ``name`` puts ``ranks`` x ``chunks`` stages.
+def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Placement:
+    """Return where schedule ``name`` puts ``ranks`` x ``chunks`` stages, and a vocabulary that ranks share.
 
     Raises ValueError for an unknown name and for chunks that the schedule does not accept.
     """
     if ranks == 1 or name in FLUSH_FREE:
         return linear(ranks)
-    return catalog.entry(name).placement(ranks, chunks)
+    return replace(catalog.entry(name).placement(ranks, chunks), shares_vocabulary=shares_vocabulary)
 
 
 def splits_backward(name: str) -> bool:
@@ -39,14 +41,20 @@ def splits_backward(name: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def program(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
+def program(
+    name: str, ranks: int, microbatches: int, chunks: int, shares_vocabulary: bool = False
+) -> Program:
     """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for.
 
-    It is not checked: the tests have proved every schedule of the catalogue.
+    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary.  The schedule is
+    not checked: the tests have proved every one of the catalogue.
     """
     if ranks == 1:
         alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
         return Program(Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),)))
     if name in FLUSH_FREE:
         name = "1f1b"
-    return Program(catalog.entry(name).build(ranks, microbatches, chunks))
+    build = catalog.entry(name).build
+    if shares_vocabulary:
+        return Program(share(lambda count: build(ranks, count, chunks), microbatches))
+    return Program(build(ranks, microbatches, chunks))

@@ -16,17 +16,25 @@ class Pieces:
     """The parts of a whole model, from which any number of stages can be cut.
 
     ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
-    ``hidden_bytes`` are those of one activation between layers, ``loss_workspace`` the temporary bytes of
-    the loss.
+    ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
+    ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
+    layers, ``loss_workspace`` the temporary bytes of the loss.
     """
 
     layers: tuple[Part, ...]
     other: Part
-    embedding: Part
-    head: Part
+    table: Part
+    positions: Part
+    last_norm: Part
+    output: Part
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+
+    @property
+    def head(self) -> Part:
+        """The end of the model: the last norm, the output layer and the loss."""
+        return self.last_norm + self.output
 
 
 def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
@@ -34,29 +42,53 @@ def pieces(args: Namespace, costs: LayerCosts, vocabulary: int) -> Pieces:
     return Pieces(
         layers=tuple(_layers(args, costs)),
         other=costs.other(),
-        embedding=costs.embedding(vocabulary),
-        head=costs.head(vocabulary),
+        table=costs.table(vocabulary),
+        positions=costs.positions(),
+        last_norm=costs.last_norm(),
+        output=costs.output(vocabulary),
         prediction=costs.prediction(),
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=costs.loss_workspace(vocabulary),
     )
 
 
-def shared_vocabulary(args: Namespace, model: Pieces, hop: float = 0.0) -> VocabularyCosts:
-    """Return the costs of a rank's part of the vocabulary that the pipeline's ranks share.
+def every_token(args: Namespace, model: Pieces) -> float:
+    """Return the bytes of the hidden states of all tokens, which sequence parallelism divides elsewhere."""
+    return model.hidden_bytes * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
-    An S does the part's forward and its part of the input gradient.  From S to T a rank keeps its
-    exponentials, and the hidden states of all tokens twice: as they came and their gradient's part.  A
-    ``hop`` is that of a message between stages, and the exchange behind the S takes two.
+
+def vocabulary_part(args: Namespace, model: Pieces) -> Part:
+    """Return a rank's part of the vocabulary that the pipeline's ranks share.
+
+    From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
+    their gradient's part.  A tied weight exists once.
     """
-    ranks, head = args.pipeline_model_parallel_size, model.head
-    hidden = model.hidden_bytes
-    every_token = hidden * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    exponentials = max(0.0, head.after_input_gradient - hidden) / ranks
+    ranks, output = args.pipeline_model_parallel_size, model.output
+    exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
+    rows = output.parameters
+    if args.untie_embeddings_and_output_weights:
+        rows += model.table.parameters
+    return Part(
+        weight_operations=output.weight_operations / ranks,
+        forward_seconds=output.forward_seconds / ranks,
+        input_gradient_seconds=output.input_gradient_seconds / ranks,
+        weight_gradient_seconds=output.weight_gradient_seconds / ranks,
+        after_forward=exponentials + 2 * every_token(args, model),
+        parameters=rows / ranks,
+    )
+
+
+def shared_vocabulary(args: Namespace, model: Pieces, hop: float = 0.0) -> VocabularyCosts:
+    """Return the costs of ``vocabulary_part``, as a schedule takes them.
+
+    An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
+    stages, and the exchange behind the S takes two.
+    """
+    part = vocabulary_part(args, model)
     return VocabularyCosts(
-        scores=(head.forward_seconds + head.input_gradient_seconds) / ranks,
-        weight_gradient=head.weight_gradient_seconds / ranks,
-        activation=exponentials + 2 * every_token,
+        scores=part.forward_seconds + part.input_gradient_seconds,
+        weight_gradient=part.weight_gradient_seconds,
+        activation=part.after_forward,
         hidden=hop,
         sums=2 * hop,
     )
@@ -68,7 +100,7 @@ def stage_parts(
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
     The embedding is in the first stage; the output layer, the loss and multi-token prediction are in the
-    last.  With ``shares_vocabulary`` embedding and output layer are in none.
+    last.  With ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
     """
     ends = list(accumulate(layers_by_stage))
     by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -79,9 +111,11 @@ def stage_parts(
         if key not in known:
             known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
         sums.append(known[key])
+    sums[0] += model.positions
+    sums[-1] += model.last_norm
     if not shares_vocabulary:
-        sums[0] += model.embedding
-        sums[-1] += model.head
+        sums[0] += model.table
+        sums[-1] += model.output
     for _ in range(args.mtp_num_layers or 0):
         sums[-1] += model.prediction + model.layers[-1] + model.head
     return sums

@@ -19,15 +19,27 @@ from megatron_pp_ext.planner.step.model_state import (
     padded_vocabulary,
     weight_size,
 )
-from megatron_pp_ext.planner.step.stage_parts import Pieces, pieces, stage_parts
+from megatron_pp_ext.planner.step.stage_parts import (
+    Pieces,
+    every_token,
+    pieces,
+    shared_vocabulary,
+    stage_parts,
+    vocabulary_part,
+)
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
 _BUCKET = 40e6
 """The fewest weights in a bucket of Megatron's gradient buffers, or a million for each data-parallel rank
 if that is more."""
+
+_EXCHANGED = EMBEDS_AHEAD + 2
+"""The hidden states on their way about a shared vocabulary: those embedded ahead of their forwards, the
+gradient of one that was, and the last stage's output."""
 
 _ADAM_PASSES = 38
 """The bytes of memory traffic for each weight that is updated: the gradient is read for its norm and again,
@@ -55,7 +67,7 @@ def model_on(args: Namespace, system: System) -> Pieces:
 
 
 class Workload:
-    """``args``'s model on ``system``, its stages placed by ``placement``.
+    """``args``'s model on ``system``, its stages, and a vocabulary that ranks share, placed by ``placement``.
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
@@ -81,30 +93,41 @@ class Workload:
         self._vocabulary = padded_vocabulary(args)
         model = model or model_on(args, system)
         layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
-        self.parts = stage_parts(args, model, layers)
-        self.loss_workspace = model.loss_workspace
+        shares = placement.shares_vocabulary
+        self.parts = stage_parts(args, model, layers, shares)
+        self._vocabulary_part = vocabulary_part(args, model) if shares else Part()
+        self._loss_workspace = model.loss_workspace
+        self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
         stride = self.tensor * self.context * data
         is_near = (placement.ranks - 1) * stride < system.gpus_per_node
         self._hop_link = system.node if is_near else system.network
         message = message_bytes(args, model.hidden_bytes)
         hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
-        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop, message)
+        shared = shared_vocabulary(args, model, hop) if shares else None
+        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop, message, shared)
 
     @cached_property
     def head_rank(self) -> int:
         """The rank with the output layer and the loss."""
         return self.placement.rank_of(self.placement.stages - 1)
 
+    def loss_bytes(self, rank: int) -> float:
+        """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part."""
+        if self.placement.shares_vocabulary:
+            return self._loss_workspace / self.placement.ranks
+        return self._loss_workspace if rank == self.head_rank else 0.0
+
     @cached_property
     def by_rank(self) -> list[Part]:
-        """The sum of the stages of each rank."""
+        """The sum of the stages of each rank, with the parameters of its part of a shared vocabulary."""
         sums = []
+        rows = Part(parameters=self._vocabulary_part.parameters)
         known: dict[tuple[int, ...], Part] = {}
         for stages in _stages_of_ranks(self.placement):
             first, *others = own = [self.parts[stage] for stage in stages]
             key = tuple(map(id, own))
             if key not in known:
-                known[key] = sum(others, first)
+                known[key] = sum(others, first) + rows
             sums.append(known[key])
         if self.placement.ranks == 1 and not self.args.untie_embeddings_and_output_weights:
             # A single rank has one copy of a tied weight.
@@ -130,8 +153,9 @@ class Workload:
 
     @property
     def tied_seconds(self) -> float:
-        """The seconds to sum a tied weight's gradients, if first and last stage are on different ranks."""
-        if self.args.untie_embeddings_and_output_weights or self.head_rank == 0:
+        """The seconds to sum a tied weight's gradients, if two ranks have the weight."""
+        exists_once = self.head_rank == 0 or self.placement.shares_vocabulary
+        if self.args.untie_embeddings_and_output_weights or exists_once:
             return 0.0
         size = gradient_size(self.args) * self._vocabulary * self.args.hidden_size / self.tensor
         return self._hop_link.seconds(size)
@@ -150,6 +174,7 @@ class Workload:
     def operations(self, microbatches: int) -> float:
         """Return the model operations of a step on all ranks, without those of recomputation."""
         forward = sum(part.forward_operations for part in self.parts)
+        forward += self.placement.ranks * self._vocabulary_part.forward_operations
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
     def _waits(self, part: Part) -> Waits:

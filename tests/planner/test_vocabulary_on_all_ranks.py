@@ -1,0 +1,225 @@
+"""A step whose ranks share the vocabulary: its time, and what every rank keeps."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.step.activation_peaks import InFlight
+from megatron_pp_ext.planner.step.estimate import estimate_request
+from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.programs import placement_of, program
+from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request.pipeline import for_world
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
+
+H100 = system.read("h100")
+S, H, V, P = 512, 1024, 32000, 4
+HIDDEN = 2 * S * H
+MODEL = {
+    "num_layers": 8, "hidden_size": H, "num_attention_heads": 8, "seq_length": S, "micro_batch_size": 1,
+    "vocab_size": V, "max_position_embeddings": S, "bf16": True, "make_vocab_size_divisible_by": 1,
+    "hidden_dropout": 0.0, "pipeline_model_parallel_size": P, "global_batch_size": 8,
+}  # fmt: skip
+UNTIED = {"untie_embeddings_and_output_weights": True}
+SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def arguments(name="1f1b", vocabulary="shared", **changed):
+    return describe({**MODEL, "pipeline_schedule": name, "pipeline_vocabulary": vocabulary, **changed})
+
+
+def estimated(name="1f1b", vocabulary="shared", **changed):
+    args = arguments(name, vocabulary, **changed)
+    tensor = args.tensor_model_parallel_size
+    return estimate_request(args, H100, for_world(args, P * tensor))
+
+
+def work(name="1f1b", shares=True, **changed):
+    chunks = catalog.entry(name).chunks
+    return Workload(arguments(name, None, **changed), H100, placement_of(name, P, chunks, shares), 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
+@pytest.mark.parametrize("changed", [{}, UNTIED, SEQUENCE_PARALLEL], ids=["tied", "untied", "tensor"])
+def test_all_ranks_together_have_the_model_once(name, changed):
+    """Without sharing, a tied weight is on two ranks, unless a V puts both ends on one."""
+    tensor = changed.get("tensor_model_parallel_size", 1)
+    table = V * H / tensor
+    rows = table * (2 if changed == UNTIED else 1)
+    args = arguments(name, None, **changed)
+    made = pieces(args, LayerCosts(args), V)
+    positions, norm = S * H, 2 * H
+    whole = sum(layer.parameters for layer in made.layers) + rows + positions + norm
+    shared = work(name, **changed)
+    assert sum(part.parameters for part in shared.by_rank) == pytest.approx(whole)
+    without = replace(shared.placement, shares_vocabulary=False)
+    separate = Workload(args, H100, without, 1).by_rank
+    first, last = shared.placement.rank_of(0), shared.head_rank
+    for rank, (part, plain) in enumerate(zip(shared.by_rank, separate, strict=True)):
+        ends = [table] * (rank == first) + [table] * (rank == last)
+        assert part.parameters == pytest.approx(plain.parameters - sum(ends) + rows / P)
+
+
+@pytest.mark.parametrize("changed", [{}, UNTIED, SEQUENCE_PARALLEL], ids=["tied", "untied", "tensor"])
+def test_weights_and_optimizer_follow_the_parameters(changed):
+    shared = work(**changed)
+    for part, found in zip(shared.by_rank, estimated(**changed).ranks, strict=True):
+        assert (found.weights, found.gradients) == (2 * part.parameters, 4 * part.parameters)
+        assert found.optimizer == 12 * part.parameters
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-half", "v-zb"])
+def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
+    """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
+    args = arguments(name)
+    shared = work(name)
+    plain, separate = work(name, shares=False), pieces(args, _costs(args), V)
+    first, *inner, last = plain.costs.stages
+    output = separate.output
+    less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)
+    times = (last.forward - less[0], last.input_gradient - less[1], last.weight_gradient - less[2])
+    ends = StageCosts(*times, *_kept(shared.parts[-1]))
+    exponentials = 2 * S * V / P
+    hop = plain.costs.hop
+    vocabulary = VocabularyCosts(
+        (less[0] + less[1]) / P, less[2] / P, exponentials + 2 * HIDDEN, hidden=hop, sums=2 * hop
+    )
+    by_hand = Costs((first, *inner, ends), hop, HIDDEN, vocabulary)
+    chunks = catalog.entry(name).chunks
+    schedule = share(lambda count: catalog.build(name, P, count, chunks), 8)
+    timeline = simulate(schedule, by_hand)
+    found = estimated(name)
+    assert found.pipeline_seconds == pytest.approx(timeline.makespan)
+    assert found.bubble == pytest.approx(timeline.bubble)
+    assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
+    buffers = [count * HIDDEN + (EMBEDS_AHEAD + 2) * HIDDEN for count in timeline.peak_messages]
+    assert [rank.messages for rank in found.ranks] == buffers
+
+
+def _costs(args):
+    return LayerCosts(args, SystemKernelSeconds(H100, args))
+
+
+def _kept(part):
+    costs = part.costs()
+    return costs.activation, costs.released_by_input_gradient
+
+
+def test_every_rank_has_a_part_of_the_loss_s_workspace():
+    separate, shared = estimated(vocabulary=None), estimated()
+    assert [rank.loss for rank in separate.ranks] == [0, 0, 0, (2 + 4) * S * V]
+    assert [rank.loss for rank in shared.ranks] == [(2 + 4) * S * V / P] * P
+
+
+def test_a_tied_weight_that_exists_once_is_not_summed():
+    assert work().tied_seconds == 0 < work(shares=False).tied_seconds
+
+
+def test_ranks_exchange_the_hidden_states_of_all_tokens():
+    """Sequence parallelism leaves half of the tokens to each of two ranks, but not in an exchange."""
+    plain, cut = work(), work(**SEQUENCE_PARALLEL)
+    assert plain.exchanged_bytes == cut.exchanged_bytes == (EMBEDS_AHEAD + 2) * HIDDEN
+    kept, halved = (made.costs.vocabulary.activation for made in (plain, cut))
+    assert kept - halved == (2 * S * V / P) / 2
+    assert work(shares=False).exchanged_bytes == 0
+
+
+def test_as_many_operations_as_without():
+    assert work().operations(8) == pytest.approx(work(shares=False).operations(8))
+
+
+def test_microbatches_between_s_and_t_add_to_the_peak():
+    """A rank keeps 7 bytes of each; with stages that keep nothing, these are all."""
+    schedule = share(lambda count: catalog.build("1f1b", P, count), 8)
+    costs = Costs((StageCosts(1, 1, 1, 0.0),) * P, vocabulary=VocabularyCosts(1, 1, 7.0))
+    nothing = [work().parts[1].times(0)] * P
+    assert InFlight(schedule).peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
+    assert InFlight(schedule).peaks(nothing) == (0.0,) * P
+
+
+def test_auto_shares_a_large_vocabulary_and_says_what_that_saves():
+    separate, shared, auto = (estimated(vocabulary=which) for which in (None, "shared", "auto"))
+    saved = 1 - shared.pipeline_seconds / separate.pipeline_seconds
+    assert saved > 0.1
+    assert auto == replace(shared, note=f"vocabulary shared: steps are {saved:.1%} shorter by prediction")
+
+
+def test_auto_does_not_share_a_few_rows_and_says_what_that_would_cost():
+    separate, shared, auto = (estimated(vocabulary=which, vocab_size=8) for which in (None, "shared", "auto"))
+    more = shared.pipeline_seconds / separate.pipeline_seconds - 1
+    assert more > 0
+    told = f"vocabulary not shared: that would change a step by {more:+.1%}"
+    assert auto == replace(separate, note=told)
+
+
+def test_auto_shares_nothing_where_other_flags_rule_it_out():
+    args = arguments(vocabulary="auto", mtp_num_layers=1)
+    assert for_world(args, P).vocabulary is None
+    deep = estimated(vocabulary="auto", mtp_num_layers=1)
+    assert deep == estimated(vocabulary=None, mtp_num_layers=1)
+
+
+def test_flex_counts_the_parts_of_the_vocabulary_in_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "pipeline_memory_limit": 300e6}
+    separate, shared = (_flex(which, **sizes) for which in (None, "shared"))
+    beside = (EMBEDS_AHEAD + 2) * HIDDEN
+    assert all(rank.activations + rank.messages - beside <= 300e6 for rank in shared.ranks)
+    assert shared.pipeline_seconds < separate.pipeline_seconds
+
+
+def test_auto_does_not_share_what_has_no_room(tmp_path, monkeypatch):
+    """A microbatch and its messages fit, but nothing beside them; far below that, sharing is refused too."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 8}
+    for limit in (75e6, 1e6):
+        with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
+            _flex("shared", **sizes, pipeline_memory_limit=limit)
+    auto, separate = (_flex(which, **sizes, pipeline_memory_limit=75e6) for which in ("auto", None))
+    assert auto == replace(separate, note="vocabulary not shared: the memory limit has no room for its parts")
+
+
+def test_a_limit_that_the_parts_alone_exceed_is_refused(tmp_path, monkeypatch):
+    """What is left for the stages is below nothing then, and no limit to compile with."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 256000}
+    with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
+        _flex("shared", **sizes, pipeline_memory_limit=100e6)
+
+
+def _flex(vocabulary, **sizes):
+    args = arguments("flex", vocabulary, **sizes)
+    return estimate_request(args, H100, for_world(args, 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "needs a pipeline of 2 ranks or more"),
+        ({"pipeline_schedule": None}, "has no effect under Megatron's own schedules"),
+        ({"mtp_num_layers": 1}, "multi-token prediction has logits of its own"),
+        ({"pipeline_schedule": "csv:a.csv"}, "does not support --pipeline-schedule csv:a.csv"),
+        ({"pipeline_schedule": "pipedream-2bw"}, "does not support --pipeline-schedule pipedream-2bw"),
+    ],
+)
+def test_refusals_are_one_line(changed, message):
+    args = describe({**MODEL, "pipeline_schedule": "1f1b", "pipeline_vocabulary": "shared", **changed})
+    with pytest.raises(ValueError, match=r"--pipeline-vocabulary shared") as raised:
+        for_world(args, args.pipeline_model_parallel_size)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_program_that_shares_is_another_one():
+    shared, plain = (program("1f1b", P, 8, 1, shares) for shares in (True, False))
+    assert shared.timer.schedule.placement == work().placement
+    assert len(shared.timer.schedule.orders[0]) == len(plain.timer.schedule.orders[0]) + 2 * 8
