@@ -105,7 +105,7 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = functools.partial(utils.is_first_or_last_pipeline_stage, vp_stage)
+    reads = functools.partial(_reads, vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, reads, dataset_config(args)).build()
 
 
@@ -113,12 +113,17 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def _reads(vp_stage: int | None) -> bool:
+    return utils.is_first_or_last_pipeline_stage(vp_stage) or pretraining.predicts_here(vp_stage)
+
+
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return the next microbatch: the fields are None on a stage that needs no data.
 
-    Stages between the ends need some where attention stays within documents (``hooks.stage_data``).
+    Stages between the ends need some where attention stays within documents (``hooks.stage_data``), and
+    those with multi-token prediction always do.
     """
-    if not utils.is_first_or_last_pipeline_stage(vp_stage):
+    if not _reads(vp_stage):
         return dict.fromkeys(FIELDS)
     assert data_iterator is not None, "a stage that reads has data"
     rows = next(data_iterator)
