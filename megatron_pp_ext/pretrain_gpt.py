@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m megatron_pp_ext.pretrain_gpt [--cpu] ARGS...
 
 Takes Megatron-LM's own flags: the model, the data, the optimizer, checkpoints and evaluation are Megatron's.
-It covers pre-training on --data-path or --mock-data; for packed sequences, fill-in-the-middle, multi-token
-prediction and distillation, start the checkout's pretrain_gpt.py with ``python -m megatron_pp_ext``.
+It covers pre-training on --data-path or --mock-data; for packed sequences, fill-in-the-middle and
+distillation, start the checkout's pretrain_gpt.py with ``python -m megatron_pp_ext``.
 """
 
 if __name__ == "__main__":
