@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m megatron_pp_ext.pretrain_gpt [--cpu] ARGS...
 
 Takes Megatron-LM's own flags: the model, the data, the optimizer, checkpoints and evaluation are Megatron's.
-It covers pre-training on --data-path or --mock-data; for packed sequences, fill-in-the-middle, multi-token
-prediction and distillation, start the checkout's pretrain_gpt.py with ``python -m megatron_pp_ext``.
+It covers pre-training on --data-path or --mock-data; for packed sequences, fill-in-the-middle and
+distillation, start the checkout's pretrain_gpt.py with ``python -m megatron_pp_ext``.
 """
 
 if __name__ == "__main__":
@@ -105,7 +105,7 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """
     args = get_args()
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = functools.partial(utils.is_first_or_last_pipeline_stage, vp_stage)
+    reads = functools.partial(_reads, vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, reads, dataset_config(args)).build()
 
 
@@ -113,12 +113,17 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def _reads(vp_stage: int | None) -> bool:
+    return utils.is_first_or_last_pipeline_stage(vp_stage) or pretraining.predicts_here(vp_stage)
+
+
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return the next microbatch: the fields are None on a stage that needs no data.
 
-    Stages between the ends need some where attention stays within documents (``hooks.stage_data``).
+    Stages between the ends need some where attention stays within documents (``hooks.stage_data``), and
+    those with multi-token prediction always do.
     """
-    if not utils.is_first_or_last_pipeline_stage(vp_stage):
+    if not _reads(vp_stage):
         return dict.fromkeys(FIELDS)
     assert data_iterator is not None, "a stage that reads has data"
     rows = next(data_iterator)

@@ -21,6 +21,7 @@ from megatron.training import arguments, get_args, pretrain
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.needed_flags import OUR_SCRIPT
+from megatron_pp_ext.request.layers import predicting_stage
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -57,6 +58,7 @@ def pretrain_gpt(
             forward_step,
             extra_args_provider=_mark,
             args_defaults=DEFAULTS,
+            get_embedding_ranks=embedding_ranks,
         )
         return
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -66,14 +68,14 @@ def pretrain_gpt(
     if megatron_release() < CORE_0_19:
         _refuse(args, (*refuse, *NOT_PROVIDED))
         config = pretrain_cfg_container_from_args(args)
-        pretrain(config, datasets, provide_gpt, model_type, forward_step)
+        pretrain(config, datasets, provide_gpt, model_type, forward_step, get_embedding_ranks=embedding_ranks)
         return
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     _refuse(args, refuse)
     model_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
     config = pretrain_cfg_container_from_args(args, model_config(args))
-    pretrain(config, datasets, model_type, forward_step)
+    pretrain(config, datasets, model_type, forward_step, get_embedding_ranks=embedding_ranks)
 
 
 def _mark(parser: ArgumentParser) -> ArgumentParser:
@@ -145,6 +147,26 @@ def provide_gpt(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+
+
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return those of a pipeline's ranks that hold the embedding, or a copy of it, under stock's placement.
+
+    The output layer has a tied one, and multi-token prediction has one wherever it is.
+    """
+    args = get_args()
+    tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    stage = predicting_stage(args, len(pp_ranks))
+    predicting = [] if stage is None else [pp_ranks[stage % len(pp_ranks)]]
+    return sorted({pp_ranks[0], *tied, *predicting})
+
+
+def predicts_here(vp_stage: int | None) -> bool:
+    """Return whether chunk ``vp_stage`` of this rank has multi-token prediction, which embeds its tokens."""
+    args, ranks = get_args(), mpu.get_pipeline_model_parallel_world_size()
+    stages = ranks * (args.virtual_pipeline_model_parallel_size or 1)
+    here = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
+    return predicting_stage(args, stages) == here
 
 
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:

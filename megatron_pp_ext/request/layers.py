@@ -89,6 +89,17 @@ def stages_described(args: Namespace) -> int | None:
     return segments.count("|") + 1 if segments and "|" in segments else None
 
 
+def predicting_stage(args: Namespace, stages: int) -> int | None:
+    """The one of ``stages`` stages that has multi-token prediction, with a copy of the embedding; or None.
+
+    It is the last unless a layout puts the m elsewhere.
+    """
+    if not args.mtp_num_layers:
+        return None
+    described = layout(args) or []
+    return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)
+
+
 def has_given_ends(args: Namespace) -> bool:
     """Whether a flag gives the first or the last pipeline rank a number of layers of its own."""
     return any(value(args, flag) is not None for flag in ENDS)

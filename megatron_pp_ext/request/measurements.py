@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pp_ext.files import require_writable
-from megatron_pp_ext.request import vocabulary_flag
+from megatron_pp_ext.request import layers, vocabulary_flag
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE
 
 _STEPS = "--pipeline-profile-steps"
@@ -106,6 +106,12 @@ def refuse_rehearsal(args: Namespace) -> None:
             ("--pipeline-trace", args.pipeline_trace is not None, "leave it out"),
             ("--pipeline-profile-steps", args.pipeline_profile_steps is not None, "leave it out"),
             ("--profile-pipeline", args.profile_pipeline is not None, "leave it out"),
+            (
+                f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}, whose messages "
+                "have two lengths",
+                any("m" in stage for stage in (layers.layout(args) or [])[:-1]),
+                "put the m beside the L",
+            ),
         ),
     )
     if not getattr(args, "fake_process_group", False):

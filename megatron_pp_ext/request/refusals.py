@@ -31,10 +31,6 @@ class Refusal(NamedTuple):
         return bool(self.test(args) if self.test else layers.value(args, self.flag))
 
 
-def _predicts_apart(args: Namespace) -> bool:
-    return any("m" in stage for stage in (layers.layout(args) or [])[:-1])
-
-
 def _captures_graphs(settings: Any) -> bool:
     return getattr(settings, "cuda_graph_impl", None) not in (None, "none")
 
@@ -78,12 +74,6 @@ ALWAYS = (
         lambda args: getattr(args, "moe_paged_stash", None) and _changes_order(args),
     ),
     Refusal("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
-    Refusal(
-        "--pipeline-model-parallel-layout",
-        "multi-token prediction (m) in a stage before the last makes messages of two shapes",
-        "put the m beside the L",
-        _predicts_apart,
-    ),
     Refusal(
         "--overlap-param-gather-with-optimizer-step", "it splits the optimizer by stock's order of chunks"
     ),
@@ -177,7 +167,6 @@ BETWEEN_ENDS = (
 
 
 _CONFIG = {
-    "mtp_standalone": "messages have one shape",
     "num_microbatches_with_partial_activation_checkpoints": "it counts microbatches in stock's order",
 }
 """Settings without a flag, which a script can only make in the model's config."""
@@ -206,6 +195,30 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
     if placement.stages > 2:
         refusals += BETWEEN_ENDS
     refuse_first(args, refusals)
+    _refuse_prediction(args, placement)
+
+
+def _refuse_prediction(args: Namespace, placement: Placement) -> None:
+    """Raise ValueError for multi-token prediction in a stage where Megatron cannot build or train it.
+
+    Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
+    the gradients of the first stage's embedding with other ranks' (``_allreduce_embedding_grad`` in
+    ``megatron.core.distributed.finalize_model_grads``) and would leave out a copy in another of its stages.
+    """
+    stages = placement.stages
+    can = [
+        stage
+        for stage in range(stages - placement.ranks, stages)
+        if placement.rank_of(stage) != 0 or stage in (0, stages - 1)
+    ]
+    stage = layers.predicting_stage(args, stages)
+    if stage is not None and stage not in can:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} does not support multi-token prediction (m) in "
+            f"stage {stage}, counted from 0, of --pipeline-model-parallel-layout "
+            f"{args.pipeline_model_parallel_layout}: it must be in a rank's last chunk, and on the first "
+            f"rank beside the E or the L; put the m into stage {' or '.join(map(str, can))}"
+        )
 
 
 def refuse_first(args: Namespace, refusals: Iterable[Refusal], or_else: str = "", by: str = "") -> None:

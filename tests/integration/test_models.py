@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.support import rounding
-from tests.support.comparison import Result, assert_same_gradients, run, stock
+from tests.support.comparison import (
+    TWICE_USED,
+    Result,
+    assert_same_gradients,
+    assert_same_predictions,
+    run,
+    stock,
+)
 from tests.support.training import global_parameters, since, train
 
 PIPELINE = "--pipeline-model-parallel-size"
@@ -77,9 +84,6 @@ def test_auxiliary_losses_are_logged() -> None:
 
 
 PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
-TWICE_USED = {"output_layer.weight", "embedding.word_embeddings.weight"}
-"""Multi-token prediction uses the output weight twice a microbatch. Stock adds the two gradients to one
-another first, a split backward each to what is there."""
 
 
 @pytest.mark.parametrize(
@@ -97,15 +101,7 @@ another first, a split backward each to what is there."""
 )
 def test_multi_token_prediction(world_size: int, model: str, schedule: str) -> None:
     ours, theirs = same_as_stock(world_size, model, schedule)
-    assert "mtp_1 loss" in ours.logged[0]
-    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for (name, rank), gradient in ours.gradients.items():
-        expected = theirs.gradients[name, rank]
-        if name in TWICE_USED:
-            rounding.assert_gradients_close(gradient, expected, name=name)
-        else:
-            assert torch.equal(gradient, expected), name
+    assert_same_predictions(ours, theirs)
 
 
 def _require_copies(chunks: list[torch.nn.Module]) -> None:

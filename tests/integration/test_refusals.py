@@ -9,6 +9,8 @@ from tests.support.flags import PP4, assert_refused, read
 from tests.support.ranks import RankError
 from tests.support.training import has_flag, train
 
+LAYOUT = "--pipeline-model-parallel-layout"
+
 REFUSED = {
     "unknown name": (f"{PP4} --pipeline-schedule v-haf", r"'v-haf' \(did you mean 'v-half'\?\).*1f1b.*zb-h1"),
     "no pipeline": (
@@ -56,6 +58,14 @@ REFUSED = {
     "layout": (
         f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|ttL --pipeline-schedule v-half",
         "--pipeline-model-parallel-layout requests 1; give it 8 stages",
+    ),
+    "prediction in the first chunk of a rank": (
+        f"{PP4} {LAYOUT} Et|t|ttttttm|||||L --mtp-num-layers 1 --pipeline-schedule v-half",
+        r"v-half does not support .* \(m\) in stage 2, .* of .*; put the m into stage 4 or 5 or 6 or 7$",
+    ),
+    "prediction on the first rank": (
+        f"{PP4} {LAYOUT} Et|t|t|t|ttttm|||L --mtp-num-layers 1 --pipeline-schedule interleaved",
+        r"interleaved does not support .* \(m\) in stage 4, .* of .*; put the m into stage 5 or 6 or 7$",
     ),
     "uneven layout": (
         f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|tt|L --pipeline-schedule v-half",
@@ -111,9 +121,6 @@ def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
         "--moe-paged-stash": " --pipeline-profile-steps 1-2",
         "--tensor-parallel-num-weight-shards": " 2",
         "--expert-tensor-parallel-num-weight-shards": " 2",
-        "--pipeline-model-parallel-layout": " Et|ttt|ttttm|L"
-        if schedule == "1f1b"
-        else " Et|t|t|t|t|t|ttm|L",
     }
     if not has_flag(refusal.flag.split()[0]):
         pytest.skip(f"this Megatron has no {refusal.flag}")

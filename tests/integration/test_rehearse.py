@@ -87,6 +87,10 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
         ({"pipeline_trace": Path("a.json")}, "cannot go with --pipeline-trace; leave it out"),
         ({"pipeline_profile_steps": "2-3"}, "cannot go with --pipeline-profile-steps; leave it out"),
         ({"profile_pipeline": Path("a.json")}, "cannot go with --profile-pipeline; leave it out"),
+        (
+            {"pipeline_model_parallel_layout": "Et|tm|L"},
+            "Et|tm|L, whose messages have two lengths; put the m",
+        ),
         ({"fake_process_group": False}, "needs --fake-process-group; start it with mpp rehearse"),
     ],
 )
@@ -97,6 +101,7 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
         pipeline_trace=None,
         pipeline_profile_steps=None,
         profile_pipeline=None,
+        pipeline_model_parallel_layout=None,
         fake_process_group=True,
     )
     refuse_rehearsal(args)

@@ -64,6 +64,17 @@ def test_each_depth_of_prediction_has_a_layer_and_an_output_layer():
     assert deep.parameters - plain.parameters == 2 * each.parameters
 
 
+def test_prediction_is_where_the_layout_puts_it():
+    """With its copy of the embedding; its logits are computed where the loss is."""
+    layout = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*8|m|L"}
+    made, (_, predicting, last) = stages(layers=(8, 0, 0), **layout)
+    each = made.prediction + made.layers[-1] + made.other
+    assert predicting.weight_operations == each.weight_operations
+    assert predicting.parameters == each.parameters + made.head.parameters
+    assert last.weight_operations == 2 * made.head.weight_operations + made.other.weight_operations
+    assert last.parameters == made.head.parameters + made.other.parameters
+
+
 FULL = {"recompute_granularity": "full"}
 
 

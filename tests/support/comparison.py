@@ -15,6 +15,10 @@ from tests.support import rounding, training
 MAIN_FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "v-min", "v-half", "v-zb")
 """The schedules that are trained in every layout; the others differ from them in their order alone."""
 
+TWICE_USED = {"output_layer.weight", "embedding.word_embeddings.weight"}
+"""Multi-token prediction uses the output weight twice a microbatch. Stock adds the two gradients to one
+another first, a split backward each to what is there."""
+
 
 class Result(NamedTuple):
     """Losses of every step and evaluation, and all gradients of the first step by global name.
@@ -153,6 +157,23 @@ def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.
     assert_same_norms(ours.norms[:1], theirs.norms[:1])
     assert ours.gradients.keys() == theirs.gradients.keys()
     assert all(torch.equal(g, theirs.gradients[name]) for name, g in ours.gradients.items())
+
+
+def assert_same_predictions(ours: Result, theirs: Result) -> None:
+    """The same numbers of a model with multi-token prediction, as far as ``TWICE_USED`` weights allow.
+
+    Losses of three steps, and of their evaluations if there are any, are within their rounding.
+    """
+    assert "mtp_1 loss" in ours.logged[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
+    assert ours.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=3))
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for (name, rank), gradient in ours.gradients.items():
+        expected = theirs.gradients[name, rank]
+        if name in TWICE_USED:
+            rounding.assert_gradients_close(gradient, expected, name=name)
+        else:
+            assert torch.equal(gradient, expected), name
 
 
 def assert_close(ours: Result, theirs: Result) -> None:

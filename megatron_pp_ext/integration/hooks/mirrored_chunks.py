@@ -26,6 +26,7 @@ from megatron.training import get_args
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks.hybrid_layers import require_layers
 from megatron_pp_ext.integration.hooks.vocabulary_parts import share_vocabulary
+from megatron_pp_ext.request.layers import predicting_stage
 
 
 class MirroredGroup:
@@ -135,15 +136,14 @@ def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tup
         return None
     ends = chunks[0], chunks[-1]
     first, last = (get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in ends)
-    # Multi-token prediction embeds the tokens on the last stage as well.
-    is_tied = getattr(first, "share_embeddings_and_output_weights", False) or first.config.mtp_num_layers
-    if not is_tied:
+    shares = getattr(first, "share_embeddings_and_output_weights", False)
+    if not shares and not getattr(last, "mtp_process", False):  # which embeds the tokens there as well
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
 def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
-    """Let the first rank, which under a V has both ends, be the only one of a pipeline's embedding group.
+    """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
 
     Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass ranks
     of their own for that group; with the last rank in it, the first would wait for it for ever.
@@ -155,10 +155,16 @@ def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
         pipeline = requested.pipeline()
         call = parameters.bind(*args, **kwargs)
         if pipeline is not None and pipeline.has_both_ends_on_first_rank:
-            call.arguments["get_embedding_ranks"] = lambda pp_ranks: [pp_ranks[0]]
+            call.arguments["get_embedding_ranks"] = _embedding_ranks
         return stock(*call.args, **call.kwargs)
 
     return initialize_model_parallel
+
+
+def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    placement = requested.require().placement
+    predicting = predicting_stage(get_args(), placement.stages)
+    return sorted({pp_ranks[0], *([] if predicting is None else [pp_ranks[placement.rank_of(predicting)]])})
 
 
 def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
@@ -166,7 +172,8 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
 
     Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
     stock sums them across ranks: after data-parallel reduction and before the division by tokens.  So the
-    arithmetic is stock's own.
+    arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank, is
+    summed by stock in between.
     """
 
     @functools.wraps(stock)
@@ -175,11 +182,13 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
         if pipeline is None or not pipeline.has_both_ends_on_first_rank:
             return stock(model, *args, **kwargs)
         tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
-        if tied is not None:
-            first, last = (getattr(weight, "main_grad", None) for weight in tied)
-            if first is not None and last is not None:  # neither has one where the embedding is frozen
-                first.add_(last)
-                last.copy_(first)
+        gradients = [getattr(weight, "main_grad", None) for weight in tied or ()]
+        both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
+        if len(both) == 2:
+            both[0].add_(both[1])
+        stock(model, *args, **kwargs)
+        if len(both) == 2:
+            both[1].copy_(both[0])
 
     return allreduce
 

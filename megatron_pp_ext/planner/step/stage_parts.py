@@ -2,12 +2,12 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.request.layers import pattern
+from megatron_pp_ext.request.layers import pattern, predicting_stage
 from megatron_pp_ext.schedule.costs import VocabularyCosts
 
 
@@ -99,8 +99,9 @@ def stage_parts(
 ) -> list[Part]:
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
-    The embedding is in the first stage; the output layer, the loss and multi-token prediction are in the
-    last.  With ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
+    The embedding is in the first stage; the output layer and the losses are in the last, and so is
+    multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
+    ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
     """
     ends = list(accumulate(layers_by_stage))
     by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -116,8 +117,12 @@ def stage_parts(
     if not shares_vocabulary:
         sums[0] += model.table
         sums[-1] += model.output
-    for _ in range(args.mtp_num_layers or 0):
-        sums[-1] += model.prediction + model.layers[-1] + model.head
+    predicting = predicting_stage(args, len(sums))
+    if predicting is not None:
+        depths = args.mtp_num_layers
+        copies = Part(parameters=model.head.parameters)
+        sums[predicting] += (model.prediction + model.layers[-1] + copies).times(depths)
+        sums[-1] += replace(model.head, parameters=0).times(depths)
     return sums
 
 

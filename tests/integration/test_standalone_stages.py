@@ -1,0 +1,163 @@
+"""Layouts with the loss or multi-token prediction in a stage of its own train as stock does.
+
+Where a V has its stages, stock's interleaved schedule would have the prediction on the first rank, whose copy
+of the embedding it does not keep equal.  So every case is compared with the same model on stock's line.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import rounding
+from tests.support.comparison import (
+    Result,
+    assert_close,
+    assert_same_gradients,
+    assert_same_predictions,
+    run,
+    stock,
+)
+from tests.support.training import global_parameters, since, train
+
+PIPELINE, LAYOUT = "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"
+EVALUATED = ("--clip-grad", "0", "--eval-iters", "1", "--eval-interval", "2")
+PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+UNTIED = "--untie-embeddings-and-output-weights"
+FLEX = "flex --pipeline-memory-limit 0.75"
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RECOMPUTES = since((0, 19), "megatron-core 0.18 fails to recompute multi-token prediction")
+
+
+def ours(ranks: int, layout: str, schedule: str, *model: str) -> Result:
+    flags = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", *schedule.split())
+    return run(ranks, [*flags, *EVALUATED, *model])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "schedule"),
+    [
+        (2, "Et*8|L", "1f1b"),
+        (2, "Et*8|L", "zb-h1"),
+        (4, "Et*4|t*2|t*2|L", "zb-h1"),
+        (2, "Et*4|t*2|t*2|L", "interleaved"),
+        (2, "Et*4|t*2|t*2|L", "v-half"),
+        (4, "E|t|t|tt|t|t|tt|L", "v-zb"),
+        (4, "E|t|t|tt|t|t|tt|L", FLEX),
+        # A stage with nothing in it but what it is handed.
+        (4, "Et*4|t*4||L", "zb-h1"),
+        (2, "Et*4||t*4|L", "v-half"),
+    ],
+)
+@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+def test_the_loss_alone(ranks: int, layout: str, schedule: str, model: tuple[str, ...]) -> None:
+    result = ours(ranks, layout, schedule, *model)
+    theirs = stock(ranks, PIPELINE, str(ranks), *EVALUATED, *model)
+    assert_same_gradients(result, theirs)
+    assert result.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=3))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "Et*4|tt|tt|L"), (4, "E|t|t|tt|t|t|tt|L")])
+@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, model: tuple[str, ...]) -> None:
+    shared = ours(ranks, layout, "v-half", "--pipeline-vocabulary", "shared", *model)
+    assert_close(shared, stock(ranks, PIPELINE, str(ranks), *EVALUATED, *model))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "schedule"),
+    [
+        (2, "Et*8m|L", "1f1b"),
+        (2, "Et*8m|L", "zb-h1"),
+        (4, "Et*4|t*4|m|L", "gpipe"),
+        (4, "Et*4|t*4|m|L", "zb-h2"),
+        (4, "Et*6|t*2m||L", "zb-h1"),
+        (4, "Et|t|t|t|t|ttt|m|L", "interleaved"),
+        (2, "Et*4|t*4|m|L", "v-half"),
+        (2, "Et*4|t*4|m|L", "auto"),
+        (2, "Et*4|t*2|t*2m|L", "v-zb"),
+        (4, "Et|t|t|t|t|ttt|m|L", "v-min"),
+        (4, "Et|t|t|t|ttttm|||L", "v-zb"),
+        (2, "Et|t|t|t|t|ttt|m|L", FLEX),
+    ],
+)
+@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+def test_the_prediction_alone(ranks: int, layout: str, schedule: str, model: tuple[str, ...]) -> None:
+    flags = (*PREDICTION, *model)
+    theirs = stock(4, PIPELINE, "4", LAYOUT, "Et*4|t*4|m|L", *EVALUATED, *flags)
+    assert_same_predictions(ours(ranks, layout, schedule, *flags), theirs)
+
+
+def test_stocks_own_layouts_agree() -> None:
+    """What the tests above compare with is the same model as that with the prediction beside the loss."""
+    flags = (*EVALUATED, *PREDICTION, UNTIED)
+    theirs = stock(4, PIPELINE, "4", LAYOUT, "Et*4|t*4|m|L", *flags)
+    assert_same_predictions(theirs, stock(2, PIPELINE, "2", LAYOUT, "Et*8|mL", *flags))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "schedule", "model"),
+    [
+        (2, "Et*4|t*4|mm|L", "v-half", "--mtp-num-layers 2 --calculate-per-token-loss"),
+        (4, "Et*8m|L", "zb-h1", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "Et*4|t*4|m|L", "v-half", "--use-distributed-optimizer --overlap-grad-reduce"),
+        pytest.param(2, "Et*4|t*4|m|L", "v-zb", RECOMPUTED, marks=RECOMPUTES),
+        (2, "Et*4|t*4|m|L", "v-half", "--num-experts 4 --disable-bias-linear --moe-router-topk 2"),
+    ],
+)
+def test_the_prediction_alone_beside(world: int, layout: str, schedule: str, model: str) -> None:
+    """Against stock with the loss alone on the second rank, and as many replicas or tensor-parallel ranks."""
+    flags = [*EVALUATED, *PREDICTION, *model.split()]
+    theirs = stock(world, PIPELINE, "2", LAYOUT, f"Et*8{'m' * layout.count('m')}|L", *flags)
+    result = run(world, [PIPELINE, "2", LAYOUT, layout, "--pipeline-schedule", schedule, *flags])
+    assert_same_predictions(result, theirs)
+
+
+def _require_copies(count: int, chunks: list[torch.nn.Module]) -> None:
+    """Megatron's own initial weights: every copy starts as what the first stage embeds with."""
+    mine = [p.detach() for name, p in global_parameters(chunks) if name == "embedding.word_embeddings.weight"]
+    gathered: list[list[torch.Tensor]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, mine)
+    copies = [copy for one in gathered for copy in one]
+    assert len(copies) == count
+    assert copies[0].any()
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+LINE = (4, ("Et*4|t*4|m|L", "zb-h1"))
+V = (2, ("Et*4|t*4|m|L", "v-half"))
+
+
+@pytest.mark.parametrize(("ranks", "pipeline"), [LINE, V], ids=["line", "v"])
+@pytest.mark.parametrize(("model", "copies"), [((), 3), ((UNTIED,), 2)], ids=["tied", "untied"])
+def test_all_copies_start_with_the_embedding(
+    ranks: int, pipeline: tuple[str, str], model: tuple[str, ...], copies: int
+) -> None:
+    layout, schedule = pipeline
+    flags = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", schedule, *PREDICTION, *model)
+    train(ranks, [*flags, "--train-iters", "1"], initialize=functools.partial(_require_copies, copies))
+
+
+STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
+RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(LINE, V), (V, LINE)], ids=["line-to-v", "v-to-line"])
+@pytest.mark.parametrize("model", [RESHARDABLE, (UNTIED,)], ids=["tied-distributed", "untied"])
+def test_a_checkpoint_goes_on_under_another_layout(
+    writer: tuple[int, tuple[str, str]],
+    reader: tuple[int, tuple[str, str]],
+    model: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    def losses(ranks: int, pipeline: tuple[str, str], *flags: str) -> list[float]:
+        layout, schedule = pipeline
+        base = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", schedule, *PREDICTION, *model)
+        return train(ranks, [*base, *STEPS, *flags])[-1].losses
+
+    whole = losses(*writer, "--save", str(tmp_path), "--save-interval", "2")
+    resumed = losses(*reader, "--load", str(tmp_path), "--ckpt-step", "2")
+    assert resumed == pytest.approx(whole[2:], rel=rounding.of_losses(updates=1))
