@@ -125,7 +125,7 @@ class SharedEmbedding:
         kept = self._kept.pop(microbatch)
         assert kept.gradient is not None
         held, row = self._rows.held(kept.tokens)
-        count = self._rows.weight().shape[0]
+        count = self._rows.count
         # One row more than there are takes the tokens of other ranks, and torch passes over it.
         row = torch.where(held, row, count)
         gradient = torch.ops.aten.embedding_dense_backward(kept.gradient, row, count + 1, count, False)

@@ -199,8 +199,10 @@ class SharedOutput:
         kept = self._kept[microbatch]
         shape = (self._everyone.size(), *kept.statistics.shape)
         kept.of_all = torch.empty(shape, dtype=kept.statistics.dtype, device=kept.statistics.device)
-        of_ranks = list(kept.of_all.unbind())
-        return [begun(dist.all_gather(of_ranks, kept.statistics, group=self._everyone, async_op=True))]
+        gathering = dist.all_gather_into_tensor(
+            kept.of_all.flatten(0, 1), kept.statistics, group=self._everyone, async_op=True
+        )
+        return [begun(gathering)]
 
     def _sum_gradient(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]

@@ -9,20 +9,21 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``first`` and following of the embedding or of the output weight.
+    """``count`` rows, ``first`` and following, of the embedding or of the output weight.
 
     ``weight()`` returns them, rows x hidden, whenever they are needed; ``add_gradient`` adds to their
     gradient.
     """
 
     first: int
+    count: int
     weight: Callable[[], torch.Tensor]
     add_gradient: Callable[[torch.Tensor], None]
 
     def held(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each token's row is one of these, and its number here, 0 where it is not."""
         row = tokens - self.first
-        held = (row >= 0) & (row < self.weight().shape[0])
+        held = (row >= 0) & (row < self.count)
         return held, row * held
 
 

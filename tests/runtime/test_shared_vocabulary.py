@@ -89,7 +89,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
     group = dist.new_group()
     vocabulary = SharedVocabulary(
         SharedEmbedding(
-            Rows(begin, lambda: looked_up, of_embedding.add_),
+            Rows(begin, end - begin, lambda: looked_up, of_embedding.add_),
             torch.Size((ROWS,)),
             torch.device("cpu"),
             group,
@@ -97,7 +97,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
             tokens if rank == first else None,
         ),
         SharedOutput(
-            Rows(begin, lambda: part, gradient.add_),
+            Rows(begin, end - begin, lambda: part, gradient.add_),
             torch.Size((ROWS, WIDTH)),
             group,
             home,

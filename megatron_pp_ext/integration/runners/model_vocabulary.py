@@ -263,4 +263,4 @@ def _tensor_ranks(config: Any) -> TensorRanks:
 
 
 def _rows(part: VocabularyPart) -> Rows:
-    return Rows(part.first, part.rows, functools.partial(add_gradient, part.weight))
+    return Rows(part.first, len(part.weight), part.rows, functools.partial(add_gradient, part.weight))

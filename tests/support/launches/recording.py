@@ -125,7 +125,7 @@ class RecordedVocabulary(SharedVocabulary):
     ) -> None:
         ranks = len(plans_of_ranks)
         group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
-        rows = Rows(2 * rank, lambda: torch.ones(2, 1), lambda gradient: None)
+        rows = Rows(2 * rank, 2, lambda: torch.ones(2, 1), lambda gradient: None)
 
         def holder(is_end: Callable[[RankPlan, int], bool]) -> int:
             has_end = [
@@ -211,7 +211,7 @@ def record_plans(
             get_group_rank=lambda group, global_rank: global_rank,
             get_backend=lambda group: "nccl",
             broadcast=vocabulary.collective,
-            all_gather=vocabulary.collective,
+            all_gather_into_tensor=vocabulary.collective,
             reduce=vocabulary.collective,
         ):
             channels = Channels(
