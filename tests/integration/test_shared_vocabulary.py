@@ -118,6 +118,13 @@ def test_low_precision_is_as_close_to_full_precision_as_stock_is(precision: str,
     )
 
 
+def test_several_samples_at_once() -> None:
+    """Labels come sample by sample, and hidden states token by token."""
+    flags = (PIPELINE, "2", UNTIED, "--micro-batch-size", "2", *EVALUATION)
+    ours = run(2, [*flags, *SHARED, "--pipeline-schedule", "zb-h1"])
+    assert_close(ours, stock(2, *flags))
+
+
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 MODELS = {
