@@ -8,9 +8,11 @@ turns.  Writes results/vocabulary.md.
 """
 
 import re
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Annotated
 
@@ -23,6 +25,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
+from megatron_pp_ext.view import trace_file
 
 LAYERS, TOKENS, MICROBATCHES = 8, 64, 8
 STOCK, EVEN, BEST, SHARED = "stock", "even", "best layout", "shared"
@@ -123,6 +126,34 @@ def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
     return rows
 
 
+def memory_rows() -> list[Row]:
+    """Return a row for each rank of four under V-Half: MiB of state and of activations, even and shared."""
+    ranks, columns = 4, []
+    model = [
+        *COMMON,
+        *f"--num-layers {LAYERS} --hidden-size 256 --vocab-size {32 << 10} --seq-length {TOKENS}".split(),
+        *f"--max-position-embeddings {TOKENS} --pipeline-model-parallel-size {ranks}".split(),
+        *f"--global-batch-size {MICROBATCHES} --train-iters 2 --pipeline-schedule v-half".split(),
+        "--untie-embeddings-and-output-weights",
+    ]
+    for flags in ([], ["--pipeline-vocabulary", "shared"]):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            log = pretrain([*model, *flags, "--pipeline-trace", str(trace)], ranks)
+            peaks = [record.peak_bytes for record in trace_file.read(trace).records]
+        found = re.findall(r"parameters on .*model parallel rank \(([0-9, ]+)\): (\d+)", log)
+        parameters = {int(place.split(",")[-1]): int(count) for place, count in found}
+        # Weight, gradient and two moments, each in single precision.
+        columns.append([(16 * parameters[rank] / 2**20, peaks[rank] / 2**20) for rank in range(ranks)])
+    rows: list[Row] = []
+    for rank, of_rank in enumerate(zip(*columns, strict=True)):
+        rows.append((rank, *(f"{value:.1f}" for one in of_rank for value in (*one, sum(one)))))
+    totals = [[sum(one) for one in column] for column in columns]
+    spreads = [f"{max(total) - min(total):.1f}" for total in totals]
+    rows.append(("highest less lowest", "", "", spreads[0], "", "", spreads[1]))
+    return rows
+
+
 def main(
     out: Out = RESULTS / "vocabulary.md",
     rounds: Annotated[int, typer.Option(help="Runs of each system, which take turns.")] = 2,
@@ -142,6 +173,13 @@ def main(
                     f"The output layer is worth {head(size, rows):.1f} layers.",
                     table(head_line, found),
                 ]
+    even_and_shared = [f"{what}, {how}" for how in (EVEN, SHARED) for what in ("state", "activations", "sum")]
+    sections += [
+        "## Memory of the ranks",
+        f"V-Half on four ranks, {LAYERS} layers of hidden size 256, 32k rows. MiB of weights, gradients and "
+        "Adam's moments, and of activations at their peak, measured.",
+        table(("rank", *even_and_shared), memory_rows()),
+    ]
     about = (
         f"p = {RANKS}, m = {MICROBATCHES}, {LAYERS} layers, {TOKENS} tokens, untied, fp32. Seconds of a "
         f"step, with its optimizer: medians of {rounds} x {steps} steps, systems in turns. Layers are those "
