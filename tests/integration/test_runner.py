@@ -107,6 +107,7 @@ def step(monkeypatch: pytest.MonkeyPatch):
             "grad_sync_func": lambda parameters: reduced.append(parameters),
             **dict.fromkeys(("no_sync_func", "param_sync_func", "timers", "calculate_per_token_loss")),
             "barrier_with_L1_time": True,
+            "mtp_standalone": False,
         }
         config = SimpleNamespace(**{**defaults, **settings})
         monkeypatch.setattr(pipeline_runner, "get_model_config", lambda model: config)

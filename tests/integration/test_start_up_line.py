@@ -1,5 +1,7 @@
 """What rank 0 prints before the first step."""
 
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 
@@ -18,14 +20,14 @@ def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
     args = arguments(f"{PP4} {flags}")
     pipeline = read_flags(args)
     assert pipeline is not None
-    return start_up.summary(pipeline, costs or (lambda stages: estimate(args, stages)))
+    return start_up.summary(pipeline, costs or partial(estimate, args))
 
 
-def unit(stages: int) -> Costs:
+def unit(stages: int, shares_vocabulary: bool) -> Costs:
     return Costs.unit(v(stages // 2))
 
 
-def unknown(stages: int) -> Costs:
+def unknown(stages: int, shares_vocabulary: bool) -> Costs:
     raise KeyError("a layer that nobody has modelled")
 
 
