@@ -94,7 +94,7 @@ def predicting_stage(args: Namespace, stages: int) -> int | None:
 
     It is the last unless a layout puts the m elsewhere.
     """
-    if not args.mtp_num_layers:
+    if not value(args, "--mtp-num-layers"):
         return None
     described = layout(args) or []
     return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)

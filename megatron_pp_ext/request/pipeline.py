@@ -129,6 +129,9 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
     _require_meaning(args)
     request = _read_schedule(args, chunks, microbatches)
+    # flex chooses among the placements that have a place for a prediction, if any has.
+    suited = tuple(one for one in request.placements if refusals.can_predict(args, one))
+    request = replace(request, placements=suited or request.placements)
     is_split = request.splits_backward or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
     request = replace(

@@ -198,21 +198,31 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
     _refuse_prediction(args, placement)
 
 
-def _refuse_prediction(args: Namespace, placement: Placement) -> None:
-    """Raise ValueError for multi-token prediction in a stage where Megatron cannot build or train it.
+def can_predict(args: Namespace, placement: Placement) -> bool:
+    """Whether ``args`` put multi-token prediction nowhere, or where Megatron can build and train it."""
+    stage = layers.predicting_stage(args, placement.stages)
+    return stage is None or stage in _stages_for_prediction(placement)
+
+
+def _stages_for_prediction(placement: Placement) -> list[int]:
+    """Return the stages where Megatron can build and train multi-token prediction.
 
     Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
     the gradients of the first stage's embedding with other ranks' (``_allreduce_embedding_grad`` in
     ``megatron.core.distributed.finalize_model_grads``) and would leave out a copy in another of its stages.
     """
     stages = placement.stages
-    can = [
+    return [
         stage
         for stage in range(stages - placement.ranks, stages)
         if placement.rank_of(stage) != 0 or stage in (0, stages - 1)
     ]
-    stage = layers.predicting_stage(args, stages)
-    if stage is not None and stage not in can:
+
+
+def _refuse_prediction(args: Namespace, placement: Placement) -> None:
+    if not can_predict(args, placement):
+        stage = layers.predicting_stage(args, placement.stages)
+        can = _stages_for_prediction(placement)
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} does not support multi-token prediction (m) in "
             f"stage {stage}, counted from 0, of --pipeline-model-parallel-layout "

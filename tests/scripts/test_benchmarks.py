@@ -15,7 +15,7 @@ MODULES = [
 COMMANDS = {
     "gpu.check", "planner.accuracy", "planner.partition", "planner.rehearsals", "runtime.launches",
     "runtime.overhead", "runtime.pipedream", "runtime.split", "runtime.start_up", "runtime.steps",
-    "runtime.train", "schedules.tables",
+    "runtime.train", "runtime.vocabulary", "schedules.shared_vocabulary", "schedules.tables",
 }  # fmt: skip
 
 
