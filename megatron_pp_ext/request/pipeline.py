@@ -134,6 +134,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     request = replace(request, placements=suited or request.placements)
     is_split = request.splits_backward or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
+    refusals.refuse_prediction(args, request.placements[0])
     request = replace(
         request, data=data, layers=_layers(args, request), vocabulary=vocabulary_flag.requested(args)
     )

@@ -195,7 +195,6 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
     if placement.stages > 2:
         refusals += BETWEEN_ENDS
     refuse_first(args, refusals)
-    _refuse_prediction(args, placement)
 
 
 def can_predict(args: Namespace, placement: Placement) -> bool:
@@ -219,7 +218,8 @@ def _stages_for_prediction(placement: Placement) -> list[int]:
     ]
 
 
-def _refuse_prediction(args: Namespace, placement: Placement) -> None:
+def refuse_prediction(args: Namespace, placement: Placement) -> None:
+    """Raise ValueError unless ``can_predict``."""
     if not can_predict(args, placement):
         stage = layers.predicting_stage(args, placement.stages)
         can = _stages_for_prediction(placement)

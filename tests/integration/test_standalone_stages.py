@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pp_ext.schedule.placement import Shape
 from tests.support import rounding
 from tests.support.comparison import (
     Result,
@@ -19,6 +20,7 @@ from tests.support.comparison import (
     run,
     stock,
 )
+from tests.support.flags import read
 from tests.support.training import global_parameters, since, train
 
 PIPELINE, LAYOUT = "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"
@@ -81,7 +83,7 @@ def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, mode
         (2, "Et*4|t*2|t*2m|L", "v-zb"),
         (4, "Et|t|t|t|t|ttt|m|L", "v-min"),
         (4, "Et|t|t|t|ttttm|||L", "v-zb"),
-        (2, "Et|t|t|t|t|ttt|m|L", FLEX),
+        (2, "Ett|t|t|t|tt|t|m|L", FLEX),
     ],
 )
 @pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
@@ -89,6 +91,12 @@ def test_the_prediction_alone(ranks: int, layout: str, schedule: str, model: tup
     flags = (*PREDICTION, *model)
     theirs = stock(4, PIPELINE, "4", LAYOUT, "Et*4|t*4|m|L", *EVALUATED, *flags)
     assert_same_predictions(ours(ranks, layout, schedule, *flags), theirs)
+
+
+def test_flex_takes_no_loop_with_the_prediction_on_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{PIPELINE} 2 {LAYOUT} Ett|t|t|t|tt|t|m|L {' '.join(PREDICTION)} --pipeline-schedule {FLEX}"
+    request = read(monkeypatch, flags).request
+    assert {placement.shape for placement in request.placements} == {Shape.WAVE}
 
 
 def test_stocks_own_layouts_agree() -> None:
