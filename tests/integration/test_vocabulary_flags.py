@@ -62,7 +62,7 @@ def test_every_refusal_is_reached(refusal, monkeypatch):
     flags = f"{PP4} --pipeline-schedule 1f1b {refusal.flag}{values.get(refusal.flag, '')}"
     with pytest.raises(ValueError, match=rf"--pipeline-vocabulary shared does not support {refusal.flag}: "):
         read(monkeypatch, f"{flags} {SHARED}")
-    # Such a job trains without sharing where auto may choose.
+    # Under auto the same job trains, and does not share.
     pipeline = read(monkeypatch, f"{flags} --pipeline-vocabulary auto")
     assert pipeline is not None and not pipeline.placement.shares_vocabulary
 

@@ -62,6 +62,8 @@ class VocabularyPart(torch.nn.Module):
         self.weight = torch.nn.Parameter(whole[begin:end].clone())
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         self.weight.is_embedding_or_output_parameter = True
+        if getattr(get_args(), "use_mup", False):
+            self.weight.is_embedding_parameter = True  # as stock marks both, for their learning rate
         self.weight.vocabulary_rows = self.first, self.total
 
     def rows(self) -> torch.Tensor:
@@ -165,8 +167,8 @@ def share_vocabulary(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
     made: list[Any] = []
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        made.append(build_chunk(*args, **kwargs))
-        model = made[-1]
+        model = build_chunk(*args, **kwargs)
+        made.append(model)
         if len(made) == requested.require().placement.chunks:
             _deal_out(made)
             made.clear()
