@@ -10,17 +10,17 @@ simulated with the time of each single action.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
@@ -58,6 +58,7 @@ class RankRehearsal:
 
     ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
     microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
+    ``vocabulary`` are those of its part of a vocabulary that the ranks share.
     ``outside_seconds`` is the time between the last action of a step and the first of the next, for
     optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
     ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
@@ -80,6 +81,7 @@ class RankRehearsal:
     optimizer_bytes: int
     device_bytes: int | None = None
     ratios: tuple[tuple[float, ...], ...] = ()
+    vocabulary: VocabularyCosts | None = None
 
     def write(self, path: Path) -> None:
         """Write the measurements to ``path`` as JSON."""
@@ -90,6 +92,8 @@ class RankRehearsal:
         """Read a file that ``write`` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         content["stages"] = tuple(StageCosts(**stage) for stage in content["stages"])
+        if content["vocabulary"] is not None:
+            content["vocabulary"] = VocabularyCosts(**content["vocabulary"])
         content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
         content["layers"] = tuple(content["layers"])
         content["ratios"] = tuple(map(tuple, content["ratios"]))
@@ -201,7 +205,7 @@ def put_together(
     if system is not None:
         link = system.node if world <= system.gpus_per_node else system.network
         hop = link.seconds(message)
-    timeline = simulate(schedule, Costs(stages, hop, message))
+    timeline = simulate(schedule, Costs(stages, hop, message, _vocabulary(found.values(), system, hop)))
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(
@@ -235,12 +239,12 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
     steps = min(len(one.ratios) for one in found.values())
 
     def seconds(step: int, action: Action) -> float:
-        rank, cost = placement.rank_of(action.stage), costs.stages[action.stage]
+        rank = placement.rank_of(action.stage)
         other = source[rank]
         place = known[other].get((placement.chunk_of(action.stage), action.kind, action.microbatch))
         if place is None:  # The stand-in may do a B where this rank does I and W.
-            return cost.seconds(action.kind)
-        return cost.seconds(action.kind) * found[other].ratios[(step + rank - other) % steps][place]
+            return costs.seconds(action)
+        return costs.seconds(action) * found[other].ratios[(step + rank - other) % steps][place]
 
     if not steps:
         return timeline.makespan
@@ -251,15 +255,35 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
 def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageCosts:
     """Return the chunk's costs, with the time of its collectives."""
     costs = measured.stages[chunk]
-    if system is None:
-        return costs
-    waits = dict.fromkeys(Kind, 0.0)
-    for one in measured.collectives:
-        if one.chunk == chunk:
-            waits[Kind(one.kind)] += one.seconds(system)
     return replace(
         costs,
-        forward=costs.forward + waits[Kind.F],
-        input_gradient=costs.input_gradient + waits[Kind.I] + waits[Kind.B],
-        weight_gradient=costs.weight_gradient + waits[Kind.W],
+        forward=costs.forward + _waits(measured, system, chunk, Kind.F),
+        input_gradient=costs.input_gradient + _waits(measured, system, chunk, Kind.I, Kind.B),
+        weight_gradient=costs.weight_gradient + _waits(measured, system, chunk, Kind.W),
+    )
+
+
+def _vocabulary(found: Iterable[RankRehearsal], system: System | None, hop: float) -> VocabularyCosts | None:
+    """Return the mean costs of the ranks' parts of a shared vocabulary; each has as many rows, but for one.
+
+    The exchanges behind an S take two hops, as in ``Costs.with_shared_output_layer``.
+    """
+    parts = [(one, one.vocabulary) for one in found if one.vocabulary is not None]
+    if not parts:
+        return None
+    return VocabularyCosts(
+        scores=mean(part.scores + _waits(one, system, 0, Kind.S) for one, part in parts),
+        weight_gradient=mean(part.weight_gradient for _, part in parts),
+        activation=mean(part.activation for _, part in parts),
+        hidden=hop,
+        sums=2 * hop,
+    )
+
+
+def _waits(measured: RankRehearsal, system: System | None, chunk: int, *kinds: Kind) -> float:
+    """Return the seconds of the collectives within a microbatch's actions of ``kinds``."""
+    return sum(
+        one.seconds(system)
+        for one in measured.collectives
+        if system is not None and one.chunk == chunk and Kind(one.kind) in kinds
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pp_ext.files import require_writable
-from megatron_pp_ext.request import layers, vocabulary_flag
+from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE
 
 _STEPS = "--pipeline-profile-steps"
@@ -88,7 +88,7 @@ def refuse_rehearsal(args: Namespace) -> None:
     """Raise ValueError for a flag that --rehearse-pipeline cannot go with."""
     if args.rehearse_pipeline is None:
         return
-    name, shared = args.pipeline_schedule, vocabulary_flag.given(args)
+    name = args.pipeline_schedule
     _refuse_first(
         "a rehearsal cannot go with",
         (
@@ -97,11 +97,6 @@ def refuse_rehearsal(args: Namespace) -> None:
                 f"--pipeline-schedule {name}, which never flushes",
                 name in FLUSH_FREE,
                 "choose another schedule",
-            ),
-            (
-                f"--pipeline-vocabulary {shared}, whose parts a rank alone cannot exchange",
-                shared is not None,
-                "leave it out, or ask mpp estimate",
             ),
             ("--pipeline-trace", args.pipeline_trace is not None, "leave it out"),
             ("--pipeline-profile-steps", args.pipeline_profile_steps is not None, "leave it out"),

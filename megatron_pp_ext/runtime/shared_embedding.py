@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.vocabulary_rows import Rows, begun
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
+from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 
@@ -29,8 +30,8 @@ class _Microbatch:
 class SharedEmbedding:
     """The part of this rank: ``rows`` of the embedding.
 
-    A microbatch has tokens of ``shape``, all on ``device``.  ``home`` is the rank of ``group`` with the first
-    stage; there ``tokens(microbatch)`` returns them, and is called for one microbatch after the other.
+    A microbatch has tokens of ``shape``, all on ``device``.  ``home`` is the rank of the pipeline with the
+    first stage; there ``tokens(microbatch)`` returns them, and is called for one microbatch after the other.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class SharedEmbedding:
         rows: Rows,
         shape: torch.Size,
         device: torch.device,
-        group: dist.ProcessGroup,
+        exchanges: Exchanges,
         home: int,
         tokens: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._rows, self._shape, self._device = rows, shape, device
-        self._group, self._home, self._tokens = group, dist.get_global_rank(group, home), tokens
+        self._exchanges, self._home, self._tokens = exchanges, home, tokens
         self._kept: dict[int, _Microbatch] = {}
         self._arriving: tuple[int, dist.Work] | None = None
         self._sent: _Microbatch | None = None
@@ -85,7 +86,7 @@ class SharedEmbedding:
                 )
         else:
             tokens = torch.empty(self._shape, dtype=torch.long, device=self._device)
-        self._kept[microbatch] = _Microbatch(tokens, self._spread(tokens))
+        self._kept[microbatch] = _Microbatch(tokens, self._exchanges.spread(tokens, self._home))
 
     def _sum_embedded(self, microbatch: int) -> None:
         self._release_sent()
@@ -94,7 +95,7 @@ class SharedEmbedding:
         held, row = self._rows.held(kept.tokens)
         # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
         kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
-        kept.summed = begun(dist.reduce(kept.embedded, self._home, group=self._group, async_op=True))
+        kept.summed = self._exchanges.sum_up(kept.embedded, self._home)
         if self._tokens is None:
             self._sent = kept
 
@@ -113,7 +114,7 @@ class SharedEmbedding:
             kept.gradient = torch.empty(
                 *self._shape, weight.shape[1], dtype=weight.dtype, device=self._device
             )
-        self._arriving = microbatch, self._spread(kept.gradient)
+        self._arriving = microbatch, self._exchanges.spread(kept.gradient, self._home)
 
     def _add_arrived(self) -> None:
         """Add the gradient that was spread last; it had time until the next one to arrive."""
@@ -130,6 +131,3 @@ class SharedEmbedding:
         row = torch.where(held, row, count)
         gradient = torch.ops.aten.embedding_dense_backward(kept.gradient, row, count + 1, count, False)
         self._rows.add_gradient(gradient[:count])
-
-    def _spread(self, tensor: torch.Tensor) -> dist.Work:
-        return begun(dist.broadcast(tensor, self._home, group=self._group, async_op=True))

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.runtime.vocabulary_rows import Rows, begun
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
+from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 _NONE = torch.empty(0)
@@ -87,27 +88,24 @@ class SharedOutput:
     """The part of this rank: ``rows`` of the output weight.
 
     The last stage's output has ``shape``, ... x hidden, with the weight's type and device.  ``home`` is the
-    rank of ``group``, the pipeline, that holds the last stage, and there ``head`` is given.  All ranks launch
-    the exchanges in one order, the plan's (``schedule.messages``).  ``everyone`` is the group of all ranks
-    with rows of the weight; under tensor parallelism these are more than the pipeline's.  An evaluation has
-    losses, and nothing else.
+    rank of the pipeline that holds the last stage, and there ``head`` is given.  All ranks launch the
+    ``exchanges`` in one order, the plan's (``schedule.messages``).  An evaluation has losses, and nothing
+    else.
     """
 
     def __init__(
         self,
         rows: Rows,
         shape: torch.Size,
-        group: dist.ProcessGroup,
+        exchanges: Exchanges,
         home: int,
         head: Head | None = None,
-        everyone: dist.ProcessGroup | None = None,
         tensor_ranks: TensorRanks = ALONE,
         is_evaluation: bool = False,
     ) -> None:
         self._is_evaluation = is_evaluation
         self._rows, self._shape, self._head = rows, shape, head
-        self._group, self._home = group, dist.get_global_rank(group, home)
-        self._everyone, self._tensor_ranks = everyone or group, tensor_ranks
+        self._exchanges, self._home, self._tensor_ranks = exchanges, home, tensor_ranks
         self._kept: dict[int, _Microbatch] = {}
         self._type = torch.float32
 
@@ -193,16 +191,12 @@ class SharedOutput:
             labels = torch.empty(self._tokens, dtype=torch.long, device=weight.device)
             self._kept[microbatch] = _Microbatch(hidden, labels)
         kept = self._kept[microbatch]
-        return [self._spread(kept.hidden), self._spread(kept.labels)]
+        return [self._exchanges.spread(tensor, self._home) for tensor in (kept.hidden, kept.labels)]
 
     def _gather_statistics(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
-        shape = (self._everyone.size(), *kept.statistics.shape)
-        kept.of_all = torch.empty(shape, dtype=kept.statistics.dtype, device=kept.statistics.device)
-        gathering = dist.all_gather_into_tensor(
-            kept.of_all.flatten(0, 1), kept.statistics, group=self._everyone, async_op=True
-        )
-        return [begun(gathering)]
+        kept.of_all, gathering = self._exchanges.gather(kept.statistics)
+        return [gathering]
 
     def _sum_gradient(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
@@ -211,16 +205,13 @@ class SharedOutput:
         _, row = self._held(kept.labels)
         rows = self._rows.weight().detach()[row[:, 0]]
         kept.part.copy_(kept.part * scale + rows * of_label)
-        return [begun(dist.reduce(kept.part, self._home, group=self._group, async_op=True))]
+        return [self._exchanges.sum_up(kept.part, self._home)]
 
     def _spread_loss(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
         if self._head is None:
             kept.loss_gradient = torch.empty_like(kept.statistics[0])
-        return [self._spread(kept.loss_gradient)]
-
-    def _spread(self, tensor: torch.Tensor) -> dist.Work:
-        return begun(dist.broadcast(tensor, self._home, group=self._group, async_op=True))
+        return [self._exchanges.spread(kept.loss_gradient, self._home)]
 
     def _held(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether this rank holds each label's row, and its number here; a column each."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,3 @@ class Rows:
         row = tokens - self.first
         held = (row >= 0) & (row < self.count)
         return held, row * held
-
-
-def begun(work: dist.Work | None) -> dist.Work:
-    """Return what torch returns for a collective of a group that this rank is in."""
-    assert work is not None
-    return work

@@ -49,6 +49,9 @@ def weight_bytes(chunks: list[torch.nn.Module]) -> int:
         "--pipeline-model-parallel-size 4 --pipeline-schedule v-zb --untie-embeddings-and-output-weights",
         "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule v-half --pipeline-vocabulary shared",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-schedule v-half --pipeline-vocabulary shared --untie-embeddings-and-output-weights",
     ],
 )
 def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) -> None:
@@ -64,6 +67,8 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
         collectives = found[1].collectives
         assert collectives.count(gather) == collectives.count(gather._replace(kind="I")) == 8
         assert found[1].message_bytes == gather.size // 2
+        # An S gathers the hidden states of all tokens.
+        assert collectives.count(gather._replace(kind="S")) == ("--pipeline-vocabulary" in flags)
     schedule = csv_file.read(tmp_path / "0.csv")
     assert schedule.orders == real.timeline().schedule.orders
     for rank, record in enumerate(real.records):
@@ -82,8 +87,6 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
     [
         ({"pipeline_schedule": "auto"}, "cannot go with --pipeline-schedule auto; choose flex"),
         ({"pipeline_schedule": "pipedream"}, "pipedream, which never flushes; choose another schedule"),
-        ({"pipeline_vocabulary": "shared"}, "--pipeline-vocabulary shared, whose parts a rank alone cannot"),
-        ({"pipeline_vocabulary": "auto"}, "exchange; leave it out, or ask mpp estimate"),
         ({"pipeline_trace": Path("a.json")}, "cannot go with --pipeline-trace; leave it out"),
         ({"pipeline_profile_steps": "2-3"}, "cannot go with --pipeline-profile-steps; leave it out"),
         ({"profile_pipeline": Path("a.json")}, "cannot go with --profile-pipeline; leave it out"),

@@ -14,8 +14,10 @@ from megatron_pp_ext.planner.rehearsal import (
 )
 from megatron_pp_ext.planner.system import Link, System
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import StageCosts
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.vocabulary import share
 
 RANKS, MICROBATCHES = 4, 6
 SCHEDULE = catalog.build("zb-h1", RANKS, MICROBATCHES)
@@ -40,7 +42,12 @@ def measured(rank: int) -> RankRehearsal:
 
 
 def test_a_file_keeps_it_all(tmp_path: Path) -> None:
-    one = replace(measured(2), collectives=(Collective(0, "F", "gather", 8, 2, 1),), device_bytes=7)
+    one = replace(
+        measured(2),
+        collectives=(Collective(0, "F", "gather", 8, 2, 1),),
+        device_bytes=7,
+        vocabulary=VocabularyCosts(2.0, 1.0, 3.0),
+    )
     one.write(tmp_path / "2.json")
     assert RankRehearsal.read(tmp_path / "2.json") == one
 
@@ -144,6 +151,37 @@ def test_a_system_adds_messages_and_collectives() -> None:
     assert within.hop == 0.5 + 1000 / 1000
     assert within.stages[1] == StageCosts(2.25, 2, 2.125, 10.0, 4.0)
     assert put_together(found, SCHEDULE, system, 16).timeline.costs.hop == 2.0 + 1000 / 100
+
+
+def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:
+    system = System(
+        name="test",
+        gpus_per_node=8,
+        memory_bytes=1.0,
+        matrix_rates={"fp32": [[1, 1, 1, 1.0]]},
+        copy_bytes_per_second=1.0,
+        node=Link(1000.0, 0.5),
+        network=Link(100.0, 2.0),
+        all_reduce=[[2, 64, 0.25]],
+    )
+    schedule = share(lambda microbatches: catalog.build("zb-h1", RANKS, microbatches), MICROBATCHES)
+    gathered = (Collective(0, "S", "gather", 64, 2, 1),)
+    found = {
+        rank: replace(
+            measured(rank),
+            digest=schedule.digest,
+            vocabulary=VocabularyCosts(rank + 1, 2.0, 5.0),
+            collectives=gathered,
+            ratios=(tuple(1.0 + (action.kind is Kind.S) for action in schedule.orders[rank]),),
+        )
+        for rank in range(RANKS)
+    }
+    rehearsal = put_together(found, schedule, system, 8)
+    hop = 0.5 + 1000 / 1000
+    expected = VocabularyCosts(2.5 + 0.125, 2.0, 5.0, hidden=hop, sums=2 * hop)
+    assert rehearsal.timeline.costs.vocabulary == expected
+    slow = replace(rehearsal.timeline.costs, vocabulary=replace(expected, scores=2 * expected.scores))
+    assert rehearsal.pipeline_seconds == pytest.approx(simulate(schedule, slow).makespan)
 
 
 def test_refusals() -> None:

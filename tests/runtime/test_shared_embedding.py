@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 from tests.support.ranks import run_ranks
@@ -16,7 +17,7 @@ def _look_up(rank: int) -> list[int]:
     tokens = (lambda microbatch: torch.arange(4)) if rank == 0 else None
     shape = torch.Size((4,))
     rows = Rows(2 * rank, 2, lambda: weight, gradient.add_)
-    embedding = SharedEmbedding(rows, shape, torch.device("cpu"), dist.new_group(), 0, tokens)
+    embedding = SharedEmbedding(rows, shape, torch.device("cpu"), Exchanges(dist.new_group()), 0, tokens)
     kept = []
     for microbatch in range(4):
         embedding.launch(Exchange(Exchanged.TOKENS, microbatch))

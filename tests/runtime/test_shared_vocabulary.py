@@ -13,6 +13,7 @@ from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
@@ -86,20 +87,20 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
     of_embedding = torch.zeros_like(looked_up)
     first, home = placement.rank_of(0), placement.rank_of(placement.stages - 1)
     head = Head() if rank == home else None
-    group = dist.new_group()
+    exchanges = Exchanges(dist.new_group())
     vocabulary = SharedVocabulary(
         SharedEmbedding(
             Rows(begin, end - begin, lambda: looked_up, of_embedding.add_),
             torch.Size((ROWS,)),
             torch.device("cpu"),
-            group,
+            exchanges,
             first,
             tokens if rank == first else None,
         ),
         SharedOutput(
             Rows(begin, end - begin, lambda: part, gradient.add_),
             torch.Size((ROWS, WIDTH)),
-            group,
+            exchanges,
             home,
             head,
             is_evaluation=all(a.kind in (Kind.F, Kind.S) for a in schedule),

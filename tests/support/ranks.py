@@ -8,6 +8,7 @@ global arguments and process groups, is gone with the rank.
 """
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import random
@@ -32,6 +33,9 @@ if hasattr(dist.Backend, "_ensure_backend_registered"):
     dist.Backend._ensure_backend_registered("gloo")
 
 OUTPUT_LINES = 30
+CRASH = "Fatal Python error"
+"""What faulthandler writes first."""
+
 GRACE_SECONDS = 2.0
 HANG_SECONDS = 600.0
 """A job takes seconds; one that has not ended after so many hangs, however slow the machine is."""
@@ -120,6 +124,7 @@ def _send_output_to(file: Path) -> None:
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(sys.stderr)  # pytest's writes where nobody looks for the story of a rank
 
 
 def _wait(running: dict[int, int], timeout: float) -> tuple[list[int], str]:
@@ -165,7 +170,8 @@ def story(rank: int, files: Path) -> str:
     for suffix, lines in ((".output", OUTPUT_LINES), (".traceback", None)):
         file = files.with_suffix(suffix)
         text = file.read_text(errors="replace").splitlines() if file.exists() else []
-        parts += text[-lines:] if lines else text
+        crash = next((at for at, line in enumerate(text) if line.startswith(CRASH)), len(text))
+        parts += text[crash:] or (text[-lines:] if lines else text)
     return "\n".join(parts)
 
 

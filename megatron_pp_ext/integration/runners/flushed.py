@@ -7,13 +7,14 @@ import torch.distributed as dist
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
-from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_groups
+from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_exchanges
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 
@@ -21,12 +22,12 @@ from megatron_pp_ext.schedule.actions import Schedule
 class FlushedRunner(PipelineRunner):
     """Builds a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
 
-    A subclass may override ``_schedule``, ``_phase`` and ``_channels``.
+    A subclass may override ``_schedule``, ``_phase``, ``_channels`` and ``_make_exchanges``.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
-        self._exchanges: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._exchanges: Exchanges | None = None
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
@@ -48,6 +49,10 @@ class FlushedRunner(PipelineRunner):
         """Return the channels of one step for messages of ``shape`` in the pipeline ``group``."""
         return message_channels(group, self._directions(group), shape, config)
 
+    def _make_exchanges(self, group: dist.ProcessGroup) -> Exchanges:
+        """Return the exchanges of a vocabulary that the pipeline ``group`` shares; all ranks call it once."""
+        return vocabulary_exchanges(group)
+
     def _run(
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
     ) -> None:
@@ -62,7 +67,7 @@ class FlushedRunner(PipelineRunner):
         self, inputs: StepInputs, plan: RankPlan, group: dist.ProcessGroup, shape: Any
     ) -> ModelVocabulary:
         if self._exchanges is None:
-            self._exchanges = vocabulary_groups(group)
+            self._exchanges = self._make_exchanges(group)
         return ModelVocabulary(inputs, self.pipeline.placement, plan, self._exchanges, shape)
 
     def _plan(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> RankPlan:

@@ -11,6 +11,7 @@ from megatron.training import get_args
 
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, collective_group, direction_groups
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 
 PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
@@ -30,11 +31,11 @@ def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pr
     return direction_groups(dist.get_process_group_ranks(group), patience, options=options)
 
 
-def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups of a shared vocabulary's exchanges.
+def vocabulary_exchanges(group: dist.ProcessGroup) -> Exchanges:
+    """Make the exchanges of a vocabulary that the ranks of the pipeline ``group`` share.
 
-    One is of the ranks of the pipeline ``group``, one of all ranks with rows, which are those of the other
-    tensor-parallel ranks too.
+    Their groups are of these ranks, and of all ranks with rows, which are those of the other tensor-parallel
+    ranks too.
 
     Collective over the whole world, at a time when no message is on its way.
     """
@@ -43,7 +44,7 @@ def vocabulary_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist
         collective_group(dist.get_process_group_ranks(ranks), patience, options=options)
         for ranks in (group, parallel_state.get_model_parallel_group())
     )
-    return pipeline, everyone
+    return Exchanges(pipeline, everyone)
 
 
 def _as_flags_say() -> tuple[timedelta, GroupOptions]:

@@ -28,6 +28,7 @@ from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
@@ -36,8 +37,8 @@ from megatron_pp_ext.schedule.placement import Placement
 class ModelVocabulary(SharedVocabulary):
     """The vocabulary of one step, and what the two end stages need of it (``model_stage.Ends``).
 
-    ``groups`` are those of ``message_groups.vocabulary_groups``.  ``shape`` is that of a message: tokens,
-    batch, hidden; under sequence parallelism it has a part of the tokens.
+    ``shape`` is that of a message: tokens, batch, hidden; under sequence parallelism it has a part of the
+    tokens.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ModelVocabulary(SharedVocabulary):
         inputs: StepInputs,
         placement: Placement,
         plan: RankPlan,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        exchanges: Exchanges,
         shape: Any,
     ) -> None:
         if inputs.collect_non_loss_data:
@@ -69,24 +70,22 @@ class ModelVocabulary(SharedVocabulary):
         self._ahead = _ReadAhead(inputs, lookup) if is_first else None
         self._head = _Head(inputs, scorer) if is_last else None
         tensor_ranks = _tensor_ranks(inputs.config)
-        pipeline, everyone = groups
         tokens, batch, _ = shape
         super().__init__(
             SharedEmbedding(
                 _rows(self._table),
                 torch.Size((batch, tokens * tensor_ranks.parts)),
                 device(),
-                pipeline,
+                exchanges,
                 placement.rank_of(0),
                 self._ahead.tokens if self._ahead else None,
             ),
             SharedOutput(
                 _rows(scorer),
                 torch.Size(shape),
-                pipeline,
+                exchanges,
                 placement.rank_of(placement.stages - 1),
                 self._head,
-                everyone,
                 tensor_ranks,
                 inputs.forward_only,
             ),

@@ -8,12 +8,15 @@ step, which warms up, counts bytes; all later ones are timed.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import get_args
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_pp_ext.integration import requested
@@ -25,9 +28,18 @@ from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.recorded import RankRecord, kind_seconds, stage_costs
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.costs import VocabularyCosts
+from megatron_pp_ext.schedule.recorded import (
+    KindSeconds,
+    RankRecord,
+    kind_seconds,
+    stage_costs,
+    vocabulary_costs,
+)
 
 
 class RehearsalRunner(FlushedRunner):
@@ -86,6 +98,10 @@ class RehearsalRunner(FlushedRunner):
         ranks = dist.get_process_group_ranks(group)
         return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, device())
 
+    def _make_exchanges(self, group: dist.ProcessGroup) -> Exchanges:
+        everyone = parallel_state.get_model_parallel_group()
+        return MadeUpExchanges(group, everyone, get_args().padded_vocab_size)
+
     def _tokens_of_step(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
         return inputs.tokens
 
@@ -114,6 +130,9 @@ class RehearsalRunner(FlushedRunner):
             stages=tuple(
                 stage_costs(stage, seconds, self._bytes) for stage in self.pipeline.placement.stages_of(rank)
             ),
+            vocabulary=_part_costs(rank, seconds, self._bytes)
+            if schedule.placement.shares_vocabulary
+            else None,
             collectives=tuple(self._collectives.found),
             message_bytes=self._message_bytes,
             outside_seconds=median(self._outside),
@@ -127,6 +146,13 @@ class RehearsalRunner(FlushedRunner):
                 for record in self._timed
             ),
         ).write(path)
+
+
+def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
+    """Return the costs of this rank's part of a shared vocabulary, whose actions have the rank's number."""
+    return replace(
+        vocabulary_costs([record]), scores=seconds[rank, Kind.S], weight_gradient=seconds[rank, Kind.T]
+    )
 
 
 class _LastingBytes:

@@ -11,6 +11,7 @@ from megatron_pp_ext import cpu
 from tests.hunt.faults import jobs
 from tests.hunt.faults.cases import JOB, SAVES, SAVES_EVERY, Runner
 from tests.hunt.faults.rank import Orders
+from tests.support.ranks import CRASH
 from tests.support.samples import samples_of
 from tests.support.training import TINY
 
@@ -61,8 +62,10 @@ def train(runner: Runner, flags: Sequence[str]) -> Trained:
 
 
 def last_words(story: str) -> str:
-    """Return the last line that tells an error, or else the last one."""
+    """Return where a rank crashed, or else the last line that tells an error, or else the last one."""
     lines = [line for line in story.splitlines() if line.strip()] or [""]
+    if crashes := [at for at, line in enumerate(lines) if line.startswith(CRASH)]:
+        return "\n".join(lines[crashes[0] : crashes[0] + 60])
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Exception)\b", line)]
     return (errors or lines)[-1][:300]
 

@@ -1,7 +1,6 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
+from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
@@ -117,14 +117,33 @@ class NamedKernels:
         return self._output
 
 
+class RecordedExchanges(Exchanges):
+    """Exchanges that are recorded, and leave tensors as they are."""
+
+    def __init__(self, recording: Recording, ranks: int) -> None:
+        self._recording, self._ranks = recording, tuple(range(ranks))
+
+    def spread(self, tensor: torch.Tensor, home: int) -> Any:
+        return self._launch()
+
+    def sum_up(self, tensor: torch.Tensor, home: int) -> Any:
+        return self._launch()
+
+    def gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return part.new_zeros(len(self._ranks), *part.shape), self._launch()
+
+    def _launch(self) -> RecordedWork:
+        entry = Collective("vocabulary", self._ranks, "exchange")
+        return RecordedWork(self._recording, self._recording.add(entry), False, False)
+
+
 class RecordedVocabulary(SharedVocabulary):
     """The product's own part of a shared vocabulary on tiny tensors, with a kernel for each action."""
 
     def __init__(
         self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]], seconds: float
     ) -> None:
-        ranks = len(plans_of_ranks)
-        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        exchanges = RecordedExchanges(recording, len(plans_of_ranks))
         rows = Rows(2 * rank, 2, lambda: torch.ones(2, 1), lambda gradient: None)
 
         def holder(is_end: Callable[[RankPlan, int], bool]) -> int:
@@ -138,15 +157,13 @@ class RecordedVocabulary(SharedVocabulary):
             holder(lambda plan, stage: stage == 0),
             holder(lambda plan, stage: stage == plan.loss_stage),
         )
-        with patch.object(dist, "get_global_rank", lambda group, group_rank: group_rank):
-            head = _Head() if last == rank else None
-            tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
-            super().__init__(
-                SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), group, first, tokens),
-                SharedOutput(rows, torch.Size((1, 1)), group, last, head),
-            )
+        head = _Head() if last == rank else None
+        tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
+        super().__init__(
+            SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), exchanges, first, tokens),
+            SharedOutput(rows, torch.Size((1, 1)), exchanges, last, head),
+        )
         self._recording, self._seconds, self._rank = recording, seconds, rank
-        self._ranks = tuple(range(ranks))
 
     def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
         super().keep(microbatch, hidden.reshape(1, 1))
@@ -158,11 +175,6 @@ class RecordedVocabulary(SharedVocabulary):
     def weight_gradient(self, microbatch: int) -> None:
         super().weight_gradient(microbatch)
         self._recording.add(Kernel(f"{self._rank}T{microbatch}", self._seconds))
-
-    def collective(self, *arguments: Any, **options: Any) -> RecordedWork:
-        """Stand for a collective of torch.distributed."""
-        entry = Collective("vocabulary", self._ranks, "exchange")
-        return RecordedWork(self._recording, self._recording.add(entry), False, False)
 
 
 class _Head:
@@ -210,9 +222,6 @@ def record_plans(
             get_rank=lambda here=rank: here,
             get_group_rank=lambda group, global_rank: global_rank,
             get_backend=lambda group: "nccl",
-            broadcast=vocabulary.collective,
-            all_gather_into_tensor=vocabulary.collective,
-            reduce=vocabulary.collective,
         ):
             channels = Channels(
                 list(range(len(plans_of_ranks))),
