@@ -137,11 +137,12 @@ class _Beside:
                 if room <= 0:
                     break
         least = self.least(microbatches, placement)
-        if self.needed(least) <= limit:
+        if (needed := self.needed(least)) <= limit:
             return least
         raise InfeasibleLimit(
-            f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary; raise "
-            "--pipeline-memory-limit, or leave --pipeline-vocabulary out"
+            f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary, with which the "
+            f"order that keeps least keeps {needed:.6g}; raise --pipeline-memory-limit, or leave "
+            "--pipeline-vocabulary out"
         )
 
     def least(self, microbatches: int, placement: Placement) -> Schedule:

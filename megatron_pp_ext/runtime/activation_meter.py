@@ -110,6 +110,24 @@ class ActivationMeter:
             del self._owned[owner]
 
 
+def keep_shape(received: torch.Tensor) -> None:
+    """Let a gradient reach ``received``, if that is a leaf, though its data was cut meanwhile.
+
+    Megatron's --distribute-saved-activations leaves a part of the data in the leaf, and makes it whole in
+    what autograd saved.  That is the leaf itself, but a copy of it where hooks see saved tensors.
+    """
+    if not received.requires_grad or not received.is_leaf:
+        return
+    leaf = weakref.ref(received)
+
+    def fit(gradient: torch.Tensor) -> None:
+        tensor = leaf()
+        if tensor is not None and tensor.shape != gradient.shape:
+            tensor.data = gradient
+
+    received.register_hook(fit)
+
+
 _watching: ActivationMeter | None = None
 
 

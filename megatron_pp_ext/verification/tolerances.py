@@ -92,7 +92,7 @@ class Arithmetic:
         if not why:
             return BITS
         if self.precision == "fp32":
-            allowed = 1e-6 if why == [_CLIPPED] else 1e-4
+            allowed = 1e-6 if step == 0 or why == [_CLIPPED] else 1e-4
         else:
             allowed = 1e-2 if self.experts else 1e-3
             why.append(f"and in {self.precision} that last bit decides how a weight rounds")
@@ -108,8 +108,8 @@ class Arithmetic:
         moved = 4 * later.allowed * (1 if self.precision == "fp32" else step)
         if moved > NORM:
             return Tolerance(moved, later.why)
-        if self.precision != "fp32" and (self.prediction or self.replicas > 2):
-            return Tolerance(1e-3, _TWICE if self.prediction else _REPLICAS)
+        if self.precision != "fp32" and (why := self._rounds_gradients()):
+            return Tolerance(1e-3, why)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
     def gradient(self, name: str) -> Tolerance:
@@ -124,6 +124,14 @@ class Arithmetic:
         if self.replicas > 2:
             return Tolerance(1e-5 if self.precision == "fp32" else 2e-2, _REPLICAS)
         return BITS
+
+    def _rounds_gradients(self) -> str:
+        """Return why a sum in another order rounds gradients of the first step otherwise; "" if none does."""
+        if self.prediction:
+            return _TWICE
+        if self.shares_vocabulary:
+            return _SHARED
+        return _REPLICAS if self.replicas > 2 else ""
 
     def _reasons(self, stock: RunRecord, step: int) -> list[str]:
         reasons = [_SHARED] if self.shares_vocabulary else []

@@ -1,14 +1,18 @@
 """Recomputed activations: the halves of a split backward still are the whole, to the last bit."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.comparison import assert_same_gradients, run, stock
+from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 FULL = "--recompute-granularity full --recompute-method"
 SELECTIVE = "--disable-bias-linear --recompute-granularity selective --recompute-modules"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 32"
+DISTRIBUTED = f"{FULL} uniform --recompute-num-layers 1 --distribute-saved-activations"
 FLEX = "flex --pipeline-memory-limit 0.75"
 
 
@@ -37,3 +41,20 @@ def test_recomputed_gradients_are_those_without() -> None:
     base = (*PIPELINE, "--disable-bias-linear")
     recomputed = run(2, [*PIPELINE, *f"{SELECTIVE} core_attn mlp --pipeline-schedule v-half".split()])
     assert_same_gradients(recomputed, stock(2, *base))
+
+
+@pytest.mark.parametrize("schedule", ["", "--pipeline-schedule v-half"])
+def test_a_trace_of_activations_that_tensor_ranks_share(schedule: str, tmp_path: Path) -> None:
+    """Megatron cuts the data of a received activation, of which hooks on saved tensors keep copies."""
+    base = (*PIPELINE, "--tensor-model-parallel-size", "2", *DISTRIBUTED.split())
+    traced = run(4, [*base, *schedule.split(), "--pipeline-trace", str(tmp_path / "trace.json")])
+    assert_same_gradients(traced, stock(4, *base))
+
+
+def test_versions_of_weights_beside_activations_that_tensor_ranks_share() -> None:
+    base = (*PIPELINE, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
+    base += ("--pipeline-schedule", "pipedream-2bw")
+    whole = train(4, [*base, *FULL.split(), "uniform", "--recompute-num-layers", "1"])
+    distributed = train(4, [*base, *DISTRIBUTED.split()])
+    assert len(whole[-1].losses) == 3
+    assert distributed[-1].losses == whole[-1].losses

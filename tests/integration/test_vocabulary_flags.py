@@ -40,7 +40,8 @@ REFUSED = {
     ),
     "too little memory": (
         f"{PP4} {SHARED} --pipeline-schedule flex --pipeline-memory-limit 100000",
-        "has no room for the parts of a shared vocabulary; raise --pipeline-memory-limit",
+        r"limit of [\d.e+]+ has no room for the parts of a shared vocabulary, .* keeps least keeps [\d.e+]+; "
+        "raise --pipeline-memory-limit",
     ),
 }
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,13 +49,20 @@ def test_what_counts_as_equal(ours: RunRecord, flags: str, equal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "precision", "equal"), [(2, "bf16", False), (4, "bf16", True), (4, "fp32", False)]
+    ("order", "precision", "equal"),
+    [
+        ({"replicas": 2}, "bf16", False),
+        ({"replicas": 4}, "bf16", True),
+        ({"replicas": 4}, "fp32", False),
+        ({"shares_vocabulary": True}, "fp16", True),
+        ({"shares_vocabulary": True}, "fp32", False),
+    ],
 )
 def test_norms_of_low_precision_gradients_that_are_summed_in_another_order(
-    replicas: int, precision: str, equal: bool
+    order: dict[str, Any], precision: str, equal: bool
 ) -> None:
     ours = record(4.0, 4.0, 4.0, norms=(0.50002, 0.5, 0.5))
-    assert compare(STOCK, ours, Arithmetic(precision, replicas=replicas)).is_equal is equal
+    assert compare(STOCK, ours, Arithmetic(precision, **order)).is_equal is equal
 
 
 def test_two_runs_that_fail_alike_are_not_equal() -> None:

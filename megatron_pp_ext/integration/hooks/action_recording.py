@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.runtime.activation_meter import keep_shape
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
 
@@ -59,6 +60,10 @@ def record_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
         microbatch = kwargs["current_microbatch"]
+        received, config = args[4], args[6]
+        for tensor in received if isinstance(received, list) else [received]:
+            if tensor is not None and config.distribute_saved_activations:
+                keep_shape(tensor)
         with recorder.during(Action(stage, Kind.F, microbatch)):
             output, tokens = stock(*args, **kwargs)
         _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)

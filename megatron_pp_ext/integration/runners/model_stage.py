@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 
 from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, LastActions, last_actions
 from megatron_pp_ext.integration.hooks.mirrored_chunks import as_chunk
-from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.activation_meter import Owner, keep_shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -95,6 +95,8 @@ class ModelStage:
         inputs = self.inputs
         if activation is not None and not inputs.forward_only:
             activation.requires_grad_()
+            if inputs.config.distribute_saved_activations:
+                keep_shape(activation)
         if microbatch == 0:
             inputs.data_parallel.first_forward(self._chunk)
         with as_chunk(self._vp_stage):

@@ -3,6 +3,7 @@
 from functools import cache
 from random import Random
 
+from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
 from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
 from tests.hunt.fuzz.job import STOCK, has_checkpoint
 from tests.hunt.fuzz.schedules import drawn
@@ -30,7 +31,7 @@ def draw(seed: int, number: int) -> Row:
     schedule = names[number % TOGETHER % len(names)]
     own = Random(f"{seed} {number} {schedule}")
     measures = own.choice(["none", "none", "none", "trace", "profile"])
-    if measures == "profile" and schedule.startswith("csv"):
+    if measures == "profile" and (schedule.startswith("csv") or row["sharing"] != "none"):
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     return {**row, "schedule": schedule, "measures": measures, "resume": resume}
@@ -54,6 +55,6 @@ def _job(random: Random) -> dict[str, str]:
 
 @cache
 def _is_known(factor: str, level: str) -> bool:
-    """Whether this release of Megatron has the flags of a level."""
+    """Whether this release of Megatron, or the plugin, has the flags of a level."""
     words = FLAGS.get(factor, {}).get(level, "").split()
-    return all(has_flag(word) for word in words if word.startswith("--"))
+    return all(word in SCHEDULE_FLAGS or has_flag(word) for word in words if word.startswith("--"))

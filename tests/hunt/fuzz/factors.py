@@ -128,6 +128,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "late": "--eval-interval 2 --eval-iters 1",
     },
     "vocabulary": {"even": "", "odd": "--vocab-size 61", "padded": "--make-vocab-size-divisible-by 48"},
+    "sharing": {"none": "", "all-ranks": "--pipeline-vocabulary shared"},
     "samples": {"1": "", "2": "--micro-batch-size 2"},
     "messages": {"default": "", "no-overlap": "--no-overlap-p2p-communication"},
     "log": {
@@ -157,6 +158,7 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("experts want --sequence-parallel", {"parallel": "tp2", "experts": OTHERS}),
     ("expert parallelism needs experts", {"parallel": "ep2 tp2-sp-ep2", "experts": "none"}),
     ("experts have no biases in Megatron's local layers", {"experts": OTHERS, "biases": "yes"}),
+    ("a prediction has logits of its own", {"sharing": OTHERS, "prediction": OTHERS}),
     ("prediction needs rotated or no positions", {"prediction": OTHERS, "position": "learned"}),
     (
         "Megatron cannot save tied embeddings beside a prediction's",

@@ -24,7 +24,8 @@ def drawn(row: Row, random: Random) -> list[str]:
         names += [f"{FLEX} {random.uniform(*LIMITS):.3f}{chunks}" for _ in range(2)]
     if not row["precision"].startswith("fp16") and row["chunks"] in "12":
         names.append(AUTO)
-    if row["microbatches"] != "growing":
+    # A file has no place for a shared vocabulary.
+    if row["microbatches"] != "growing" and row["sharing"] == "none":
         placements = list(_placements(row))
         kinds = [CSV] if row["dropout"] == "on" else [CSV, CSV_ANY_ORDER]
         names += [f"{random.choice(kinds)} {random.choice(placements)}" for _ in range(3)]

@@ -49,6 +49,7 @@ class Outcome:
 
 REFUSALS = (
     r"memory limit .* is infeasible",  # docs/schedules.md, "flex": a rank must keep at least one microbatch
+    r"memory limit .* has no room for the parts of a shared vocabulary",  # the same rule, in the same place
 )
 """The refusals that a drawn case may meet, each with where the documents state it."""
 
