@@ -41,7 +41,9 @@ def stage(forwards: Forwards, forward_only: bool = False) -> ModelStage:
         model=[None, None],
         iterators=[None, None],
         microbatches=len(TOKENS),
-        config=SimpleNamespace(deallocate_pipeline_outputs=True, timers=None),
+        config=SimpleNamespace(
+            deallocate_pipeline_outputs=True, timers=None, distribute_saved_activations=False
+        ),
         cp_size=1,
         data_parallel=forwards,
         forward_only=forward_only,
