@@ -50,3 +50,25 @@ LLAMA = {
 """Llama2-7B, 8 pipeline ranks on a node of MI300X: schedule, tokens per second per GPU, GB.
 
 Assumed: sequences of 4096 in microbatches of 1, 64 of them, bf16, fused attention."""
+
+
+class StageTimes(NamedTuple):
+    """A row of arXiv 2401.10241, table 9: milliseconds of F, I and W of a stage between the ends."""
+
+    name: str
+    ranks: int
+    layers: int
+    heads: int
+    hidden: int
+    samples: int
+    milliseconds: tuple[float, float, float]
+
+
+STAGE_TIMES = (
+    StageTimes("1.5B", 8, 22, 24, 2304, 6, (18.522, 18.086, 9.337)),
+    StageTimes("6.2B", 8, 30, 32, 4096, 3, (29.718, 29.444, 19.927)),
+    StageTimes("14.6B", 16, 46, 40, 5120, 1, (11.347, 11.248, 8.132)),
+    StageTimes("28.3B", 32, 62, 48, 6144, 1, (10.419, 10.207, 7.715)),
+)
+"""On A100 80G, sequences of 1024, the sizes of table 3; embedding and loss each take a layer's place.
+Attention in single operations is assumed."""

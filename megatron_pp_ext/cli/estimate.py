@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.request.pipeline import Request
 
 SystemName = Annotated[
-    str, typer.Option("--system", help="a100-80g, h100, h200, mi300x, or what mpp calibrate wrote.")
+    str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
 ]
 Margin = Annotated[
     float, typer.Option(help="For what allocators leave unused: a fraction of what comes and goes.")
@@ -90,6 +90,8 @@ def show(found: "Estimate", request: "Request", machine: "System", gpus: int) ->
         f"{found.other_seconds:.4g} s\n"
         f"MFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
+    least, most = found.band.of(found.step_seconds)
+    console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {found.band}")
     if found.note:
         console.print(found.note)
     if request.ranks > 1 and request.microbatches < request.ranks:

@@ -32,7 +32,7 @@ def search(
     model: Model = None,
     print_only: PrintFlags = False,
     memory: Annotated[
-        float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: all]")
+        float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: 94%]")
     ] = None,
     top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10,
     schedules: Annotated[
@@ -78,7 +78,7 @@ def search(
     from megatron_pp_ext.cli.measure import show as show_measured
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.search.best_first import Compiles, Search
+    from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Search
     from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
@@ -120,7 +120,7 @@ def search(
     if "pipeline_model_parallel_size" in fixed:
         vocabulary_flag.refuse(Namespace(**{**vars(args), "pipeline_schedule": names[0]}))
     space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed)
-    limit = memory or machine.memory_bytes
+    limit = memory or (1 - HEADROOM) * machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))
     filled_in = tuple(strip(missing(words)))
     whole = report.Report(found, [*words, *filled_in], machine, gpus, limit, script, filled_in)

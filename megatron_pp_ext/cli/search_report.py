@@ -40,7 +40,8 @@ class Report:
         machines = f"{self.gpus} x {self.system.name}"
         console.print(
             f"{result.legal:,} configurations of {machines}: {result.unfit:,} cannot fit, "
-            f"{result.replayed:,} were replayed; none of the others can be among the best"
+            f"{result.replayed:,} were replayed; none of the others can be among the best\n"
+            f"{self._room()}; 8 in 10 of {result.best[0].estimate.band}"
         )
         table = Table(*(Column(name, overflow="fold") for name in _COLUMNS[:-2]), box=SIMPLE_HEAD)
         for number, name, *numbers, _, behind in self._rows():
@@ -59,6 +60,12 @@ class Report:
             )
         self.show_command("To run the best:", result.best[0])
 
+    def _room(self) -> str:
+        """Say how much memory a rank may take."""
+        offered = self.system.memory_bytes
+        left = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
+        return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{left} (--memory)"
+
     def show_command(self, title: str, one: Evaluated) -> None:
         """Print ``title`` and the command that starts ``one``."""
         show_launch(title, self._launch(one), self.filled_in)
@@ -70,6 +77,7 @@ class Report:
         return {
             "system": self.system.name,
             "gpus": self.gpus,
+            "memory_limit": self.limit,
             "legal": result.legal,
             "unfit": result.unfit,
             "replayed": result.replayed,
@@ -116,7 +124,8 @@ class Report:
         picture = memory_tradeoff.configurations_svg(best, frontier, self.limit, "")
         return (
             f"<!doctype html><meta charset=utf-8><title>{escape(self._title())}</title><style>{style}</style>"
-            f"<h1>{escape(self._title())}</h1><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
+            f"<h1>{escape(self._title())}</h1><p>{escape(self._room())}; 8 in 10 of "
+            f"{escape(str(self.result.best[0].estimate.band))}.</p><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
         )
 
     def write_batch_files(self, folder: Path) -> None:

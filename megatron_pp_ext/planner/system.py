@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_pp_ext.json_input import did_you_mean, is_number, naming, parse, require_names
+from megatron_pp_ext.planner.product_shapes import efficiency
 
 DTYPES = ("bf16", "fp32", "fp8")
 """The number formats of ``matrix_rates``; fp16 counts as bf16."""
+
+_SUSTAINED = (*DTYPES, "copy", "network")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,14 @@ class System:
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
     there are none, the best of ``matrix_rates`` stands for them.  ``copy_bytes_per_second`` is of device
     memory, reading plus writing.  ``all_reduce`` has rows of (ranks, bytes, seconds) where it was measured;
-    elsewhere a ring on the links is assumed.  ``sources`` has for each field where it was read or how it
-    was measured.  ValueError for figures that are not above zero.
+    elsewhere a ring on the links is assumed.
+
+    ``processors`` are the SMs or compute units, 0 where product shapes make no difference;
+    ``attention_rates`` has for "forward" and "backward" rows of (tokens, operations a second) of fused causal
+    attention; ``kernel_seconds`` is what a host takes to start a kernel.  ``sustained`` has the share of
+    these rates that training keeps up, 1 where it is left out: of "bf16", "fp32" and "fp8" products, of
+    "copy" and of "network".  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has
+    for each field where it was read or how it was measured.  ValueError for figures that are not above zero.
     """
 
     name: str
@@ -57,6 +66,11 @@ class System:
     copy_bytes_per_second: float
     node: Link
     network: Link
+    processors: int = 0
+    attention_rates: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    kernel_seconds: float = 0.0
+    sustained: Mapping[str, float] = field(default_factory=dict)
+    reserved_bytes: float = 0.0
     peak_rates: Mapping[str, float] = field(default_factory=dict)
     all_reduce: Sequence[Sequence[float]] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +85,23 @@ class System:
             *((f"peak_rates {dtype}", rate) for dtype, rate in self.peak_rates.items()),
         ):
             _require_positive(self.name, name, value)
+        for name, value in (
+            ("processors", self.processors),
+            ("kernel_seconds", self.kernel_seconds),
+            ("reserved_bytes", self.reserved_bytes),
+        ):
+            _require_positive(self.name, name, value, or_zero=True)
+        for name, share in self.sustained.items():
+            if name not in _SUSTAINED:
+                known = ", ".join(_SUSTAINED)
+                raise ValueError(f"system {self.name}: sustained has {name!r}: give one of {known}")
+            _require_positive(self.name, f"sustained {name}", share)
+        for which, rows in self.attention_rates.items():
+            if which not in ("forward", "backward"):
+                raise ValueError(
+                    f"system {self.name}: attention_rates has {which!r}: give forward or backward"
+                )
+            _require_rows(self.name, f"attention_rates {which}", rows, ("tokens", "operations_per_second"))
         for name, link in (("node", self.node), ("network", self.network)):
             _require_positive(self.name, f"{name}.latency_seconds", link.latency_seconds, or_zero=True)
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
@@ -83,20 +114,39 @@ class System:
         _require_rows(self.name, "all_reduce", self.all_reduce, ("ranks", "bytes", "seconds"))
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
-        """Return the operations a second of a product of m x k with k x n.
+        """Return the operations a second of a product of m x k with k x n in a training step.
 
-        It is a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension
-        and of the number of operations, so it is exact at a row and never beyond the best or worst row.
+        What a row reaches of its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
+        the number of operations, so that it is exact at a row, times the share that is ``sustained``.
         """
         near = best = 0.0
         smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
+        here = efficiency(m, n, k, self.processors) * self.sustained.get(dtype, 1.0)
         for *shape, rate in self._rates(dtype):
+            scale = rate / efficiency(*shape, self.processors)
             distance = (smallest - math.log(min(shape))) ** 2 + (size - math.log(math.prod(shape))) ** 2
             if distance < 1e-12:
-                return rate
+                return here * scale
             near += 1 / distance
-            best += rate / distance
-        return best / near
+            best += scale / distance
+        return here * best / near
+
+    def attention_rate(self, which: str, length: float) -> float | None:
+        """Return the operations a second of fused causal attention over ``length`` tokens.
+
+        ``which`` is "forward" or "backward", and masked operations are not counted.  None where it is not
+        known.
+        """
+        rows = self.attention_rates.get(which)
+        if not rows:
+            return None
+        points = sorted((math.log(row[0]), row[1]) for row in rows)
+        at = min(max(math.log(length), points[0][0]), points[-1][0])
+        for (low, below), (high, above) in pairwise(points):
+            if at <= high:
+                return below + (above - below) * (at - low) / (high - low)
+        return points[-1][1]
 
     def peak(self, dtype: str) -> float:
         """Return the rate whose full use is a utilisation of 1."""
@@ -118,7 +168,13 @@ class System:
         if (ranks - 1) * stride < self.gpus_per_node:
             return self.node
         sharing = min(ranks, max(1, self.gpus_per_node // stride))
-        rate = min(self.node.bytes_per_second, sharing * self.network.bytes_per_second)
+        rate = min(self.node.bytes_per_second, sharing * self.between_nodes.bytes_per_second)
+        return Link(rate, self.network.latency_seconds)
+
+    @property
+    def between_nodes(self) -> Link:
+        """One GPU's share of the network, at the rate that is sustained."""
+        rate = self.network.bytes_per_second * self.sustained.get("network", 1.0)
         return Link(rate, self.network.latency_seconds)
 
     def all_reduce_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
@@ -136,8 +192,16 @@ class System:
         return self.all_reduce_seconds(size, ranks, stride) / 2
 
     def all_to_all_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds in which every rank sends its ``size`` bytes in equal parts to all ranks."""
-        return self._ring(size, ranks, stride) if ranks > 1 and size > 0 else 0.0
+        """Return the seconds in which every rank sends its ``size`` bytes in equal parts to all ranks.
+
+        Parts for ranks of the same node take its links, the others the rank's own share of the network, both
+        at the same time.
+        """
+        if ranks < 2 or size <= 0:
+            return 0.0
+        near = min(ranks, max(1, self.gpus_per_node // stride))
+        links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
+        return max(link.seconds(size * others / ranks) for others, link in links if others)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         link = self.link(ranks, stride)

@@ -55,7 +55,8 @@ def test_estimate_of_a_shared_vocabulary(mpp, model, tmp_path):
     for vocabulary in (None, "shared", "auto"):
         file, flag = tmp_path / f"{vocabulary}.json", f"--pipeline-vocabulary {vocabulary}"
         words = ["--json", file, "--", *(flag.split() if vocabulary else ())]
-        result = mpp("estimate", "--model", model(**PIPELINE, global_batch_size=16), *words)
+        large = model(**PIPELINE, global_batch_size=16, vocab_size=256000)
+        result = mpp("estimate", "--model", large, *words)
         assert result.exit_code == 0, result.output
         found[vocabulary], outputs[vocabulary] = json.loads(file.read_text()), result.output
         assert (flag in result.output) is (vocabulary is not None)

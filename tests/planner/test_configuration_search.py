@@ -45,7 +45,8 @@ def everything(where):
 
 def estimated(candidate, where):
     args = candidate.described(where.args)
-    work = Workload(args, A100, candidate.placement, candidate.data)
+    is_split = splits_backward(candidate.schedule)
+    work = Workload(args, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
     order = program(candidate.schedule, *sizes, candidate.shares_vocabulary)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)

@@ -30,10 +30,10 @@ class Only(KernelSeconds):
 
     kind: str
 
-    def product(self, m, n, k, adds=False):
+    def product(self, m, n, k, adds=False, is_output=False):
         return {"product": 2 * m * n * k, "adding": adds}.get(self.kind, 0)
 
-    def attention(self, operations, scores, is_fused):
+    def attention(self, operations, scores, is_fused, length):
         return {"attention": (operations, 2 * operations), "scores": (scores, scores)}.get(self.kind, (0, 0))
 
     def copy(self, size):
@@ -68,16 +68,33 @@ def layer(kind, **changed):
         ({}, (0, 0, 0)),
         ({"tensor_model_parallel_size": 2}, (4, 4, 0)),
         ({"tensor_model_parallel_size": 4}, (4, 4, 0)),
-        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 4, 2)),
+        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 6, 0)),
     ],
 )
 def test_a_layer_s_collectives(changed, collectives):
     """arXiv 2205.05198, section 4.2: two all-reduces a pass, each half of it a gather; the same number with
-    sequence parallelism, and the inputs of both column-parallel products once more for W."""
+    sequence parallelism, and the inputs of both column-parallel products once more for W.  Here products
+    take no time and hide nothing."""
     assert seconds(layer("gather", **changed)) == tuple(HIDDEN * count for count in collectives)
 
 
-@pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 1, 1))])
+@pytest.mark.parametrize(("parallel", "collectives"), [(False, 4), (True, 4)])
+def test_collectives_that_long_products_hide(parallel, collectives):
+    """I's products hide the gathering for W, and W's hide what I's column-parallel products sum."""
+
+    class Both(Only):
+        def product(self, m, n, k, adds=False, is_output=False):
+            return 1e12
+
+    args = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
+    made = LayerCosts(args, Both("gather"))
+    found = made.attention() + made.mlp()
+    assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
+    assert found.hidden_in_whole == 2 * HIDDEN * (1 if parallel else 2)
+    assert found.costs(is_split=False).weight_gradient == 4e12 - found.hidden_in_whole
+
+
+@pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 2, 0))])
 def test_the_output_layer_s_collectives(parallel, collectives):
     """Logits stay where they are; only its input is gathered and its input's gradient summed."""
     output = costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel).output(V)
@@ -105,7 +122,7 @@ def test_messages_between_context_parallel_ranks_travel_under_attention():
     """What takes longer counts, not the sum of both."""
 
     class Both(Only):
-        def attention(self, operations, scores, is_fused):
+        def attention(self, operations, scores, is_fused, length):
             return 7.0, 11.0
 
     size = 2 * 2 * (S / 4) * B * H
@@ -124,10 +141,20 @@ def test_what_is_copied_in_a_dense_layer():
 
 
 def test_what_is_copied_in_a_layer_of_experts():
-    """Its own inner width twice a token, and the tokens sorted at both ends, before and after."""
+    """Its own inner width twice a token, and the tokens put in order four times, read and written each."""
     inner, sent = 2 * 2 * S * B * 384, 2 * HIDDEN
     found = seconds(costs("copy", **EXPERTS).experts())
-    assert found == (5 * HIDDEN + 2 * inner + 4 * sent, 5 * HIDDEN + 3 * inner + 4 * sent, 0)
+    assert found == (5 * HIDDEN + 2 * inner + 8 * sent, 5 * HIDDEN + 3 * inner + 8 * sent, 0)
+
+
+def test_positions_and_the_order_of_heads_are_copied_around_attention():
+    """Queries and keys are rotated; unfused attention also puts all three in the order of heads."""
+    plain, rotated, unfused = (
+        costs("copy", **changed).attention().forward_seconds
+        for changed in ({}, {"position_embedding_type": "rope"}, {"transformer_impl": "local"})
+    )
+    assert rotated - plain == 2 * 2 * HIDDEN
+    assert unfused - plain == 2 * 3 * HIDDEN
 
 
 def test_what_the_loss_copies():

@@ -69,6 +69,10 @@ class Result:
     replayed: int = 0
 
 
+HEADROOM = 0.06
+"""The share of a device's memory that a search leaves free by default, for what no model counts."""
+
+
 class Compiles(Enum):
     """Whether orders are compiled: never, in addition to the best of the families, or instead of them."""
 
@@ -166,13 +170,13 @@ class Search:
             self._shortest.clear()
         for number, cut in enumerate(chosen):
             progress("compiling", number, len(chosen))
-            work = self._work(cut, cut.placement)
+            work = self._work(cut, cut.placement, is_split=True)
             limit = self._left(work)
             if limit <= 0:
                 infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
                 continue
             given = self._space.args.pipeline_memory_limit
-            whole = self._work(cut, replace(cut.placement, shares_vocabulary=False)).costs
+            whole = self._work(cut, replace(cut.placement, shares_vocabulary=False), is_split=True).costs
             if given and requested_limit(given, cut.pipeline, cut.microbatches, whole)[0] < limit:
                 limit = given
             try:
@@ -180,7 +184,7 @@ class Search:
             except InfeasibleLimit as error:
                 infeasible = str(error)
                 continue
-            work = self._work(cut, schedule.placement)
+            work = self._work(cut, schedule.placement, is_split=True)
             found = estimate(work, Program(schedule), FLEX, cut.microbatches, self._margin)
             self.result.replayed += 1
             if found.fullest.total <= self._limit:
@@ -243,7 +247,7 @@ class Search:
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it does not fit into ``limit``."""
-        work = self._work(candidate, candidate.placement)
+        work = self._work(candidate, candidate.placement, splits_backward(candidate.schedule))
         name, ranks, chunks = candidate.schedule, candidate.pipeline, candidate.chunks
         microbatches, shares = candidate.microbatches, candidate.shares_vocabulary
         if shares:
@@ -264,13 +268,17 @@ class Search:
             self.result.too_large.append((candidate, fullest))
         return None
 
-    def _work(self, candidate: Candidate, placement: Placement) -> Workload:
-        """Return its stages with their costs; candidates that share the costs of a layer share a model."""
+    def _work(self, candidate: Candidate, placement: Placement, is_split: bool = False) -> Workload:
+        """Return its stages with their costs; candidates that share the costs of a layer share a model.
+
+        Backwards that are not split take no longer than split ones, which lower bounds rely on.
+        """
         args, one = candidate.described(self._space.args), candidate
         key = one.tensor, one.context, one.expert, one.micro_batch, one.recompute.modules
         if key not in self._models:
             self._models[key] = model_on(args, self._system)
-        return Workload(args, self._system, placement, one.data, model=self._models[key])
+        model = self._models[key]
+        return Workload(args, self._system, placement, one.data, model=model, is_split=is_split)
 
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]

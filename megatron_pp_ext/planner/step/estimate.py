@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.programs import Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
@@ -42,12 +43,13 @@ class RankMemory:
     messages: float
     loss: float
     margin: float
+    reserved: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all components."""
         state = self.weights + self.gradients + self.optimizer + self.versions
-        return state + self.activations + self.messages + self.loss + self.margin
+        return state + self.activations + self.messages + self.loss + self.margin + self.reserved
 
     def components(self) -> Iterator[tuple[str, float]]:
         """Yield every component with its name."""
@@ -61,8 +63,8 @@ class Estimate:
 
     ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
     that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
-    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.  ``note``
-    is what people should know of the schedule.
+    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.  ``band``
+    says how far published runs were from their estimates, ``note`` what people should know of the schedule.
     """
 
     step_seconds: float
@@ -71,6 +73,7 @@ class Estimate:
     utilisation: float
     tokens_per_second: float
     ranks: tuple[RankMemory, ...]
+    band: Band
     note: str = ""
 
     @property
@@ -117,6 +120,7 @@ def rank_memory(
         messages=buffers,
         loss=loss,
         margin=margin * (activations + buffers + loss),
+        reserved=work.system.reserved_bytes,
     )
 
 
@@ -148,6 +152,7 @@ def estimate(
         utilisation=work.operations(microbatches) / (step * gpus * work.system.peak(dtype)),
         tokens_per_second=tokens / step,
         ranks=memory(work, order, name, microbatches, margin),
+        band=band(args, work.system, gpus),
     )
 
 
@@ -159,7 +164,7 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
     """
 
     def work_on(placement: Placement) -> Workload:
-        return Workload(args, system, placement, request.data)
+        return Workload(args, system, placement, request.data, is_split=request.splits_backward)
 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
         return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs

@@ -27,7 +27,7 @@ _VALUES = {
     "--recompute-granularity": ("full", "selective"),
     "--recompute-method": ("uniform", "block"),
     "--tokenizer-type": ("NullTokenizer",),
-    "--moe-token-dispatcher-type": ("allgather", "alltoall"),
+    "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
     "--pipeline-vocabulary": (SHARED, AUTO),
 }
 """The values that are read here."""

@@ -3,8 +3,8 @@
 Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
 are those that autograd saves and that deferred weight gradients hold on to, without the small ones (the
 statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with those that
-the activation meter counts.  Under FP8 the operands that wait for W are counted as the one quantized copy
-that it reads, a byte for each number, and everything else as without FP8.
+the activation meter counts.  Under FP8 the inputs of products, and the operands that wait for W, are counted
+as one quantized copy, a byte for each number, and everything else as without FP8.
 """
 
 from argparse import Namespace
@@ -12,7 +12,12 @@ from dataclasses import replace
 
 from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import weight_size
+from megatron_pp_ext.planner.step.product_costs import ActivationSizes, ProductCosts
+
+_FUSED_KERNELS, _UNFUSED_KERNELS, _MLP_KERNELS, _ROUTER_KERNELS = 11, 16, 8, 25
+"""The kernels that a forward starts: those of attention with its projections, fused or not, of an MLP, and
+of routing and ordering tokens.  They are counted roughly; what is fitted is their product with the system's
+``kernel_seconds``."""
 
 
 class LayerCosts:
@@ -21,12 +26,8 @@ class LayerCosts:
     def __init__(self, args: Namespace, kernels: KernelSeconds | None = None) -> None:
         self._args = args
         self._kernels = kernels or KernelSeconds()
-        self._tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
-        self._bytes = weight_size(args)
-        is_quantized = args.fp8 and args.transformer_impl != "local"
-        self._waiting = 1 / self._bytes if is_quantized else 1.0
-        self._share = args.tensor_model_parallel_size
-        self._hidden = args.hidden_size
+        self._sizes = ActivationSizes(args)
+        self._products = ProductCosts(args, self._sizes, self._kernels)
         self._gates = 2 if args.swiglu else 1
         self._is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
         is_selective = args.recompute_granularity == "selective"
@@ -35,17 +36,12 @@ class LayerCosts:
     @property
     def hidden_bytes(self) -> float:
         """The bytes of one activation of the hidden size, which only sequence parallelism divides."""
-        return self._whole_bytes / (self._share if self._args.sequence_parallel else 1)
-
-    @property
-    def _whole_bytes(self) -> float:
-        """The bytes of that activation, not divided."""
-        return self._tokens * self._hidden * self._bytes
+        return self._sizes.hidden_bytes
 
     def other(self) -> Part:
         """Return the small costs that every stage has, even without layers, such as residual additions."""
-        operations = self._tokens * self._hidden
-        seconds = self._kernels.product(operations / 2, 1, 1)
+        operations = self._sizes.tokens * self._sizes.hidden
+        seconds = self._kernels.addition(operations)
         return Part(
             weight_operations=operations,
             forward_seconds=seconds,
@@ -56,7 +52,7 @@ class LayerCosts:
     def attention(self) -> Part:
         """Return self-attention with its norm and its projections."""
         args = self._args
-        head_width = args.kv_channels or self._hidden // args.num_attention_heads
+        head_width = args.kv_channels or self._sizes.hidden // args.num_attention_heads
         query = head_width * args.num_attention_heads
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         projected = query + 2 * groups * head_width
@@ -64,14 +60,25 @@ class LayerCosts:
         if "core_attn" in self._recomputed:
             core = core.recomputed(kept=0)
         # Attention in single products repeats keys and values for every query.
-        kept = Part(after_forward=self._cut(query + (3 * query if self._is_unfused else projected)))
-        return self._norm() + self._column(projected) + core + kept + self._row(query) + self._dropped()
+        kept = Part(after_forward=self._sizes.cut(query + (3 * query if self._is_unfused else projected)))
+        if self._sizes.waiting < 1:
+            # Beside what attention keeps of its output there is the quantized copy of the product behind it.
+            kept += Part(after_forward=self._sizes.waiting * self._sizes.cut(query))
+        whole = (
+            self._norm()
+            + self._products.column(projected)
+            + core
+            + kept
+            + self._products.row(query)
+            + self._dropped()
+        )
+        return self._kernels.launched(whole, _UNFUSED_KERNELS if self._is_unfused else _FUSED_KERNELS)
 
     def mlp(self) -> Part:
         """Return a dense MLP and its norm."""
         inside = self._feed_forward(self._inner())
         inside = inside.recomputed(kept=0) if "mlp" in self._recomputed else inside
-        return self._norm() + inside + self._dropped()
+        return self._kernels.launched(self._norm() + inside + self._dropped(), _MLP_KERNELS)
 
     def experts(self) -> Part:
         """Return a layer of experts, with the shared one if there is one, and its norm.
@@ -81,32 +88,34 @@ class LayerCosts:
         args = self._args
         chosen = args.moe_router_topk
         inner = args.moe_ffn_hidden_size or self._inner()
-        inside = self._routed(self._feed_forward(inner, copies=chosen))
+        here = args.num_experts // args.expert_model_parallel_size
+        inside = self._routed(self._feed_forward(inner, copies=chosen, experts=here))
         if not args.swiglu:
             # The activation before it is scaled by the router's probabilities.
-            inside += Part(after_forward=self._cut(chosen * inner))
+            inside += Part(after_forward=self._sizes.cut(chosen * inner))
         if "moe_act" in self._recomputed:
-            inside = inside.recomputed(kept=inside.after_forward - self._cut(chosen * inner))
+            inside = inside.recomputed(kept=inside.after_forward - self._sizes.cut(chosen * inner))
         if args.moe_shared_expert_intermediate_size:
             shared = self._feed_forward(args.moe_shared_expert_intermediate_size)
             inside += shared.recomputed(kept=0) if "shared_experts" in self._recomputed else shared
         inside = inside.recomputed(kept=0) if "moe" in self._recomputed else inside
-        return self._norm() + inside + self._dropped()
+        kernels = _MLP_KERNELS * (2 if args.moe_grouped_gemm else 1 + here) + _ROUTER_KERNELS
+        return self._kernels.launched(self._norm() + inside + self._dropped(), kernels)
 
     def prediction(self) -> Part:
         """Return the projection of embedding and hidden state in one depth of multi-token prediction."""
         kept = self.hidden_bytes
-        joined = self._column(self._hidden).times(2)
-        return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._waiting)
+        joined = self._products.column(self._sizes.hidden).times(2)
+        return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * self._sizes.waiting)
 
     def table(self, vocabulary: int) -> Part:
         """Return the rows of the embedding; a look-up is not counted."""
-        return Part(parameters=vocabulary * self._hidden / self._share)
+        return Part(parameters=vocabulary * self._sizes.hidden / self._sizes.share)
 
     def positions(self) -> Part:
         """Return the weights of learned positions, and the mask of the dropout behind the embedding."""
         learned = getattr(self._args, "position_embedding_type", None) == "learned_absolute"
-        positions = (self._args.max_position_embeddings or 0) * self._hidden if learned else 0
+        positions = (self._args.max_position_embeddings or 0) * self._sizes.hidden if learned else 0
         return self._dropped() + Part(parameters=positions)
 
     def last_norm(self) -> Part:
@@ -115,21 +124,18 @@ class LayerCosts:
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer and the loss, which keeps probabilities in fp32."""
-        probabilities = 4 * self._tokens * vocabulary / self._share
+        probabilities = 4 * self._sizes.tokens * vocabulary / self._sizes.share
         # Logits are read, converted to fp32, and passed over for their maximum, exponential and sum.
         loss = Part(
             forward_seconds=self._kernels.copy(4 * probabilities),
             input_gradient_seconds=self._kernels.copy(2 * probabilities),
             after_forward=probabilities,
         )
-        # The output layer is Megatron's own, which does not use FP8.
-        waiting = self.hidden_bytes + self._cut(vocabulary)
-        logits = replace(self._column(vocabulary, has_bias=False), after_input_gradient=waiting)
-        return logits + loss
+        return self._products.output(vocabulary) + loss
 
     def loss_workspace(self, vocabulary: int) -> float:
         """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32."""
-        return (self._bytes + 4) * self._tokens * vocabulary / self._share
+        return (self._sizes.bytes + 4) * self._sizes.tokens * vocabulary / self._sizes.share
 
     def _inner(self) -> int:
         """Return the width of an MLP; if none is given, Megatron's default.
@@ -138,19 +144,28 @@ class LayerCosts:
         """
         if self._args.ffn_hidden_size:
             return int(self._args.ffn_hidden_size)
-        return 8 * self._hidden // 3 // 64 * 64 if self._args.swiglu else 4 * self._hidden
+        return 8 * self._sizes.hidden // 3 // 64 * 64 if self._args.swiglu else 4 * self._sizes.hidden
 
     def _core(self, query: int, keys_and_values: int) -> Part:
         """Return attention itself; meanwhile the keys and values of other context-parallel ranks arrive."""
         args = self._args
-        operations = 4 * self._tokens * args.seq_length * query / self._share
-        scores = self._tokens * args.seq_length * args.num_attention_heads / self._share
-        forward, backward = self._kernels.attention(operations, self._bytes * scores, not self._is_unfused)
-        travel = self._kernels.exchange(self._cut(keys_and_values))
+        operations = 4 * self._sizes.tokens * args.seq_length * query / self._sizes.share
+        scores = self._sizes.tokens * args.seq_length * args.num_attention_heads / self._sizes.share
+        forward, backward = self._kernels.attention(
+            operations,
+            self._sizes.bytes * scores,
+            not self._is_unfused,
+            args.seq_length / args.context_parallel_size,
+        )
+        travel = self._kernels.exchange(self._sizes.cut(keys_and_values))
+        rotated = query + keys_and_values / 2 if args.position_embedding_type == "rope" else 0
+        if self._is_unfused:
+            rotated += query + keys_and_values  # put in the order of heads
+        turning = self._kernels.copy(2 * self._sizes.cut(rotated))
         return Part(
             activation_operations=operations,
-            forward_seconds=max(forward, travel),
-            input_gradient_seconds=max(backward, 2 * travel),
+            forward_seconds=max(forward, travel) + turning,
+            input_gradient_seconds=max(backward, 2 * travel) + turning,
             after_forward=self._kept_scores(scores),
         )
 
@@ -160,21 +175,17 @@ class LayerCosts:
             return 0.0
         has_dropout = self._args.attention_dropout > 0
         # Dropout also keeps its result, and a mask of a byte for each probability.
-        return scores * (self._bytes * (1 + has_dropout) + has_dropout)
-
-    def _cut(self, width: float) -> float:
-        """Return the bytes of an activation that tensor parallelism divides."""
-        return self._tokens * width * self._bytes / self._share
+        return scores * (self._sizes.bytes * (1 + has_dropout) + has_dropout)
 
     def _norm(self) -> Part:
         """Return a norm and the addition to the residual stream.
 
         The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
         """
-        kept = 1 if "layernorm" in self._recomputed else 2
+        kept = 1 if "layernorm" in self._recomputed else 1 + self._sizes.waiting
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
         seconds = self._kernels.copy(5 * self.hidden_bytes)
-        parameters = self._hidden * (1 if self._args.normalization == "RMSNorm" else 2)
+        parameters = self._sizes.hidden * (1 if self._args.normalization == "RMSNorm" else 2)
         return Part(
             forward_seconds=seconds,
             input_gradient_seconds=seconds,
@@ -184,64 +195,34 @@ class LayerCosts:
 
     def _dropped(self) -> Part:
         """Return the mask of the dropout after embedding, attention or MLP, a byte for each number."""
-        return Part(after_forward=self.hidden_bytes / self._bytes if self._args.hidden_dropout > 0 else 0.0)
-
-    def _column(self, width: int, copies: int = 1, has_bias: bool = True) -> Part:
-        """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
-
-        Under sequence parallelism the input is gathered, for W once more, and I's result is scattered;
-        without it, I's results are summed.
-        """
-        gathering = self._kernels.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
-        is_cut = self._args.sequence_parallel
-        return self._product(width, copies, self.hidden_bytes, width / self._share if has_bias else 0) + Part(
-            forward_seconds=gathering if is_cut else 0.0,
-            input_gradient_seconds=gathering if is_cut else 2 * gathering,
-            weight_gradient_seconds=gathering if is_cut else 0.0,
-        )
-
-    def _row(self, width: int, copies: int = 1) -> Part:
-        """Return the product from a share of ``width`` to the hidden size, with the sum of its results."""
-        gathering = self._kernels.gather(copies * self._whole_bytes) if self._share > 1 else 0.0
-        is_cut = self._args.sequence_parallel
-        return self._product(width, copies, self._whole_bytes, self._hidden) + Part(
-            forward_seconds=gathering if is_cut else 2 * gathering,
-            input_gradient_seconds=gathering if is_cut else 0.0,
-        )
-
-    def _product(self, width: int, copies: int, hidden_bytes: float, bias: float) -> Part:
-        """Return the product with a weight of hidden size times ``width``, in either direction.
-
-        The activations that it keeps between F and I are counted with the layers around it.
-        """
-        tokens, inner = copies * self._tokens, width / self._share
         return Part(
-            weight_operations=2 * tokens * self._hidden * inner,
-            forward_seconds=self._kernels.product(tokens, inner, self._hidden),
-            input_gradient_seconds=self._kernels.product(tokens, self._hidden, inner),
-            weight_gradient_seconds=self._kernels.product(self._hidden, inner, tokens, adds=True),
-            after_input_gradient=copies * (hidden_bytes + self._cut(width)) * self._waiting,
-            parameters=self._hidden * inner + (bias if self._args.add_bias_linear else 0),
+            after_forward=self.hidden_bytes / self._sizes.bytes if self._args.hidden_dropout > 0 else 0.0
         )
 
-    def _feed_forward(self, inner: int, copies: int = 1) -> Part:
-        """Return both products of an MLP and its activation function, for ``copies`` times the tokens."""
-        through = copies * self._cut((self._gates + 1) * inner)
+    def _feed_forward(self, inner: int, copies: int = 1, experts: int = 1) -> Part:
+        """Return both products of an MLP and its activation function, for ``copies`` times the tokens.
+
+        These are spread over ``experts`` of this rank.
+        """
+        through = copies * self._sizes.cut((self._gates + 1) * inner)
         activation = Part(
             forward_seconds=self._kernels.copy(through),
-            input_gradient_seconds=self._kernels.copy(through + copies * self._cut(self._gates * inner)),
-            after_forward=through,
+            input_gradient_seconds=self._kernels.copy(
+                through + copies * self._sizes.cut(self._gates * inner)
+            ),
+            after_forward=copies * self._sizes.cut((self._gates + self._sizes.waiting) * inner),
         )
-        return self._column(self._gates * inner, copies) + activation + self._row(inner, copies)
+        into = self._products.column(self._gates * inner, copies, experts)
+        return into + activation + self._products.row(inner, copies, experts)
 
     def _routed(self, one: Part) -> Part:
         """Return the MLP ``one`` as a rank's experts: with the routing, and the weights of each expert."""
         args = self._args
         sent = args.moe_router_topk * self.hidden_bytes
-        # Tokens travel to the experts and back, and are put in order at both ends.
-        moving = 2 * self._kernels.shuffle(sent) + self._kernels.copy(4 * sent)
+        # Tokens travel to the experts and back, and are put in order before and after either way.
+        moving = 2 * self._kernels.shuffle(sent) + self._kernels.copy(8 * sent)
         here = args.num_experts / args.expert_model_parallel_size
-        share = self._share / (args.expert_tensor_parallel_size or self._share)
+        share = self._sizes.share / (args.expert_tensor_parallel_size or self._sizes.share)
         return replace(
             one,
             forward_seconds=one.forward_seconds + moving,

@@ -79,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_pre_softmax": False,
     "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     # How it is trained.
@@ -101,6 +102,7 @@ DEFAULTS: dict[str, Any] = {
     "distribute_saved_activations": False,
     # In which stages.
     "sequence_parallel": False,
+    "tp_comm_overlap": False,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "decrease_batch_size_if_needed": False,

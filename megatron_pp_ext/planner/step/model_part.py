@@ -12,7 +12,8 @@ class Part:
 
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
-    Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.
+    Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
+    backward that is not split takes ``hidden_in_whole`` less than I and W: collectives of I run behind W.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
@@ -28,6 +29,7 @@ class Part:
     forward_seconds: float = 0.0
     input_gradient_seconds: float = 0.0
     weight_gradient_seconds: float = 0.0
+    hidden_in_whole: float = 0.0
     after_forward: float = 0.0
     after_input_gradient: float = 0.0
     brief: float = 0.0
@@ -43,6 +45,7 @@ class Part:
             self.forward_seconds + other.forward_seconds,
             self.input_gradient_seconds + other.input_gradient_seconds,
             self.weight_gradient_seconds + other.weight_gradient_seconds,
+            self.hidden_in_whole + other.hidden_in_whole,
             self.after_forward + other.after_forward,
             self.after_input_gradient + other.after_input_gradient,
             # Parts are recomputed one after the other.
@@ -63,6 +66,7 @@ class Part:
             count * self.forward_seconds,
             count * self.input_gradient_seconds,
             count * self.weight_gradient_seconds,
+            count * self.hidden_in_whole,
             count * self.after_forward,
             count * self.after_input_gradient,
             self.brief,
@@ -87,8 +91,8 @@ class Part:
             brief_in_whole=self.after_forward,
         )
 
-    def costs(self) -> StageCosts:
-        """Return the costs as a schedule takes them.
+    def costs(self, is_split: bool = True) -> StageCosts:
+        """Return the costs as a schedule takes them, whose backwards are in two halves if ``is_split``.
 
         There an I only releases bytes.  Where recomputation lets it keep more than the forward did, the
         forward is charged with that from its start: no limit is exceeded, but some of it is left unused.
@@ -97,7 +101,7 @@ class Part:
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
-            weight_gradient=self.weight_gradient_seconds,
+            weight_gradient=self.weight_gradient_seconds - (0.0 if is_split else self.hidden_in_whole),
             activation=activation,
             released_by_input_gradient=activation - self.after_input_gradient,
         )

@@ -6,7 +6,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
@@ -71,7 +71,7 @@ class Workload:
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
-    same.
+    same.  ``is_split`` says whether backwards come in two halves.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Workload:
         data: int,
         layers_by_stage: Sequence[int] | None = None,
         model: Pieces | None = None,
+        is_split: bool = True,
     ) -> None:
         self.args, self.system, self.placement, self.data = args, system, placement, data
         self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
@@ -100,11 +101,13 @@ class Workload:
         self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
         stride = self.tensor * self.context * data
         is_near = (placement.ranks - 1) * stride < system.gpus_per_node
-        self._hop_link = system.node if is_near else system.network
+        self._hop_link = system.node if is_near else system.between_nodes
         message = message_bytes(args, model.hidden_bytes)
         hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
         shared = shared_vocabulary(args, model, hop) if shares else None
-        self.costs = Costs(tuple(_once(Part.costs, self.parts)), hop, message, shared)
+        self.costs = Costs(
+            tuple(_once(partial(Part.costs, is_split=is_split), self.parts)), hop, message, shared
+        )
 
     @cached_property
     def head_rank(self) -> int:

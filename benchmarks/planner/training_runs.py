@@ -1,0 +1,289 @@
+"""How far are estimated steps and memory from published training runs?
+
+python -m benchmarks.planner.training_runs          # 1 minute of a core
+python -m benchmarks.planner.training_runs --keep   # also writes planner/validation.json: the error bands
+
+Writes results/training_runs.md and results/training_runs.png.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Annotated
+
+import typer
+
+from benchmarks.report import RESULTS, Out, Row, publish, sections, table
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.search.best_first import HEADROOM
+from megatron_pp_ext.planner.step import error_band
+from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_state import weight_size
+from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.request.pipeline import for_world
+from reference.training_runs import PublishedRun, runs
+
+VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"
+
+_SWEEP = 4
+"""The fewest jobs of one model, batch and number of GPUs whose order is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A published run with its estimate."""
+
+    run: PublishedRun
+    kind: str
+    estimate: Estimate
+
+    @property
+    def ratio(self) -> float:
+        """The estimated seconds of a step for each one measured."""
+        assert self.run.seconds is not None
+        return self.estimate.step_seconds / self.run.seconds
+
+    @property
+    def bytes(self) -> float:
+        """What the fullest rank keeps, with what the run's framework adds."""
+        fullest = self.estimate.fullest
+        weights = fullest.weights / weight_size(describe(dict(self.run.model)))
+        return fullest.total + self.run.more_bytes * weights
+
+
+def machine_of(run: PublishedRun) -> System:
+    """Return the shipped system that ``run`` was on, with the run's own network where it has one."""
+    machine = system.read(run.gpu)
+    if run.network is None:
+        return machine
+    return replace(machine, network=Link(run.network, machine.network.latency_seconds))
+
+
+def judged(run: PublishedRun) -> Judged:
+    """Estimate ``run``."""
+    args, machine = describe(dict(run.model)), machine_of(run)
+    found = estimate_request(args, machine, for_world(args, run.gpus))
+    return Judged(run, error_band.kind_of(args, machine, run.gpus), found)
+
+
+@cache
+def all_judged() -> tuple[Judged, ...]:
+    """Return every run that can be described, with its estimate."""
+    return tuple(map(judged, runs()))
+
+
+def timed(every: Iterable[Judged]) -> list[Judged]:
+    """Return those whose source has the time of a step."""
+    return [one for one in every if one.run.seconds]
+
+
+def by_kind(every: Iterable[Judged]) -> dict[str, list[Judged]]:
+    """Return the runs of each kind that has any, in the order of ``error_band.KINDS``."""
+    found: dict[str, list[Judged]] = {kind: [] for kind in error_band.KINDS}
+    for one in every:
+        found[one.kind].append(one)
+    return {kind: rows for kind, rows in found.items() if rows}
+
+
+def error(every: Sequence[Judged]) -> float:
+    """Return the mean of the absolute relative errors."""
+    return mean(abs(one.ratio - 1) for one in every)
+
+
+def validation(every: Iterable[Judged]) -> dict[str, dict[str, float]]:
+    """Return the content of validation.json; see ``error_band``."""
+    content = {}
+    for kind, rows in by_kind(every).items():
+        tenths = quantiles((1 / one.ratio for one in rows), n=10, method="inclusive")
+        content[kind] = {
+            "low": round(tenths[0], 3),
+            "high": round(tenths[-1], 3),
+            "error": round(error(rows), 3),
+            "rows": len(rows),
+        }
+    return content
+
+
+def baseline(every: Sequence[Judged]) -> dict[str, float]:
+    """Return the error of each kind if a GPU did as many operations a second in every job of the kind.
+
+    It is the one constant of each device and kind that fits best: the median over its jobs.
+    """
+    errors = {}
+    for kind, rows in by_kind(every).items():
+        devices = _grouped(rows, lambda one: one.run.gpu).values()
+        best = {ones[0].run.gpu: median(map(_rate, ones)) for ones in devices}
+        errors[kind] = mean(abs(_rate(one) / best[one.run.gpu] - 1) for one in rows)
+    return errors
+
+
+def _rate(one: Judged) -> float:
+    """Return the operations a second of a GPU, in units of the peak; recomputed ones count."""
+    found = one.estimate
+    assert one.run.seconds is not None
+    again = 4 / 3 if one.run.model.get("recompute_granularity") == "full" else 1.0
+    return again * found.utilisation * found.step_seconds / one.run.seconds
+
+
+def rank_correlation(every: Iterable[Judged]) -> tuple[float, int]:
+    """Return Spearman's correlation within sweeps, weighted by their jobs, and how many jobs are in sweeps.
+
+    A sweep is the jobs of one source with the same model, sequences, GPUs and batch.
+    """
+    sweeps = defaultdict(list)
+    for one in every:
+        model = one.run.model
+        same = ("num_layers", "hidden_size", "seq_length", "global_batch_size", "fp8")
+        sweeps[(one.run.source, one.run.gpus, *(model.get(name) for name in same))].append(one)
+    large = [rows for rows in sweeps.values() if len(rows) >= _SWEEP]
+    jobs = sum(map(len, large))
+    return sum(len(rows) * _spearman(rows) for rows in large) / jobs, jobs
+
+
+def _spearman(rows: Sequence[Judged]) -> float:
+    measured = _ranks([one.run.seconds or 0.0 for one in rows])
+    predicted = _ranks([one.estimate.step_seconds for one in rows])
+    middle = (len(rows) - 1) / 2
+    together = sum((a - middle) * (b - middle) for a, b in zip(measured, predicted, strict=True))
+    apart = [sum((a - middle) ** 2 for a in ranks) for ranks in (measured, predicted)]
+    return float(together / (apart[0] * apart[1]) ** 0.5) if all(apart) else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in order; equal ones share theirs."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+
+def verdicts(every: Iterable[Judged]) -> list[tuple[Judged, bool]]:
+    """Return the runs whose fitting is known, and whether the planner is right about it.
+
+    A run that has a time did fit.
+    """
+    return [
+        (one, (one.bytes <= (1 - HEADROOM) * machine_of(one.run).memory_bytes) is not one.run.ran_out)
+        for one in every
+        if one.run.is_judged_by_memory and (one.run.ran_out or one.run.seconds)
+    ]
+
+
+def kinds() -> str:
+    """Mean absolute errors of a step's seconds, with eight in ten of the steps; `one constant` is a baseline.
+
+    The baseline is one rate of operations for each device and kind, the median of its jobs.
+    """
+    every = timed(all_judged())
+    plain, bands = baseline(every), validation(every)
+    rows: list[Row] = [
+        (
+            kind,
+            len(found),
+            f"{error(found):.1%}",
+            f"{mean(one.ratio for one in found) - 1:+.1%}",
+            f"{bands[kind]['low']:.2f} to {bands[kind]['high']:.2f}",
+            f"{plain[kind]:.1%}",
+        )
+        for kind, found in by_kind(every).items()
+    ]
+    errors = [error(found) for found in by_kind(every).values()]
+    rows.append(
+        ("mean of the kinds", len(every), f"{mean(errors):.1%}", "", "", f"{mean(plain.values()):.1%}")
+    )
+    rows.append(("all rows", len(every), f"{error(every):.1%}", "", "", ""))
+    correlation, jobs = rank_correlation(every)
+    head = ("kind", "runs", "error", "mean", "measured over estimated, 8 in 10", "one constant: error")
+    return f"{table(head, rows)}\n\nRank correlation within sweeps: {correlation:.2f} ({jobs} jobs)."
+
+
+def memory() -> str:
+    """Whether jobs fit, with the headroom that a search keeps, and the bytes of the fullest rank."""
+    found = verdicts(all_judged())
+    wrong = [one for one, is_right in found if not is_right]
+    measured = [one for one in all_judged() if one.run.memory]
+    rows = [
+        (source, len(ones), f"{mean(one.bytes / 1e9 / (one.run.memory or 1) for one in ones) - 1:+.1%}")
+        for source, ones in _grouped(measured, lambda one: one.run.source).items()
+    ]
+    text = f"Right about {len(found) - len(wrong)} of {len(found)} runs."
+    if wrong:
+        text += " Wrong: " + "; ".join(f"{one.run.name}, {one.bytes / 1e9:.1f} GB" for one in wrong) + "."
+    return f"{text}\n\n{table(('source', 'runs with printed memory', 'estimated over printed, mean'), rows)}"
+
+
+def each() -> str:
+    """Every run but those of the small models, of which there are many."""
+    rows = [
+        (one.run.source, one.run.name, f"{one.run.seconds:.3f}", *_estimated(one))
+        for one in timed(all_judged())
+        if one.kind != error_band.SMALL
+    ]
+    return table(("source", "job", "measured s", "estimated s", "error"), rows)
+
+
+def _estimated(one: Judged) -> tuple[str, str]:
+    return f"{one.estimate.step_seconds:.3f}", f"{one.ratio - 1:+.1%}"
+
+
+def _grouped(every: Iterable[Judged], key: Callable[[Judged], str]) -> Mapping[str, list[Judged]]:
+    found = defaultdict(list)
+    for one in every:
+        found[key(one)].append(one)
+    return found
+
+
+def draw(path: Path) -> None:
+    """Draw estimated against measured seconds, a colour for each kind and a mark for each device."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, found in by_kind(timed(all_judged())).items():
+        for gpu, ones in _grouped(found, lambda one: one.run.gpu).items():
+            mark = {"h100": "o", "a100-80g": "^", "b200": "s"}[gpu]
+            axes.scatter(
+                [one.run.seconds for one in ones],
+                [one.estimate.step_seconds for one in ones],
+                s=14,
+                marker=mark,
+                color=f"C{error_band.KINDS.index(kind)}",
+                alpha=0.6,
+                label=f"{kind}, {gpu}: {len(ones)} runs",
+            )
+    ends = (0.05, 200)
+    axes.plot(ends, ends, color="grey", linewidth=0.8)
+    axes.plot(
+        ends, [1.2 * end for end in ends], ends, [end / 1.2 for end in ends], color="grey", ls=":", lw=0.8
+    )
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured step, seconds", ylabel="estimated step, seconds; dotted: 20% off")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+PARTS = {"Errors by kind": kinds, "Memory": memory, "Every run": each}
+
+
+def main(
+    out: Out = RESULTS / "training_runs.md",
+    keep: Annotated[bool, typer.Option("--keep", help="Write validation.json too.")] = False,
+) -> None:
+    """Write the tables and the picture."""
+    if keep:
+        content = validation(timed(all_judged()))
+        VALIDATION.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    about = (
+        "The runs, with their sources, are in reference/training_runs.json.  The files of the systems say "
+        "which of their figures are fitted to these runs."
+    )
+    publish(out, "Estimates against published training runs", about, *sections(PARTS))
+    if str(out) != "-":
+        draw(out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)
