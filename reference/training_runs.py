@@ -36,7 +36,8 @@ class PublishedRun:
     ``seconds`` are those of a step, or None where the source has none; ``memory`` is in GB as printed, and
     ``ran_out`` says that it did not fit.  ``network`` is a GPU's bytes a second to other nodes where it is
     not that of the shipped system.  ``more_bytes`` are what the framework keeps for each weight of a rank
-    beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves open what memory holds.
+    beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves open what memory
+    holds.
     """
 
     source: str

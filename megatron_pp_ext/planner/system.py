@@ -55,8 +55,9 @@ class System:
     ``attention_rates`` has for "forward" and "backward" rows of (tokens, operations a second) of fused causal
     attention; ``kernel_seconds`` is what a host takes to start a kernel.  ``sustained`` has the share of
     these rates that training keeps up, 1 where it is left out: of "bf16", "fp32" and "fp8" products, of
-    "copy" and of "network".  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has
-    for each field where it was read or how it was measured.  ValueError for figures that are not above zero.
+    "copy" and of "network".  ``reserved_bytes`` of the memory are the driver's and the communicators'.
+    ``sources`` has for each field where it was read or how it was measured.  ValueError for figures that are
+    not above zero.
     """
 
     name: str

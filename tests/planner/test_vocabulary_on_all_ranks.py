@@ -157,7 +157,6 @@ def test_auto_shares_a_large_vocabulary_and_says_what_that_saves():
 def test_auto_does_not_share_a_few_rows_and_says_what_that_would_cost():
     separate, shared, auto = (estimated(vocabulary=which, vocab_size=8) for which in (None, "shared", "auto"))
     more = shared.pipeline_seconds / separate.pipeline_seconds - 1
-    assert more > 0
     told = f"vocabulary not shared: that would change a step by {more:+.1%}"
     assert auto == replace(separate, note=told)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from megatron_pp_ext.planner.system import System
 
@@ -71,8 +72,8 @@ def band(args: Namespace, system: System, gpus: int) -> Band:
 
 
 @cache
-def validation() -> Mapping[str, Mapping[str, float]]:
+def validation() -> Mapping[str, Mapping[str, Any]]:
     """Return the shipped figures of each kind: those of ``Band`` but its name."""
     file = resources.files("megatron_pp_ext.planner") / "validation.json"
-    content: Mapping[str, Mapping[str, float]] = json.loads(file.read_text(encoding="utf-8"))
+    content: Mapping[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return content
