@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.search.best_first import Evaluated, Search
+from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.request.pipeline import for_world

@@ -1,5 +1,6 @@
 """``mpp estimate``: how long a step takes and what every rank keeps, before a cluster is booked."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
@@ -62,10 +63,13 @@ def estimate(
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.request.pipeline import for_world
 
+    words, chosen = with_layout(words, args, gpus)
     request = for_world(args, gpus)
     found = estimate_request(args, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     show(found, request, machine, gpus)
+    if chosen:
+        console.print(chosen)
     show_launch("To train it:", launch, missing(words))
     if json is not None:
         content = {
@@ -78,6 +82,22 @@ def estimate(
             **launch.record(),
         }
         write_whole(json, dumps(content, indent=1) + "\n")
+
+
+def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:
+    """Return flags with a layout in the place of ``auto``, which is set in ``args``, and words about it."""
+    from megatron_pp_ext.planner.layout import requested_layout
+    from megatron_pp_ext.planner.step.flag_words import by_name
+    from megatron_pp_ext.request.sizes import data_parallel_size
+
+    if not requested_layout.is_requested(args):
+        return list(words), ""
+    chosen = requested_layout.settle(args, data_parallel_size(args, gpus), args.vocab_size)
+    flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
+    kept = [
+        word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
+    ]
+    return [*kept, flag, args.pipeline_model_parallel_layout], chosen
 
 
 def show(found: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

@@ -32,13 +32,17 @@ def search(
     model: Model = None,
     print_only: PrintFlags = False,
     memory: Annotated[
-        float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: 94%]")
+        float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: all]")
     ] = None,
     top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10,
     schedules: Annotated[
         str | None,
         typer.Option(help="Families, with commas between; flex compiles.  [default: all]"),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(help="How layers are spread over stages: auto, as makes the step shortest, or even."),
+    ] = "auto",
     margin: Margin = 0.05,
     json: ask.Json = None,
     svg: ask.Svg = None,
@@ -78,7 +82,7 @@ def search(
     from megatron_pp_ext.cli.measure import show as show_measured
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Search
+    from megatron_pp_ext.planner.search.best_first import Compiles, Search
     from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
@@ -114,12 +118,13 @@ def search(
             f"{flag} describes the stages, which a search changes: leave "
             f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
         )
+    is_uneven = _is_uneven(layout, args)
     fixed = settled_in(words)
     if compiles is Compiles.ONLY:
         fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
     if "pipeline_model_parallel_size" in fixed:
         vocabulary_flag.refuse(Namespace(**{**vars(args), "pipeline_schedule": names[0]}))
-    space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed)
+    space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed, is_uneven)
     limit = memory or (1 - HEADROOM) * machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))
     filled_in = tuple(strip(missing(words)))
@@ -175,6 +180,21 @@ def _known(schedules: str | None) -> list[str]:
 
     named = [name.strip() for name in (schedules or "").split(",") if name.strip()]
     return [FLEX if catalog.canonical(name) == FLEX else catalog.entry(name).name for name in named]
+
+
+def _is_uneven(layout: str, args: Namespace) -> bool:
+    """Whether --layout lets stages differ; a hybrid model, whose pattern takes no layout, has even ones."""
+    from megatron_pp_ext.request import layers
+
+    if layout not in ("auto", "even"):
+        raise ValueError(f"--layout is {layout!r}, but must be auto or even: correct it")
+    for part in ("embedding", "loss"):
+        if layout == "auto" and getattr(args, f"account_for_{part}_in_pipeline_split"):
+            raise ValueError(
+                f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
+                "finds: leave it out, or add --layout even"
+            )
+    return layout == "auto" and layers.pattern(args) is None
 
 
 def _schedules(given: str | None, args: Namespace) -> tuple[Sequence[str], "Compiles"]:

@@ -35,6 +35,8 @@ class Pipeline:
     """The number of layers of each stage; only a rehearsal sets it."""
     request: Request | None = field(default=None, compare=False)
     """The reading of the flags that all of this follows from."""
+    layout: str = field(default="", compare=False)
+    """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = field(default="", compare=False)
     """The line about the schedule that the first rank prints; other ranks need not have it."""
 

@@ -4,10 +4,9 @@ A layout has one letter for each layer (E embedding, t transformer layer, L outp
 after a letter that is repeated n times, and ``|`` between stages: ``Et*3|t*5|t*4L``.
 """
 
-from itertools import groupby
-
 from megatron_pp_ext.partition.partitioner import Partition
 from megatron_pp_ext.partition.profile import Profile
+from megatron_pp_ext.request.layers import spelled
 
 
 def has_layout(partition: Partition) -> bool:
@@ -28,11 +27,4 @@ def layout_of(partition: Partition, profile: Profile) -> str:
                 f"layer {layer.name!r} has the symbol {layer.symbol!r}, but a layout consists of E, t and L: "
                 "profile a Megatron model with mpp profile or --profile-pipeline"
             )
-    return "|".join(
-        "".join(
-            letter + (f"*{count}" if count > 1 else "")
-            for letter, run in groupby(profile.layers[at].symbol for at in stage.layers)
-            for count in (len(list(run)),)
-        )
-        for stage in partition.stages
-    )
+    return spelled(["".join(profile.layers[at].symbol for at in stage.layers) for stage in partition.stages])

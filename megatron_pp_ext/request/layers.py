@@ -9,7 +9,8 @@ compare the two.
 
 import re
 from argparse import Namespace
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
@@ -65,6 +66,25 @@ def _unrolled(text: str, whole: str) -> str:
         elif piece[3]:
             letters += piece[3] * int(piece[4] or 1)
     return letters
+
+
+def spelled(stages: Sequence[str]) -> str:
+    """``stages``, a letter a layer, as --pipeline-model-parallel-layout, which ``layout`` reads back.
+
+    Equal neighbours are written once: ``Et*3|(t*4|)*14t*2L``.
+    """
+    texts = ["".join(map(_repeated, map("".join, _runs(stage)))) for stage in stages]
+    words = [f"({run[0]}|)*{len(run)}" if len(run) > 2 else "|".join(run) + "|" for run in _runs(texts[:-1])]
+    return "".join(words) + texts[-1]
+
+
+def _repeated(run: str) -> str:
+    return f"{run[0]}*{len(run)}" if len(run) > 1 else run
+
+
+def _runs(values: Iterable[str]) -> list[list[str]]:
+    """``values`` with equal neighbours together."""
+    return [list(run) for _, run in groupby(values)]
 
 
 def value(args: Namespace, flag: str) -> Any:

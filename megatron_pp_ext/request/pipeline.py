@@ -184,9 +184,11 @@ def require_pipeline(flag: str, args: Namespace) -> None:
 def _require_meaning(args: Namespace) -> None:
     """ValueError for a flag of compiled schedules that is missing, or given beside another schedule."""
     name, limit = args.pipeline_schedule, args.pipeline_memory_limit
+    # Beside a layout, costs serve to choose it and to predict the step.
+    has_costs_use = name in (FLEX, AUTO) or layers.layout(args) is not None
     for flag, value in (
         ("--pipeline-memory-limit", limit if name != FLEX else None),
-        ("--pipeline-costs", args.pipeline_costs if name not in (FLEX, AUTO) else None),
+        ("--pipeline-costs", args.pipeline_costs if not has_costs_use else None),
     ):
         if value is not None:
             raise ValueError(

@@ -200,10 +200,10 @@ def refuse(args: Namespace, placement: Placement, splits_backward: bool, engine:
 def can_predict(args: Namespace, placement: Placement) -> bool:
     """Whether ``args`` put multi-token prediction nowhere, or where Megatron can build and train it."""
     stage = layers.predicting_stage(args, placement.stages)
-    return stage is None or stage in _stages_for_prediction(placement)
+    return stage is None or stage in stages_for_prediction(placement)
 
 
-def _stages_for_prediction(placement: Placement) -> list[int]:
+def stages_for_prediction(placement: Placement) -> list[int]:
     """Return the stages where Megatron can build and train multi-token prediction.
 
     Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
@@ -222,7 +222,7 @@ def refuse_prediction(args: Namespace, placement: Placement) -> None:
     """Raise ValueError unless ``can_predict``."""
     if not can_predict(args, placement):
         stage = layers.predicting_stage(args, placement.stages)
-        can = _stages_for_prediction(placement)
+        can = stages_for_prediction(placement)
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} does not support multi-token prediction (m) in "
             f"stage {stage}, counted from 0, of --pipeline-model-parallel-layout "

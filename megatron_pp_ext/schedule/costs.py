@@ -5,7 +5,9 @@ The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit`
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -210,12 +212,25 @@ class Costs:
             )
         if neighbours == 1:
             return self
+        return self.joined([neighbours] * stages)
+
+    def joined(self, counts: Sequence[int]) -> Self:
+        """Return the costs of stages of ``counts`` of these each, in order, whose times and activations add up.
+
+        Raises ValueError where ``counts`` are not of all stages, or one is 0.
+        """
+        if sum(counts) != len(self.stages) or 0 in counts:
+            raise ValueError(
+                f"costs of {len(self.stages)} stages cannot be joined by {list(counts)}: let these add up to "
+                f"{len(self.stages)}, each 1 or more"
+            )
+        ends = list(accumulate(counts))
         values = [
             [
-                math.fsum(getattr(stage, field.name) for stage in self.stages[at : at + neighbours])
+                math.fsum(getattr(stage, field.name) for stage in self.stages[first:end])
                 for field in fields(StageCosts)
             ]
-            for at in range(0, len(self.stages), neighbours)
+            for first, end in zip([0, *ends], ends, strict=False)
         ]
         return replace(self, stages=tuple(StageCosts(*stage) for stage in values))
 

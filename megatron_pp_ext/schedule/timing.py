@@ -10,6 +10,7 @@ can then be timed with as many costs as there are.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import in_order_of_need
@@ -28,6 +29,18 @@ class Span:
     start: float
     end: float
     busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """The actions that follow each other without a wait up to the last end, which is ``makespan``.
+
+    ``work[s]`` are the numbers of F, I and W of stage s among them; a whole backward is an I and a W.  With
+    any other costs the same actions still wait for each other, so that no makespan is below their sum.
+    """
+
+    makespan: float
+    work: tuple[tuple[int, int, int], ...]
 
 
 class ScheduleTimer:
@@ -69,6 +82,19 @@ class ScheduleTimer:
     def times(self, costs: Costs) -> tuple[list[float], list[float]]:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0.0."""
         return _times(self._needs, _durations(costs), _wires(costs))
+
+    def critical_path(self, costs: Costs) -> CriticalPath:
+        """The critical path with ``costs``; among several, the one that stays on its ranks."""
+        durations, wires = _durations(costs), _wires(costs)
+        starts, ends = _times(self._needs, durations, wires)
+        makespan = max(ends)
+        step, counts = ends.index(makespan), [0] * len(durations)
+        while step:
+            before, sender, _, work = self._needs[step - 1]
+            counts[work] += 1
+            step = before if ends[before] == starts[step] else sender
+        by_stage = batched(counts[: len(_KINDS) * len(costs.stages)], len(_KINDS))
+        return CriticalPath(makespan, tuple((f, i + b, w + b) for f, i, w, b in by_stage))
 
     def makespan(self, seconds: Callable[[Action], float], costs: Costs) -> float:
         """The time from 0 to the last end where every action takes ``seconds`` of its own.

@@ -8,11 +8,12 @@ import pytest
 from megatron_pp_ext.compiler.limits import requested_limit
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import configurations as space_module
-from megatron_pp_ext.planner.search.best_first import Compiles, Evaluated, Search
+from megatron_pp_ext.planner.search.best_first import Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
+from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_part import Part

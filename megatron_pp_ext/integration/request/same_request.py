@@ -56,6 +56,8 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
         found[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
         if action.dest in _READ:
             found[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
+    if args.pipeline_model_parallel_layout is not None:
+        found["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
     request = pipeline.request if pipeline else None
     if pipeline is None or request is None:
         return found

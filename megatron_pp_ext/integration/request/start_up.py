@@ -20,8 +20,14 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
 
+    A layout that this package chose comes last.
+
     ValueError where the schedule cannot be built for the step's number of microbatches.
     """
+    return "; ".join(filter(None, (_about_schedule(pipeline, costs_of), pipeline.layout)))
+
+
+def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
     request, placement = pipeline.request, pipeline.placement
     assert request is not None
     name = pipeline.source.name if pipeline.source else f"Megatron's own {request.schedule}"

@@ -19,12 +19,12 @@ from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
 from megatron_pp_ext.integration.request import model_costs, needed_flags
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import summary
-from megatron_pp_ext.request import layers, measurements, pipeline
+from megatron_pp_ext.planner.layout import requested_layout
+from megatron_pp_ext.request import layers, measurements, pipeline, stage_costs
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.refusals import refuse_endless_recomputation
 from megatron_pp_ext.request.vocabulary_source import requested_source
-from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement
@@ -99,6 +99,11 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
     schedule needs chunks and the user left their number open.
     """
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
+    layout = ""
+    if requested_layout.is_requested(args):
+        layout = requested_layout.settle(args, data, model_costs.vocabulary(args))
     measurements.refuse(args)
     refuse_endless_recomputation(args)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
@@ -110,17 +115,20 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         args.profile_pipeline,
         args.pipeline_vocabulary,
     )
-    if all(flag is None for flag in ours):
+    if all(flag is None for flag in ours) and not layout:
         chunks_requested(args)  # refuses a layout that the ranks cannot share
         return None
     if args.pipeline_trace is not None:
         pipeline.require_pipeline("--pipeline-trace", args)
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
     request = pipeline.read(args, data, str(get_te_version()))
     if request.is_stock or args.pipeline_schedule is None:
         return requested.Pipeline(
-            None, request.placement, args.pipeline_trace, profile=args.profile_pipeline, request=request
+            None,
+            request.placement,
+            args.pipeline_trace,
+            profile=args.profile_pipeline,
+            request=request,
+            layout=layout,
         )
     try:
         source = requested_source(request, functools.partial(_costs, args))
@@ -143,13 +151,14 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,
         request=request,
+        layout=layout,
     )
 
 
 def _costs(args: Namespace, stages: int, shares_vocabulary: bool = False) -> Costs:
     if args.pipeline_costs is None:
         return model_costs.estimate(args, stages, shares_vocabulary)
-    costs = costs_file.read(args.pipeline_costs, stages)
+    costs = stage_costs.from_file(args, stages)
     if shares_vocabulary and costs.vocabulary is None:
         raise ValueError(
             f"--pipeline-vocabulary {args.pipeline_vocabulary}: {args.pipeline_costs} has no costs of a part "

@@ -4,7 +4,8 @@
 schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
 stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
 order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks
-follow the order in which these run, and the start-up line says so.
+follow the order in which these run, and the start-up line says so.  Where another layout would make a shorter
+pipeline, a line advises it for the next start.
 """
 
 from collections import defaultdict
@@ -25,6 +26,7 @@ from megatron_pp_ext.integration.runners.flushed import FlushedRunner, require_s
 from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.planner.layout.advice import advised
 from megatron_pp_ext.request.source import compile_once
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
@@ -73,6 +75,7 @@ class ProfileGuidedRunner(FlushedRunner):
         if step > self._steps.last and self._costs is None:
             if self._measured_steps:
                 self._costs = self._measure(group)
+                self._advise(self._costs)
             elif not self._has_warned:
                 self._has_warned = True
                 print_rank_0(
@@ -121,6 +124,20 @@ class ProfileGuidedRunner(FlushedRunner):
         (costs,) = measured
         assert costs is not None
         return costs
+
+    def _advise(self, costs: Costs) -> None:
+        """Print a better layout for the next start, if there is one."""
+        found = (
+            advised(get_args(), costs, next(iter(self._requested.values()))) if dist.get_rank() == 0 else None
+        )
+        if found is not None:
+            layout, times = found
+            print(
+                f"megatron_pp_ext: measured in steps {self._steps}: at the next start, "
+                f"--pipeline-model-parallel-layout '{layout}' makes the pipeline {times.gain:.1%} shorter by "
+                f"simulation ({1e3 * times.before:.4g} to {1e3 * times.makespan:.4g} ms)",
+                flush=True,
+            )
 
     def _shorter(self, current: Schedule, costs: Costs) -> Schedule:
         """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""

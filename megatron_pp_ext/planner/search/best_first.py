@@ -10,29 +10,29 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import requested_limit
+from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.search.candidate import Candidate
+from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
-from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
-from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory, estimate, memory, rank_memory
-from megatron_pp_ext.planner.step.programs import Program, placement_of, program, splits_backward
-from megatron_pp_ext.planner.step.stage_parts import Pieces
-from megatron_pp_ext.planner.step.workload import Workload, model_on
+from megatron_pp_ext.planner.search.lower_bounds import (
+    bounds,
+    bounds_of_any_cut,
+    least_memory,
+    mean_memory,
+)
+from megatron_pp_ext.planner.search.replays import Evaluated, Replays
+from megatron_pp_ext.planner.search.workloads import Workloads
+from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory
+from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
 from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.request.layers import spread
-from megatron_pp_ext.request.pipeline import named
-from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
-from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
 """The fractions of the memory for each of which the frontier holds the shortest step."""
 
-COMPILED, COMPILE_TRIALS = 2, 100
-"""The number of the best layouts for which ``flex`` is compiled, and the orders that each may try."""
+IMPROVED = 0.1
+"""The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,6 @@ class Bounded:
     bound: float
     least: float
     candidate: Candidate
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """A candidate that was replayed, with its estimate."""
-
-    candidate: Candidate
-    estimate: Estimate
 
 
 @dataclass
@@ -97,10 +89,11 @@ class Search:
         top: int = 10,
         compiles: Compiles = Compiles.NEVER,
     ) -> None:
-        self._space, self._system, self._compiles = space, system, compiles
+        self._space, self._compiles = space, compiles
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
-        self._models: dict[tuple[object, ...], Pieces] = {}
+        self._workloads = Workloads(space.args, system)
+        self._replays = Replays(self._workloads, margin, space.is_uneven)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}
 
@@ -156,13 +149,8 @@ class Search:
 
     def _compile(self, progress: Progress) -> None:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
-        cuts = [
-            replace(one.candidate, schedule=FLEX, chunks=2)
-            for one in self.result.best
-            if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
-            if spread(self._space.args) % (2 * one.candidate.pipeline) == 0
-        ]
-        chosen = list(dict.fromkeys(cuts))[:COMPILED]
+        chosen = to_compile(self.result.best, self._space, self._workloads)
+        compiler = Compiler(self._space, self._workloads, self._limit, self._margin)
         infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
         has_some = bool(self.result.best)
         if self._compiles is Compiles.ONLY:
@@ -170,39 +158,14 @@ class Search:
             self._shortest.clear()
         for number, cut in enumerate(chosen):
             progress("compiling", number, len(chosen))
-            work = self._work(cut, cut.placement, is_split=True)
-            limit = self._left(work)
-            if limit <= 0:
-                infeasible = "weights, gradients and optimizer leave no memory: take more GPUs"
-                continue
-            given = self._space.args.pipeline_memory_limit
-            whole = self._work(cut, replace(cut.placement, shares_vocabulary=False), is_split=True).costs
-            if given and requested_limit(given, cut.pipeline, cut.microbatches, whole)[0] < limit:
-                limit = given
-            try:
-                schedule = _compiled(cut, whole, work.costs, limit)
-            except InfeasibleLimit as error:
-                infeasible = str(error)
-                continue
-            work = self._work(cut, schedule.placement, is_split=True)
-            found = estimate(work, Program(schedule), FLEX, cut.microbatches, self._margin)
-            self.result.replayed += 1
-            if found.fullest.total <= self._limit:
-                self._offer(Evaluated(replace(cut, limit=limit), found))
+            found = compiler.compiled(cut)
+            if isinstance(found, str):
+                infeasible = found
             else:
-                needed = found.fullest.total / 1e9
-                infeasible = f"within --pipeline-memory-limit {limit:g} it needs {needed:.1f} GB: lower it"
+                self.result.replayed += 1
+                self._offer(found)
         if has_some and not self.result.best:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
-
-    def _left(self, work: Workload) -> int:
-        """Return the bytes that the fullest rank has left for activations and messages."""
-        kept = (rank_memory(work, rank, 0.0, 0, self._margin) for rank in range(len(work.states)))
-        room = (
-            (self._limit - one.weights - one.gradients - one.optimizer, one.loss + one.messages)
-            for one in kept
-        )
-        return int(min(left / (1 + self._margin) - others for left, others in room))
 
     def _bounded(self, progress: Progress) -> Iterator[Bounded]:
         """Yield all candidates that may fit, with their bounds."""
@@ -232,53 +195,41 @@ class Search:
             is_full = True
             for placement, here in placements.items():
                 sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
-                work = self._work(sized, placement)
-                fullest = least_memory(work, sized.microbatches, self._margin)
+                fullest, whole, split = self._least(sized, placement)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
                     if self._smallest is None or fullest.total < self._smallest[1].total:
                         self._smallest = replace(sized, schedule=here[0]), fullest
                     continue
                 is_full = False
-                whole, split = bounds(work, sized.microbatches)
                 for name in here:
                     bound = split if splits_backward(name) else whole
                     yield Bounded(bound, fullest.total, replace(sized, schedule=name))
 
+    def _least(self, candidate: Candidate, placement: Placement) -> tuple[RankMemory, float, float]:
+        """Return lower bounds: the memory of the fullest rank, and a step with whole and split backwards."""
+        microbatches = candidate.microbatches
+        if not self._space.is_uneven or placement.ranks == 1:
+            work = self._workloads.work(candidate, placement)
+            return least_memory(work, microbatches, self._margin), *bounds(work, microbatches)
+        stages = self._workloads.stages(candidate, placement)
+        work = self._workloads.work(candidate, placement, even(stages.layers, stages.least))
+        fullest = mean_memory(work, microbatches, self._margin)
+        return fullest, *bounds_of_any_cut(work, stages, microbatches)
+
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it does not fit into ``limit``."""
-        work = self._work(candidate, candidate.placement, splits_backward(candidate.schedule))
-        name, ranks, chunks = candidate.schedule, candidate.pipeline, candidate.chunks
-        microbatches, shares = candidate.microbatches, candidate.shares_vocabulary
-        if shares:
-            fullest = least_memory_sharing(work, name, microbatches, self._margin)
-        else:
-            # More microbatches need no less memory, and a short order is built sooner.
-            short = program(name, ranks, min(microbatches, 2 * ranks), chunks)
-            kept = memory(work, short, name, microbatches, self._margin)
-            fullest = max(kept, key=lambda rank: rank.total)
-        if fullest.total <= limit:
+        found = self._replays.replayed(candidate, limit, self._is_promising)
+        if isinstance(found, Evaluated):
             self.result.replayed += 1
-            order = program(name, ranks, microbatches, chunks, shares)
-            found = estimate(work, order, name, microbatches, self._margin)
-            if found.fullest.total <= limit:
-                return Evaluated(candidate, found)
-            fullest = found.fullest
-        if fullest.total > self._limit and len(self.result.too_large) < 3:
-            self.result.too_large.append((candidate, fullest))
+            return found
+        if found.total > self._limit and len(self.result.too_large) < 3:
+            self.result.too_large.append((candidate, found))
         return None
 
-    def _work(self, candidate: Candidate, placement: Placement, is_split: bool = False) -> Workload:
-        """Return its stages with their costs; candidates that share the costs of a layer share a model.
-
-        Backwards that are not split take no longer than split ones, which lower bounds rely on.
-        """
-        args, one = candidate.described(self._space.args), candidate
-        key = one.tensor, one.context, one.expert, one.micro_batch, one.recompute.modules
-        if key not in self._models:
-            self._models[key] = model_on(args, self._system)
-        model = self._models[key]
-        return Workload(args, self._system, placement, one.data, model=model, is_split=is_split)
+    def _is_promising(self, found: Estimate) -> bool:
+        """Whether another layout may bring an estimate among the results."""
+        return found.fullest.total <= self._room(found.step_seconds * (1 - IMPROVED))
 
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]
@@ -289,16 +240,3 @@ class Search:
             f"fullest rank, {(fullest.total - self._limit) / 1e9:.1f} GB more than "
             f"{self._limit / 1e9:.1f} GB, {size / 1e9:.1f} GB of it {name}: take more GPUs, or larger ones"
         )
-
-
-def _compiled(cut: Candidate, whole: Costs, costs: Costs, limit: float) -> Schedule:
-    """Compile the order of ``cut``; InfeasibleLimit where it cannot keep ``limit``.
-
-    ``whole`` are the costs with the vocabulary in the end stages, ``costs`` those of ``cut``.
-    """
-    request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
-    if not cut.shares_vocabulary:
-        return request.compile(costs, COMPILE_TRIALS).timeline.schedule
-    schedule = compiled_beside_vocabulary(request, whole, costs, COMPILE_TRIALS).known
-    assert schedule is not None
-    return schedule

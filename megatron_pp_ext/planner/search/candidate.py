@@ -37,7 +37,9 @@ class Recompute:
 class Candidate:
     """The sizes of every kind of parallelism, the microbatch, the recomputation and the schedule.
 
-    ``limit`` is the memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.
+    ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
+    ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them.  ``limit`` is the
+    memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.
     """
 
     tensor: int
@@ -52,12 +54,16 @@ class Candidate:
     chunks: int = 1
     shares_vocabulary: bool = False
     limit: float | None = None
+    expert_tensor: int | None = None
+    layout: str | None = None
 
     @property
     def name(self) -> str:
         """A short name, fit for a file: only what differs from one rank and no recomputation."""
         sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline))
         words = [f"{letters}{size}" for letters, size in sizes if size > 1]
+        if self.expert_tensor is not None:
+            words.append(f"etp{self.expert_tensor}")
         words += [f"dp{self.data}", f"mb{self.micro_batch}"]
         if self.pipeline > 1:
             words.append(self.schedule if self.chunks < 3 else f"{self.schedule}{self.chunks}")
@@ -65,6 +71,8 @@ class Candidate:
             words.append("shared")
         if self.recompute.granularity:
             words.append(self.recompute.name)
+        if self.layout is not None:
+            words.append("uneven")
         return "-".join(words)
 
     @property
@@ -84,14 +92,17 @@ class Candidate:
 
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)
+        # Any other schedule has one number of chunks, which follows from its name, and a layout has its own.
+        has_chunks = entry is not None and entry.more_chunks and self.layout is None
         return {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
             "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
             "pipeline_model_parallel_size": self.pipeline,
-            # Any other schedule has one number of chunks, which follows from its name.
-            "num_virtual_stages_per_pipeline_rank": self.chunks if entry and entry.more_chunks else None,
+            "num_virtual_stages_per_pipeline_rank": self.chunks if has_chunks else None,
+            "pipeline_model_parallel_layout": self.layout,
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
             "pipeline_memory_limit": self.limit,
             "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,

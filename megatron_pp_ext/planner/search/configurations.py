@@ -21,7 +21,8 @@ class Space:
     """The configurations that are searched.
 
     ``fixed`` names the arguments whose values in ``args`` are the user's and stay; everything else that a
-    candidate sets is tried.  Tensor parallelism stays within a node.
+    candidate sets is tried.  Tensor parallelism stays within a node.  Where ``is_uneven``, stages may have
+    different numbers of layers.
     """
 
     args: Namespace
@@ -30,6 +31,7 @@ class Space:
     batch: int
     schedules: Sequence[str]
     fixed: Collection[str] = ()
+    is_uneven: bool = False
 
     def cuts(self) -> Iterator[Candidate]:
         """Yield every combination of parallel sizes, with a microbatch of 1 and without recomputation."""
@@ -41,10 +43,9 @@ class Space:
                     data = left // pipeline
                     if self.batch % data or pipeline > spread(args):
                         continue
-                    for expert in self._experts(data * context):
-                        cut = Candidate(
-                            tensor, context, expert, pipeline, data, 1, self.batch // data, Recompute("none")
-                        )
+                    for expert, own in self._experts(tensor, data * context):
+                        sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
+                        cut = Candidate(*sizes, Recompute("none"), expert_tensor=own)
                         if _is_legal(cut.described(args), self.gpus // pipeline):
                             yield cut
 
@@ -75,17 +76,32 @@ class Space:
         return [*found, Recompute("recompute-full", "full", "uniform", 1)]
 
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
-        """Yield each number of chunks a rank that divides the layers, with the schedules that accept it."""
+        """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
         if cut.pipeline == 1:
             if "pipeline_schedule" not in self.fixed and vocabulary_flag.requested(self.args) != SHARED:
                 yield 1, [NO_PIPELINE]
             return
-        layers, flag = spread(self.args), "num_virtual_stages_per_pipeline_rank"
+        flag = "num_virtual_stages_per_pipeline_rank"
         given = getattr(self.args, flag) if flag in self.fixed else None
-        for chunks in _divisors(layers // cut.pipeline) if layers % cut.pipeline == 0 else []:
+        for chunks in self._chunks(cut.pipeline):
             names = [name for name in self.schedules if catalog.entry(name).accepts(chunks)]
             if names and given in (None, chunks):
                 yield chunks, names
+
+    def _chunks(self, ranks: int) -> list[int]:
+        """Return the numbers of chunks a rank: each gives the longest stage fewer layers than those before.
+
+        Where stages are even these are the divisors of a rank's layers.
+        """
+        layers = spread(self.args)
+        longest = range(1, -(-layers // ranks) + 1)
+        found = sorted({-(-layers // (ranks * each)) for each in longest})
+        return [chunks for chunks in found if self.fills(ranks, chunks)]
+
+    def fills(self, ranks: int, chunks: int) -> bool:
+        """Whether the model's layers fill the stages of so many ranks."""
+        layers, stages = spread(self.args), ranks * chunks
+        return stages <= layers if self.is_uneven else layers % stages == 0
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
         """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""
@@ -118,11 +134,20 @@ class Space:
             return [given] if given <= most and most % given == 0 else []
         return _divisors(most)
 
-    def _experts(self, ranks: int) -> list[int]:
+    def _experts(self, tensor: int, replicas: int) -> list[tuple[int, int | None]]:
+        """Return the sizes of expert parallelism, each with that of the experts' tensor parallelism.
+
+        The latter is None where it is as large as that of the other layers.
+        """
+        args, count = self.args, self.args.num_experts
+        own = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
+        if "expert_tensor_parallel_size" in self.fixed:
+            own = [args.expert_tensor_parallel_size]
         if "expert_model_parallel_size" in self.fixed:
-            return [self.args.expert_model_parallel_size]
-        count = self.args.num_experts
-        return [size for size in _divisors(count) if ranks % size == 0] if count else [1]
+            return [(args.expert_model_parallel_size, each) for each in own]
+        sizes = _divisors(count) if count else [1]
+        ranks = replicas * tensor
+        return [(size, each) for each in own for size in sizes if ranks % (size * (each or tensor)) == 0]
 
 
 def _is_legal(args: Namespace, stage_ranks: int) -> bool:

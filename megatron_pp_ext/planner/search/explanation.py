@@ -1,6 +1,6 @@
 """The reasons why a configuration is slower than the best one."""
 
-from megatron_pp_ext.planner.search.best_first import Evaluated
+from megatron_pp_ext.planner.search.replays import Evaluated
 
 _NAMED = 0.002
 """The least difference, as a fraction of the best step, that is named."""

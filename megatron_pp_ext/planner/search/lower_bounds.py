@@ -8,10 +8,15 @@ memory  weights, gradients and optimizer state, one microbatch's activations of 
         share the vocabulary, a microbatch's S falls between the two.
 """
 
+from dataclasses import fields
+from statistics import fmean
+
 from megatron_pp_ext.compiler.limits import least_messages
+from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.step.estimate import RankMemory, rank_memory
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.placement import Shape
 
 
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
@@ -24,13 +29,54 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
     for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
         seconds = own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
-        backwards_end = head + microbatches * (seconds + scores)
-        busy = backwards_end + microbatches * last
-        split, whole = max(split, busy), max(whole, busy, backwards_end + tail)
+        busy = head + microbatches * (seconds + scores + last)
+        hidden = microbatches * own.hidden_in_whole
+        split, whole = max(split, busy), max(whole, busy - hidden, busy - hidden - microbatches * last + tail)
         head += stage.forward + hop
         tail += stage.input_gradient + stage.weight_gradient + hop
     around = max(wait.update for wait in work.waits) + work.tied_seconds
     return whole + around, split + around
+
+
+def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) -> tuple[float, float]:
+    """Return the same two lower bounds for whatever cut of the layers into ``stages``; ``work`` has one.
+
+    Every cut has the same work in all, T a microbatch, and its busiest rank at least ``busiest_rank``.  With
+    whole backwards rank r starts after the forwards of r stages, and ends before their backwards: for the
+    mean rank these are half of all ranks' shortest stages.  On one stage a rank, with t_r a microbatch, the
+    step Z is at least m t_r + t_0 + ... + t_(r-1) for every r, which adds up to T <= Z (1 - (1 - 1/m)^p).
+    """
+    shared, ranks, waits = work.costs.vocabulary, work.placement.ranks, work.waits
+    each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+    own = [part.forward_seconds + part.input_gradient_seconds + part.weight_gradient_seconds
+           for part in work.by_rank]  # fmt: skip
+    mean = sum(own) / ranks
+    shortest = mean - sum(part.hidden_in_whole for part in work.by_rank) / ranks
+    busiest, others = stages.busiest_rank(), each + last
+    split = microbatches * (max(mean, busiest) + others)
+    if work.placement.shape is Shape.LINEAR:
+        whole = ranks * shortest / (1 - (1 - 1 / microbatches) ** ranks)
+    else:
+        whole = microbatches * shortest + (ranks - 1) / 2 * stages.shortest_stage()
+    around = sum(wait.update for wait in waits) / ranks + work.tied_seconds
+    return max(whole, microbatches * (max(shortest, busiest) + others)) + around, split + around
+
+
+def mean_memory(work: Workload, microbatches: int, margin: float) -> RankMemory:
+    """Return what a rank needs on average in any order: under no cut does the fullest one need less."""
+    shared, ranks = work.costs.vocabulary, range(work.placement.ranks)
+    kept = shared.activation if shared else 0.0
+    found = [
+        rank_memory(
+            work,
+            rank,
+            work.by_rank[rank].after_forward + kept,
+            least_messages(work.placement, rank, microbatches),
+            margin,
+        )
+        for rank in ranks
+    ]
+    return RankMemory(*(fmean(getattr(one, field.name) for one in found) for field in fields(RankMemory)))
 
 
 def least_memory(work: Workload, microbatches: int, margin: float) -> RankMemory:

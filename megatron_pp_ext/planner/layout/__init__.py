@@ -1,0 +1,1 @@
+"""The cut of a model's layers into pipeline stages of unequal numbers of layers."""

@@ -1,0 +1,99 @@
+"""Cuts whose stages, or whose ranks, take equally long, as far as whole items allow."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from megatron_pp_ext.planner.layout.cut import Cut, Seconds, changes, moved, times, work_of_ranks
+from megatron_pp_ext.schedule.placement import Placement
+
+_ROUNDING = 1e-9
+"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+
+type _Choices = list[list[tuple[int, int, float]]]
+"""For each stage, the items first, ..., end - 1 that it may have: (first, end, seconds)."""
+
+
+def even(items: int, least: Sequence[int]) -> Cut:
+    """Return a cut whose numbers of items differ by one at most, but for stages that need more.
+
+    The first stages are the longer ones.  ``least`` has the fewest items of each stage; ValueError where
+    there are fewer than they need together.
+    """
+    stages = len(least)
+    if sum(least) > items:
+        raise ValueError(f"{items} layers do not fill {stages} stages, which need {sum(least)} together")
+    each = next(each for each in range(items + 1) if sum(max(each + 1, few) for few in least) > items)
+    cut = [max(each, few) for few in least]
+    left = items - sum(cut)
+    for stage in [stage for stage, count in enumerate(cut) if count == each][:left]:
+        cut[stage] += 1
+    return tuple(cut)
+
+
+def balanced(items: int, seconds: Seconds, least: Sequence[int]) -> Cut:
+    """Return the cut whose longest stage is shortest, and among these the one with the least sum of squares.
+
+    ``least`` has the fewest items of each stage, and a stage takes no less for more items.  This is an exact
+    dynamic program over contiguous cuts in two rounds: the first finds how long the longest stage has to be,
+    the second the least sum of squares with stages that are no longer.
+    """
+    start = even(items, least)
+    longest = float(times(start, seconds).sum(axis=1).max())
+    choices = _choices(items, seconds, least, longest)
+    longest, _ = _chain(choices, items, max)
+    shorter = [[one for one in stage if one[2] <= longest * (1 + _ROUNDING)] for stage in choices]
+    return _chain(shorter, items, lambda total, own: total + own * own)[1]
+
+
+def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float) -> _Choices:
+    """Return what each stage may have if none takes more than ``longest``."""
+    before = [0, *accumulate(least)]
+    found: _Choices = []
+    for stage, few in enumerate(least):
+        behind = before[-1] - before[stage + 1]
+        found.append([])
+        for first in range(before[stage], items - behind - few + 1):
+            for end in range(first + few, items - behind + 1):
+                took = math.fsum(seconds(stage, first, end))
+                if took > longest * (1 + _ROUNDING):
+                    break
+                found[-1].append((first, end, took))
+    return found
+
+
+def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) -> tuple[float, Cut]:
+    """Return the least total of a chain of stages through all items, and its cut; ``add`` takes in a stage."""
+    ways: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in choices:
+        before, here = ways[-1], {}
+        for first, end, took in stage:
+            if first in before:
+                total = add(before[first][0], took)
+                if end not in here or total < here[end][0]:
+                    here[end] = total, first
+        ways.append(here)
+    end, counts = items, []
+    for way in reversed(ways[1:]):
+        first = way[end][1]
+        counts.append(end - first)
+        end = first
+    return ways[-1][items][0], tuple(reversed(counts))
+
+
+def levelled(placement: Placement, cut: Cut, seconds: Seconds, least: Sequence[int]) -> Cut:
+    """Return ``cut`` with items moved until no move evens out the ranks' seconds of a microbatch.
+
+    A rank with several stages makes up for a long one by short others, as the first rank of a V does, which
+    has both ends of the model.
+    """
+    work = work_of_ranks(placement)
+    while True:
+        loads = np.einsum("psk,sk->p", work, times(cut, seconds))
+        after = ((loads[:, None, None] + changes(work, cut, seconds, least)) ** 2).sum(axis=0)
+        source, target = divmod(int(after.argmin()), len(cut))
+        if after[source, target] >= (loads**2).sum() * (1 - _ROUNDING):
+            return cut
+        cut = moved(cut, source, target)

@@ -1,0 +1,59 @@
+"""A described model as a row of layers, with costs in proportion to operations."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.layout.cut import Cut
+from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.step.estimate import memory
+from megatron_pp_ext.planner.step.programs import Program
+from megatron_pp_ext.planner.step.stage_parts import Pieces
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
+
+_MACHINE = "h100"
+"""The machine on which memory is counted, of which only comparisons between cuts are made."""
+
+
+class ModelRow:
+    """The layers of ``args``'s model, whose parts are ``model``, for a schedule that is called ``name``."""
+
+    def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
+        self._args, self._model, self._data = args, model, data
+        self._order, self._name = Program(schedule), name
+        self.stages = ModelStages(args, model, schedule.placement, schedule.splits_backward)
+        self.items, self.least, self.seconds = self.stages.items, self.stages.least, self.stages.seconds
+
+    def costs(self, cut: Cut) -> Costs:
+        """Return the costs of the stages of ``cut``."""
+        return without_messages(self._work(cut).costs)
+
+    def totals(self, cut: Cut) -> Sequence[float]:
+        """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
+        if not self.stages.can_be(cut):
+            return [float("inf")] * self.stages.placement.ranks
+        microbatches = self._order.timer.schedule.microbatches
+        return [rank.total for rank in memory(self._work(cut), self._order, self._name, microbatches)]
+
+    def _work(self, cut: Cut) -> Workload:
+        layout = {"pipeline_model_parallel_layout": self.stages.layout(cut)}
+        args = Namespace(**{**vars(self._args), **layout})
+        is_split = self._order.timer.schedule.splits_backward
+        return work_of(args, self._model, self._data, self.stages.placement, is_split)
+
+
+def work_of(
+    args: Namespace, model: Pieces, data: int, placement: Placement, is_split: bool = True
+) -> Workload:
+    """Return the workload of ``args``'s model in the stages that ``args`` describe."""
+    return Workload(args, system.read(_MACHINE), placement, data, model=model, is_split=is_split)
+
+
+def without_messages(costs: Costs) -> Costs:
+    """Return ``costs`` with messages that take no time, whose seconds are none in operations."""
+    shared = costs.vocabulary and replace(costs.vocabulary, hidden=0.0, sums=0.0)
+    return replace(costs, hop=0.0, vocabulary=shared)

@@ -1,0 +1,121 @@
+"""The layout for which ``auto`` stands in --pipeline-model-parallel-layout: that of the shortest pipeline.
+
+It follows from flags and files alone, so that every rank of a job finds the same one before Megatron reads
+the flag.  No rank needs more memory for it than the fullest one does with equally many layers in all stages.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_pp_ext.planner.layout.balance import even
+from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, numbers
+from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
+from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.layout.rows import Row, shortest
+from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.request import layers, pipeline
+from megatron_pp_ext.request.vocabulary_source import requested_source
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.placement import Placement, linear, loop
+
+_FLAG = f"--pipeline-model-parallel-layout {AUTO}"
+
+
+def is_requested(args: Namespace) -> bool:
+    """Whether ``args`` leave the layout to this package."""
+    return bool(args.pipeline_model_parallel_layout == AUTO)
+
+
+def settle(args: Namespace, data: int, vocabulary: int) -> str:
+    """Put a layout in the place of ``auto`` in ``args``, and return words about it for the start line.
+
+    ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
+    what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
+    there is nothing to choose, and for what ``request.pipeline.read`` refuses.
+    """
+    _require_choice(args)
+    ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
+    args.num_virtual_stages_per_pipeline_rank = None
+    args.pipeline_model_parallel_layout = None
+    model = pieces(args, LayerCosts(args), vocabulary)
+    stages = ModelStages(args, model, placement)
+    known = even(stages.layers, [1] * placement.stages)
+    known = (*known[:-1], known[-1] + stages.items - stages.layers)
+    # The request is that of even stages: only their numbers of layers are to change.
+    args.pipeline_model_parallel_layout = stages.spelled(known)
+    request = pipeline.read(args, data)
+
+    def costs_of(count: int, shares_vocabulary: bool) -> Costs:
+        if args.pipeline_costs is not None:
+            return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, count))
+        where = Placement(request.finest.shape, ranks, count // ranks, shares_vocabulary)
+        return without_messages(work_of(args, model, data, where).costs)
+
+    schedule = requested_source(request, costs_of).build(request.microbatches, None)
+    row: Row = ModelRow(args, model, data, schedule, request.schedule)
+    if args.pipeline_costs is not None:
+        costs = costs_file.read(args.pipeline_costs)
+        rows = tuple(map(numbers, costs.stages))
+        row = LayerRow(rows, NOTHING, NOTHING, costs, schedule, (1,) * placement.stages)
+    found = shortest(schedule, row, known)
+    args.pipeline_model_parallel_layout = stages.spelled(found.cut)
+    return (
+        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages of "
+        "as many layers each"
+    )
+
+
+def _require_choice(args: Namespace) -> None:
+    """Raise ValueError where ``args`` leave no layout to choose, or say otherwise how layers are spread."""
+    pipeline.require_pipeline(_FLAG, args)
+    ranks, count = args.pipeline_model_parallel_size, layers.count(args)
+    for flag in (
+        *layers.ENDS,
+        "--num-layers-per-virtual-pipeline-stage",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+    ):
+        if layers.value(args, flag):
+            raise ValueError(f"{_FLAG} chooses the layers of every stage itself; leave {flag} out")
+    if layers.pattern(args):
+        raise ValueError(
+            f"{_FLAG} cannot cut a model of --hybrid-layer-pattern, which Megatron cuts at the | in it; put "
+            "them there, and leave the layout out"
+        )
+    stages = ranks * _chunks(args)
+    if count < stages:
+        raise ValueError(
+            f"{_FLAG} has {stages} stages to fill with --num-layers {count}; lower "
+            "--pipeline-model-parallel-size, or describe stages without layers yourself"
+        )
+    if args.pipeline_costs is None:
+        return
+    if layers.value(args, "--mtp-num-layers"):
+        raise ValueError(
+            f"{_FLAG} with --pipeline-costs cannot tell the costs of --mtp-num-layers from those of the last "
+            "layer; leave --pipeline-costs out"
+        )
+    found = len(costs_file.read(args.pipeline_costs).stages)
+    if found != count:
+        raise ValueError(
+            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {found} objects in "
+            f"'stages' for --num-layers {count}; give one a layer, the ends with embedding and loss"
+        )
+
+
+def _chunks(args: Namespace) -> int:
+    """Return the chunks a rank for which the layout is made."""
+    name, given = args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank
+    if given is not None:
+        return int(given)
+    if name is None or name in FLUSH_FREE:
+        return 1
+    if name in (FLEX, AUTO):
+        return 2 if layers.count(args) >= 2 * args.pipeline_model_parallel_size else 1
+    if name.startswith(CSV_PREFIX):
+        return csv_file.read(Path(name.removeprefix(CSV_PREFIX))).placement.chunks
+    return catalog.entry(name).chunks

@@ -1,0 +1,58 @@
+"""The workloads, stages and orders of candidates; what several candidates have in common is made once."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.search.candidate import Candidate
+from megatron_pp_ext.planner.step.programs import Program, program, splits_backward
+from megatron_pp_ext.planner.step.stage_parts import Pieces
+from megatron_pp_ext.planner.step.workload import Workload, model_on
+from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.placement import Placement
+
+
+class Workloads:
+    """The workloads of candidates for ``args``'s model on ``system``."""
+
+    def __init__(self, args: Namespace, system: System) -> None:
+        self._args, self._system = args, system
+        self._models: dict[tuple[object, ...], Pieces] = {}
+
+    def work(
+        self, candidate: Candidate, placement: Placement | None = None, layers: tuple[int, ...] | None = None
+    ) -> Workload:
+        """Return its stages with their costs.
+
+        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A candidate
+        without a schedule has whole backwards, which take no longer than split ones.
+        """
+        args = candidate.described(self._args)
+        model = self._model(candidate, args)
+        where = placement or candidate.placement
+        return Workload(args, self._system, where, candidate.data, layers, model, _is_split(candidate))
+
+    def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
+        """Return the stages that its model can be cut into."""
+        args = replace(candidate, layout=None).described(self._args)
+        return ModelStages(args, self._model(candidate, args), placement, _is_split(candidate))
+
+    def _model(self, one: Candidate, args: Namespace) -> Pieces:
+        """Return the parts of its model; candidates that share the costs of a layer share a model."""
+        key = one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
+        if key not in self._models:
+            self._models[key] = model_on(args, self._system)
+        return self._models[key]
+
+
+def _is_split(candidate: Candidate) -> bool:
+    """Whether the candidate's backwards come in two halves."""
+    return candidate.schedule == FLEX or splits_backward(candidate.schedule)
+
+
+def order_of(candidate: Candidate, most: int | None = None) -> Program:
+    """Return the candidate's schedule, for ``most`` microbatches at most."""
+    count = min(candidate.microbatches, most or candidate.microbatches)
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary
+    return program(candidate.schedule, *sizes)
