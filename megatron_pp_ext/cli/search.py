@@ -82,7 +82,7 @@ def search(
     from megatron_pp_ext.cli.measure import show as show_measured
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
-    from megatron_pp_ext.planner.search.best_first import Compiles, Search
+    from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Search
     from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of

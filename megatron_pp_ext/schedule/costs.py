@@ -215,7 +215,7 @@ class Costs:
         return self.joined([neighbours] * stages)
 
     def joined(self, counts: Sequence[int]) -> Self:
-        """Return the costs of stages of ``counts`` of these each, in order, whose times and activations add up.
+        """Return the costs of stages of ``counts`` of these each, in order; times and activations add up.
 
         Raises ValueError where ``counts`` are not of all stages, or one is 0.
         """

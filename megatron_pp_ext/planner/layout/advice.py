@@ -18,7 +18,7 @@ _WORTH = 0.01
 
 
 def advised(args: Namespace, costs: Costs, schedule: Schedule) -> tuple[str, Found] | None:
-    """Return a layout that is shorter than that of ``args`` by a hundredth at least; None where none is found.
+    """Return a layout that is shorter than that of ``args`` by a hundredth at least, or None.
 
     ``costs`` are those of the stages of ``schedule``.  No rank keeps more activations than the fullest does
     now.  Nothing is advised for a model that is cut by its pattern, or with multi-token prediction in another

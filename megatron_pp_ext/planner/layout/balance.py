@@ -65,10 +65,10 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
 
 
 def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) -> tuple[float, Cut]:
-    """Return the least total of a chain of stages through all items, and its cut; ``add`` takes in a stage."""
+    """Return the least total of a chain of stages through all items, and its cut; ``add`` adds a stage."""
     ways: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in choices:
-        before, here = ways[-1], {}
+        before, here = ways[-1], dict[int, tuple[float, int]]()
         for first, end, took in stage:
             if first in before:
                 total = add(before[first][0], took)

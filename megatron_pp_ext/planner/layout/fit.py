@@ -26,8 +26,6 @@ def fitted(
     """
     now, work, left = totals(cut), work_of_ranks(placement), _TRIALS
     while (excess := _excess(now, limit)) > 0:
-        if sum(now) > limit * len(now):
-            return None
         loads = np.einsum("psk,sk->p", work, times(cut, seconds))
         after = ((loads[:, None, None] + changes(work, cut, seconds, least)) ** 2).sum(axis=0)
         fullest = int(np.argmax(now))

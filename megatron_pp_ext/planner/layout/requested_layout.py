@@ -42,17 +42,17 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     args.num_virtual_stages_per_pipeline_rank = None
     args.pipeline_model_parallel_layout = None
     model = pieces(args, LayerCosts(args), vocabulary)
-    stages = ModelStages(args, model, placement)
-    known = even(stages.layers, [1] * placement.stages)
-    known = (*known[:-1], known[-1] + stages.items - stages.layers)
+    cuts = ModelStages(args, model, placement)
+    known = even(cuts.layers, [1] * placement.stages)
+    known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
-    args.pipeline_model_parallel_layout = stages.spelled(known)
+    args.pipeline_model_parallel_layout = cuts.spelled(known)
     request = pipeline.read(args, data)
 
-    def costs_of(count: int, shares_vocabulary: bool) -> Costs:
+    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
         if args.pipeline_costs is not None:
-            return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, count))
-        where = Placement(request.finest.shape, ranks, count // ranks, shares_vocabulary)
+            return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
+        where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
         return without_messages(work_of(args, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
@@ -62,10 +62,10 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
         rows = tuple(map(numbers, costs.stages))
         row = LayerRow(rows, NOTHING, NOTHING, costs, schedule, (1,) * placement.stages)
     found = shortest(schedule, row, known)
-    args.pipeline_model_parallel_layout = stages.spelled(found.cut)
+    args.pipeline_model_parallel_layout = cuts.spelled(found.cut)
     return (
-        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages of "
-        "as many layers each"
+        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages "
+        "of as many layers each"
     )
 
 

@@ -91,7 +91,7 @@ def _rising(values: Array, below: float) -> list[int]:
 
 
 class _Paths:
-    """The critical paths that are known: how often each holds the work of each stage, and its other seconds."""
+    """The critical paths that are known: how often each has the work of each stage, and its other seconds."""
 
     def __init__(self, ranks: Array) -> None:
         self._ranks, self._work = ranks, ranks

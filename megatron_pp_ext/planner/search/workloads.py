@@ -25,8 +25,8 @@ class Workloads:
     ) -> Workload:
         """Return its stages with their costs.
 
-        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A candidate
-        without a schedule has whole backwards, which take no longer than split ones.
+        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A
+        candidate without a schedule has whole backwards, which take no longer than split ones.
         """
         args = candidate.described(self._args)
         model = self._model(candidate, args)
