@@ -45,8 +45,8 @@ class Only(KernelSeconds):
     def shuffle(self, size):
         return size if self.kind == "shuffle" else 0
 
-    def exchange(self, size):
-        return size if self.kind == "exchange" else 0
+    def ring(self, seconds, size, results):
+        return seconds + {"ring": size, "results": results}.get(self.kind, 0)
 
 
 def costs(kind, **changed):
@@ -113,22 +113,11 @@ def test_routing_shuffles_tokens_there_and_back(tensor):
 @pytest.mark.parametrize(("changed", "heads"), [({}, A), (GROUPED, 2)])
 def test_context_parallel_ranks_exchange_keys_and_values(changed, heads):
     """Ring attention sends keys and values in F, and with their gradients in I; queries stay."""
-    made = costs("exchange", tensor_model_parallel_size=2, context_parallel_size=4, **changed)
-    size = 2 * 2 * (S / 4) * B * heads * (H / A) / 2
-    assert seconds(made.attention()) == (size, 2 * size, 0)
-
-
-def test_messages_between_context_parallel_ranks_travel_under_attention():
-    """What takes longer counts, not the sum of both."""
-
-    class Both(Only):
-        def attention(self, operations, scores, is_fused, length):
-            return 7.0, 11.0
-
-    size = 2 * 2 * (S / 4) * B * H
-    for kind, expected in (("exchange", (size, 2 * size, 0)), ("nothing", (7, 11, 0))):
-        args = describe({**MODEL, "context_parallel_size": 4})
-        assert seconds(LayerCosts(args, Both(kind)).attention()) == expected
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, **changed}
+    keys = (S / 4) * B * heads * (H / A) / 2
+    assert seconds(costs("ring", **sizes).attention()) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
+    queries = (S / 4) * B * H / 2
+    assert seconds(costs("results", **sizes).attention()) == (queries, queries + 2 * keys, 0)
 
 
 def test_what_is_copied_in_a_dense_layer():

@@ -108,6 +108,14 @@ def test_attention_is_causal_where_it_is_fused():
         assert backward == pytest.approx(2 * plain + 7e6 / COPY + more)
 
 
+def test_parts_of_attention_hide_the_messages_behind_them():
+    """The first part waits for nothing; results of the others are added, two read and one written."""
+    made = kernels(context_parallel_size=4)
+    message, added = made.ring(0.0, 1e6, 0.0) / 3, made.addition(1e3)
+    assert made.ring(40 * message, 1e6, 1e3) == pytest.approx(40 * message + 3 * added)
+    assert made.ring(2 * message, 1e6, 1e3) == pytest.approx(message / 2 + 3 * (message + added))
+
+
 def test_groups_of_a_layer():
     """Tensor-parallel ranks are neighbours, and everything else counts in strides of them."""
     made = kernels(
@@ -116,8 +124,9 @@ def test_groups_of_a_layer():
     assert made.gather(1e6) == pytest.approx(ring(1e6, 2))
     # Two of the four are on a node, so that half of the bytes leave it.
     assert made.shuffle(1e6) == pytest.approx(NETWORK.seconds(5e5))
-    assert made.exchange(1e6) == pytest.approx(2 * Link(2e10, 1e-5).seconds(1e6))
-    assert kernels().exchange(1e6) == 0
+    message = Link(2e10, 1e-5).seconds(1e6)
+    assert made.ring(0.0, 1e6, 0.0) == pytest.approx(2 * message)
+    assert kernels().ring(3.0, 1e6, 1e6) == 3.0
     etp = kernels(
         tensor_model_parallel_size=2,
         num_experts=8,

@@ -70,9 +70,12 @@ class KernelSeconds:
         """Return the seconds of sending ``size`` bytes to the experts, or back."""
         return 0.0
 
-    def exchange(self, size: float) -> float:
-        """Return the seconds of sending ``size`` bytes of keys and values around context-parallel ranks."""
-        return 0.0
+    def ring(self, seconds: float, size: float, results: float) -> float:
+        """Return the seconds of attention, which takes ``seconds``, among context-parallel ranks.
+
+        ``size`` bytes of keys and values go around, and ``results`` numbers of each part are added up.
+        """
+        return seconds
 
     def launched(self, part: Part, kernels: float) -> Part:
         """Return ``part`` with the least seconds in which a host starts the ``kernels`` of its forward."""
@@ -167,12 +170,17 @@ class SystemKernelSeconds(KernelSeconds):
             size *= _copies_sent(self._chosen, nodes) / self._chosen
         return self._system.all_to_all_seconds(size, ranks, stride)
 
-    def exchange(self, size: float) -> float:
-        """Return the seconds of one message to the next rank for every other rank of the group."""
-        if self._context < 2:
-            return 0.0
-        link = self._system.link(self._context, self._tensor)
-        return (self._context - 1) * link.seconds(size)
+    def ring(self, seconds: float, size: float, results: float) -> float:
+        """Return the seconds of a part for every rank, of which all but the first wait for a message.
+
+        Parts are equally long, as Megatron deals out the causal mask (arXiv 2310.01889; Megatron's
+        cp_comm_type p2p).  A message travels during the part before.
+        """
+        others, part = self._context - 1, seconds / self._context
+        if not others:
+            return seconds
+        message = self._system.link(self._context, self._tensor).seconds(size)
+        return part + others * (max(part, message) + self.addition(results))
 
     def launched(self, part: Part, kernels: float) -> Part:
         """Return ``part``, none of whose actions is shorter than its launches.

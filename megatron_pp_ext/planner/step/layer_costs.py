@@ -157,15 +157,18 @@ class LayerCosts:
             not self._is_unfused,
             args.seq_length / args.context_parallel_size,
         )
-        travel = self._kernels.exchange(self._sizes.cut(keys_and_values))
+        around = self._sizes.cut(keys_and_values)
+        results, gradients = (
+            self._sizes.tokens * width / self._sizes.share for width in (query, query + keys_and_values)
+        )
         rotated = query + keys_and_values / 2 if args.position_embedding_type == "rope" else 0
         if self._is_unfused:
             rotated += query + keys_and_values  # put in the order of heads
         turning = self._kernels.copy(2 * self._sizes.cut(rotated))
         return Part(
             activation_operations=operations,
-            forward_seconds=max(forward, travel) + turning,
-            input_gradient_seconds=max(backward, 2 * travel) + turning,
+            forward_seconds=self._kernels.ring(forward, around, results) + turning,
+            input_gradient_seconds=self._kernels.ring(backward, 2 * around, gradients) + turning,
             after_forward=self._kept_scores(scores),
         )
 
