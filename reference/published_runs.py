@@ -15,16 +15,17 @@ class MegatronRun(NamedTuple):
     batch: int
     full: float
     selective: float
+    microbatch: int = 1
 
 
 MEGATRON = (
-    MegatronRun("22B", 48, 6144, 64, 1, 1, 4, 1.42, 1.10),
+    MegatronRun("22B", 48, 6144, 64, 1, 1, 4, 1.42, 1.10, 4),
     MegatronRun("175B", 96, 12288, 96, 8, 3, 64, 18.13, 13.75),
     MegatronRun("530B", 105, 20480, 128, 35, 3, 280, 49.05, 37.83),
     MegatronRun("1T", 128, 25600, 160, 64, 1, 512, 94.42, 71.49),
 )
-"""On 8 tensor-parallel A100 80G for each pipeline rank, sequences of 2048, microbatches of 1, without data
-parallelism; attention in single operations, with dropout."""
+"""On 8 tensor-parallel A100 80G for each pipeline rank, sequences of 2048, without data parallelism; attention
+in single operations, with dropout."""
 
 GRID_SCHEDULES = {"1F1B": "1f1b", "ZB-1P": "zb-h1", "V-Half": "v-half", "V-Min": "v-min", "V-ZB": "v-zb"}
 

@@ -23,7 +23,7 @@ def megatron_step(run: MegatronRun, selective: bool) -> Estimate:
             "max_position_embeddings": 2048,
             "vocab_size": 51200,
             "fp16": True,
-            "micro_batch_size": 1,
+            "micro_batch_size": run.microbatch,
             "global_batch_size": run.batch,
             "tensor_model_parallel_size": 8,
             "pipeline_model_parallel_size": run.pipeline,
