@@ -24,8 +24,8 @@ MEGATRON = (
     MegatronRun("530B", 105, 20480, 128, 35, 3, 280, 49.05, 37.83),
     MegatronRun("1T", 128, 25600, 160, 64, 1, 512, 94.42, 71.49),
 )
-"""On 8 tensor-parallel A100 80G for each pipeline rank, sequences of 2048, without data parallelism; attention
-in single operations, with dropout."""
+"""On 8 tensor-parallel A100 80G for each pipeline rank, sequences of 2048, without data parallelism;
+attention in single operations, with dropout."""
 
 GRID_SCHEDULES = {"1F1B": "1f1b", "ZB-1P": "zb-h1", "V-Half": "v-half", "V-Min": "v-min", "V-ZB": "v-zb"}
 
