@@ -57,6 +57,7 @@ LINES = (
     f"{PP4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers=3",
     "--recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear --swiglu",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --sequence-parallel",
+    "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --moe-grouped-gemm",
     "--num-experts 4 --moe-router-topk 1 --moe-layer-freq 2 --bf16 --fp8-format hybrid --mock-data",
     "--optimizer sgd --normalization RMSNorm --position-embedding-type rope --transformer-impl local",
 )
@@ -72,7 +73,8 @@ def test_flags_mean_the_same_without_megatron(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--tp-comm-overlap", "--optimizer muon", "--swiglu yes", "--pipeline-schedule pipedream", "x"]
+    "line",
+    ["--attention-softmax-in-fp32", "--optimizer muon", "--swiglu yes", "--pipeline-schedule pipedream", "x"],
 )
 def test_what_is_left_to_megatrons_parser(line: str) -> None:
     assert flag_words.read([*TINY, *line.split()]) is None
