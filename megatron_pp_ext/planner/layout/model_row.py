@@ -40,7 +40,7 @@ class ModelRow:
         return [rank.total for rank in memory(self._work(cut), self._order, self._name, microbatches)]
 
     def _work(self, cut: Cut) -> Workload:
-        layout = {"pipeline_model_parallel_layout": self.stages.layout(cut)}
+        layout = {"pipeline_model_parallel_layout": self.stages.spelled(cut)}
         args = Namespace(**{**vars(self._args), **layout})
         is_split = self._order.timer.schedule.splits_backward
         return work_of(args, self._model, self._data, self.stages.placement, is_split)

@@ -42,7 +42,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     args.num_virtual_stages_per_pipeline_rank = None
     args.pipeline_model_parallel_layout = None
     model = pieces(args, LayerCosts(args), vocabulary)
-    cuts = ModelStages(args, model, placement)
+    cuts = ModelStages(Namespace(**vars(args)), model, placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
