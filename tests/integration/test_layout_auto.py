@@ -1,0 +1,127 @@
+"""--pipeline-model-parallel-layout auto: every rank trains in the layout that the start line names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.request import start_up
+from megatron_pp_ext.integration.request.model_costs import estimate
+from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.request import layers
+from tests.support.comparison import assert_same_gradients, run, stock
+from tests.support.flags import PP4, arguments, assert_refused
+
+AUTO = "--pipeline-model-parallel-layout auto"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The lines that rank 0 prints before the first step."""
+    file = tmp_path / "said"
+    file.touch()
+    stock_print = choose.print_rank_0
+
+    def print_rank_0(text: str) -> None:
+        if dist.get_rank() == 0:
+            with file.open("a") as lines:
+                lines.write(f"{text}\n")
+        stock_print(text)
+
+    monkeypatch.setattr(choose, "print_rank_0", print_rank_0)
+    return file
+
+
+def chosen(line: str) -> str:
+    found = re.search(r"layout (\S+), by prediction (\S+)% shorter than stages of as many layers each", line)
+    assert found, line
+    assert float(found[2]) >= 0
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "schedule"),
+    [
+        (2, "--num-layers 5", ""),
+        (2, "--num-layers 5", "--pipeline-schedule zb-h1"),
+        (2, "--num-layers 7", "--pipeline-schedule v-half"),
+        (2, "--num-layers 7", "--pipeline-schedule interleaved"),
+        (2, "--num-layers 5 --mtp-num-layers 1 --position-embedding-type rope", "--pipeline-schedule 1f1b"),
+        (
+            2,
+            "--num-layers 5 --disable-bias-linear --num-experts 2 --moe-layer-freq [0]*2+[1]*3",
+            "--pipeline-schedule 1f1b",
+        ),
+        (4, "--num-layers 9 --untie-embeddings-and-output-weights", "--pipeline-schedule zb-h2"),
+        (2, "--num-layers 7", "--pipeline-schedule flex --pipeline-memory-limit 1"),
+    ],
+)
+def test_trains_as_stock_in_the_layout_that_is_printed(
+    ranks: int, flags: str, schedule: str, said: Path
+) -> None:
+    base = ["--pipeline-model-parallel-size", str(ranks), *flags.split()]
+    ours = run(ranks, [*base, *AUTO.split(), *schedule.split()])
+    (line,) = [line for line in said.read_text().splitlines() if "layout" in line]
+    layout = chosen(line)
+    stages = layers.layout(arguments(f"--pipeline-model-parallel-layout {layout}"))
+    assert stages is not None
+    # Stock runs one stage a rank, which has the layers of a loop's chunks or of a V's; the sums are the same.
+    merged = f"{stages[0]}|{''.join(stages[1:])}" if ranks == 2 else "|".join(stages)
+    assert_same_gradients(ours, stock(ranks, *base, "--pipeline-model-parallel-layout", merged))
+
+
+def read(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int], str]:
+    """Return the layout of a job on four ranks, the layers of its stages, and its start line."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} {AUTO} {flags}")
+    pipeline = read_flags(args)
+    assert pipeline is not None
+    layout = args.pipeline_model_parallel_layout
+    counts = layers.by_stage(args, pipeline.placement.stages)
+    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(args, *sizes))
+
+
+@pytest.mark.parametrize("layer_count", [4, 7, 8, 13, 31, 61])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved", "v-zb"])
+def test_any_number_of_layers(layer_count: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"--num-layers {layer_count} --pipeline-schedule {schedule}"
+    chunks = 1 if schedule in ("1f1b", "zb-h1") else 2
+    if layer_count < 4 * chunks:
+        message = f"has {4 * chunks} stages to fill with --num-layers {layer_count}; lower"
+        assert_refused(monkeypatch, f"{PP4} {AUTO} {flags}", message)
+        return
+    layout, counts, line = read(flags, monkeypatch)
+    assert (len(counts), sum(counts)) == (4 * chunks, layer_count)
+    assert chosen(line) == layout
+    assert "\n" not in line
+
+
+def test_the_loss_takes_layers_from_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that is as much work as several layers leaves fewer of them to the last stage."""
+    _, few, _ = read("--num-layers 16 --pipeline-schedule 1f1b", monkeypatch)
+    _, many, _ = read("--num-layers 16 --pipeline-schedule 1f1b --vocab-size 2048", monkeypatch)
+    assert many[-1] < few[-1] <= 4
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        (0, [3, 3, 1, 1]),
+        # Rank 0 keeps four microbatches: a third layer there, or on rank 1, were more than even stages need.
+        (1, [2, 2, 3, 1]),
+    ],
+)
+def test_costs_of_every_layer(
+    activation: int, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seconds, file = [1, 1, 1, 1, 1, 1, 3, 3], tmp_path / "costs.json"
+    stages = [
+        {"forward": s, "input_gradient": s, "weight_gradient": s, "activation": activation} for s in seconds
+    ]
+    file.write_text(json.dumps({"stages": stages}))
+    layout, counts, line = read(f"--pipeline-schedule 1f1b --pipeline-costs {file}", monkeypatch)
+    assert counts == expected
+    assert chosen(line) == layout
