@@ -147,6 +147,21 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     assert [record.clock_error > 0 for record in step.records] == [False, True]
 
 
+def test_a_better_layout_is_advised_for_the_next_start(log: Path) -> None:
+    """The last stage is slow, so that the first one is to have more of the layers."""
+    flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b")
+    train(2, [*flags, *MEASURED], initialize=slow_last_stage)
+    advised, *_ = log.read_text().splitlines()
+    found = re.search(
+        r"measured in steps 2-3: at the next start --pipeline-model-parallel-layout '(\S+)' makes the pipeline "
+        r"(\S+)% shorter by simulation",
+        advised,
+    )
+    assert found and float(found[2]) >= 1
+    assert found[1] == "x"
+    run(2, [*flags, "--pipeline-model-parallel-layout", found[1]])
+
+
 def test_ranks_that_share_a_stage_change_together(log: Path, uneven: None) -> None:
     """Only the first pipeline is measured; its costs and limits are those of the other ranks, too."""
     flags = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *EQUAL[:-1], "4"]

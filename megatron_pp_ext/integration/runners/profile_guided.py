@@ -126,17 +126,20 @@ class ProfileGuidedRunner(FlushedRunner):
         return costs
 
     def _advise(self, costs: Costs) -> None:
-        """Print a better layout for the next start, if there is one."""
-        found = (
-            advised(get_args(), costs, next(iter(self._requested.values()))) if dist.get_rank() == 0 else None
-        )
+        """Log a better layout for the next start, if there is one."""
+        if dist.get_rank() > 0:
+            return
+        args, schedule = get_args(), next(iter(self._requested.values()))
+        try:
+            found = advised(args, args.data_parallel_size, costs, schedule, self.pipeline.name)
+        except Exception:  # any model may train, also one that the estimate does not know
+            return
         if found is not None:
             layout, times = found
-            print(
-                f"megatron_pp_ext: measured in steps {self._steps}: at the next start, "
+            print_rank_0(
+                f"megatron_pp_ext: measured in steps {self._steps}: at the next start "
                 f"--pipeline-model-parallel-layout '{layout}' makes the pipeline {times.gain:.1%} shorter by "
-                f"simulation ({1e3 * times.before:.4g} to {1e3 * times.makespan:.4g} ms)",
-                flush=True,
+                f"simulation ({1e3 * times.before:.4g} to {1e3 * times.makespan:.4g} ms)"
             )
 
     def _shorter(self, current: Schedule, costs: Costs) -> Schedule:

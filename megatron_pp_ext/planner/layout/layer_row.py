@@ -1,60 +1,52 @@
 """A row of layers that were measured one by one, or of which the stages were."""
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import fsum
 
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
-from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.simulate import simulate
 
-type Numbers = tuple[float, ...]
-"""What ``StageCosts`` has: seconds of F, I and W, the activation, and what an I gives back of it."""
+type Seconds = tuple[float, float, float]
+"""The seconds of F, I and W."""
 
-NOTHING: Numbers = (0.0,) * 5
+NOTHING: Seconds = (0.0, 0.0, 0.0)
 
 
-def numbers(costs: StageCosts) -> Numbers:
-    """Return what ``costs`` has as numbers that can be added."""
-    return astuple(costs)
+def seconds_of(costs: StageCosts) -> Seconds:
+    """Return the seconds of F, I and W in ``costs``."""
+    return costs.forward, costs.input_gradient, costs.weight_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Layers whose costs add up, for the stages of ``schedule``.
+    """Layers whose seconds add up, for as many stages as ``least``, the fewest layers of each, has numbers.
 
-    ``front`` and ``back`` are what the first and the last stage have beside their layers.  ``like`` has all
-    other costs.  Bytes are those of activations and messages.
+    ``front`` and ``back`` are what the first and the last stage take beside their layers.  ``like`` has the
+    times of messages.  ``totals`` returns the bytes that every rank needs under a cut.
     """
 
-    layers: tuple[Numbers, ...]
-    front: Numbers
-    back: Numbers
+    layers: tuple[Seconds, ...]
+    front: Seconds
+    back: Seconds
     like: Costs
-    schedule: Schedule
     least: Cut
+    totals: Callable[[Cut], Sequence[float]]
 
     @property
     def items(self) -> int:
         """The number of layers."""
         return len(self.layers)
 
-    def seconds(self, stage: int, first: int, end: int) -> tuple[float, float, float]:
+    def seconds(self, stage: int, first: int, end: int) -> Seconds:
         """Return the seconds of F, I and W of ``stage`` if it has the layers first, ..., end - 1."""
-        forward, input_gradient, weight_gradient, *_ = self._sum(stage, first, end)
+        parts = [*self.layers[first:end]]
+        parts += [self.front] if stage == 0 else []
+        parts += [self.back] if stage == len(self.least) - 1 else []
+        forward, input_gradient, weight_gradient = map(fsum, zip(NOTHING, *parts, strict=True))
         return forward, input_gradient, weight_gradient
 
     def costs(self, cut: Cut) -> Costs:
-        """Return the costs of the stages of ``cut``."""
-        return replace(self.like, stages=tuple(StageCosts(*self._sum(*where)) for where in bounds(cut)))
-
-    def totals(self, cut: Cut) -> Sequence[float]:
-        """Return the bytes of activations and messages that every rank keeps."""
-        return simulate(self.schedule, self.costs(cut)).peak_memory
-
-    def _sum(self, stage: int, first: int, end: int) -> Numbers:
-        parts = [*self.layers[first:end]]
-        parts += [self.front] if stage == 0 else []
-        parts += [self.back] if stage == self.schedule.placement.stages - 1 else []
-        return tuple(map(fsum, zip(NOTHING, *parts, strict=True)))
+        """Return the costs of the stages of ``cut``, whose activations are left out."""
+        stages = tuple(StageCosts(*self.seconds(*where), activation=0.0) for where in bounds(cut))
+        return replace(self.like, stages=stages)

@@ -8,11 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_pp_ext.planner.layout.balance import even
-from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, numbers
+from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.planner.step.model_state import padded_vocabulary
 from megatron_pp_ext.planner.step.stage_parts import pieces
 from megatron_pp_ext.request import layers, pipeline
 from megatron_pp_ext.request.vocabulary_source import requested_source
@@ -40,9 +41,10 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
     args.num_virtual_stages_per_pipeline_rank = None
-    args.pipeline_model_parallel_layout = None
-    model = pieces(args, LayerCosts(args), vocabulary)
-    cuts = ModelStages(Namespace(**vars(args)), model, placement)
+    described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
+    described.vocab_size = args.vocab_size or vocabulary
+    model = pieces(described, LayerCosts(described), padded_vocabulary(described))
+    cuts = ModelStages(described, model, placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
@@ -53,14 +55,15 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
         if args.pipeline_costs is not None:
             return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
         where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
-        return without_messages(work_of(args, model, data, where).costs)
+        even_stages = Namespace(**{**vars(described), "pipeline_model_parallel_layout": cuts.spelled(known)})
+        return without_messages(work_of(even_stages, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
-    row: Row = ModelRow(args, model, data, schedule, request.schedule)
+    row: Row = ModelRow(described, model, data, schedule, request.schedule)
     if args.pipeline_costs is not None:
         costs = costs_file.read(args.pipeline_costs)
-        rows = tuple(map(numbers, costs.stages))
-        row = LayerRow(rows, NOTHING, NOTHING, costs, schedule, (1,) * placement.stages)
+        rows = tuple(map(seconds_of, costs.stages))
+        row = LayerRow(rows, NOTHING, NOTHING, costs, (1,) * placement.stages, row.totals)
     found = shortest(schedule, row, known)
     args.pipeline_model_parallel_layout = cuts.spelled(found.cut)
     return (
