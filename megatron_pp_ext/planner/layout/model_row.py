@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import memory
 from megatron_pp_ext.planner.step.programs import Program
 from megatron_pp_ext.planner.step.stage_parts import Pieces
@@ -25,7 +26,9 @@ class ModelRow:
     def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
         self._args, self._model, self._data = args, model, data
         self._order, self._name = Program(schedule), name
-        self.stages = ModelStages(args, model, schedule.placement, schedule.splits_backward)
+        shares_vocabulary = schedule.placement.shares_vocabulary
+        counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
+        self.stages = ModelStages(args, counted, schedule.placement)
         self.items, self.least, self.seconds = self.stages.items, self.stages.least, self.stages.seconds
 
     def costs(self, cut: Cut) -> Costs:

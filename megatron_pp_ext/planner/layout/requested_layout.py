@@ -12,6 +12,7 @@ from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, numbers
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.stage_parts import pieces
 from megatron_pp_ext.request import layers, pipeline
@@ -42,7 +43,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     args.num_virtual_stages_per_pipeline_rank = None
     args.pipeline_model_parallel_layout = None
     model = pieces(args, LayerCosts(args), vocabulary)
-    cuts = ModelStages(args, model, placement)
+    cuts = ModelStages(args, StageSeconds(args, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
