@@ -6,6 +6,7 @@ A limit holds activations, and also messages where ``Costs.message`` is above 0.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.schedule.costs import Costs
@@ -54,14 +55,20 @@ def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
 
     These are the sent messages that may be unfinished, and the one that an action takes.
     """
+    each = _sent(placement, rank)
+    return min(microbatches * each, SENDS_AHEAD + 1) + (each > 0)
+
+
+@lru_cache(maxsize=4096)
+def _sent(placement: Placement, rank: int) -> int:
+    """Return how many messages of each microbatch ``rank`` sends."""
     edges = (
         edge
         for stage in placement.stages_of(rank)
         for edge in range(max(0, stage - 1), min(stage + 1, placement.stages - 1))
     )
     # Edge n joins the stages n and n + 1.  A stage sends a message of each microbatch over each of its edges.
-    each = sum(not placement.is_local(edge) for edge in edges)
-    return min(microbatches * each, SENDS_AHEAD + 1) + (each > 0)
+    return sum(not placement.is_local(edge) for edge in edges)
 
 
 def rooms_beside_messages(

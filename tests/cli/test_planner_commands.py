@@ -129,7 +129,7 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
         (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "changes: leave every | of it out"),
         ((*SEARCH, "--schedules", "v-hal"), {}, "did you mean 'v-half'?"),
         (SEARCH, {"pipeline_schedule": "v-zb"}, "v-half and --pipeline-schedule v-zb contradict"),
-        (("search", "--gpus", 7, *SIZES), {}, "no combination of parallel sizes divides --gpus 7"),
+        (("search", "--gpus", 7, "--layout", "even", *SIZES), {}, "no combination of parallel sizes"),
         (SEARCH, {**SHARED, "mtp_num_layers": 1}, "prediction has logits of its own"),
         (SEARCH, {**SHARED, "pipeline_model_parallel_size": 1}, "shared needs a pipeline of 2 ranks"),
         ((*SEARCH, "--png", "x.svg"), {}, "--png got x.svg: end the file's name in .png"),

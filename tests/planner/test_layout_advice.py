@@ -40,9 +40,7 @@ def test_the_ends_are_what_their_layers_do_not_take(known):
     sizes = [1.0 + at % 2 for at in range(sum(known))]
     ends = {0: 0.25, len(known) - 1: 5.0}
     edges = [sum(known[:stage]) for stage in range(len(known) + 1)]
-    took = [
-        fsum(sizes[edges[stage] : edges[stage + 1]]) + ends.get(stage, 0) for stage in range(len(known))
-    ]
+    took = [fsum(sizes[edges[stage] : edges[stage + 1]]) + ends.get(stage, 0) for stage in range(len(known))]
     seconds, front, back = divided(stages([(each, 2 * each, each) for each in took]), sizes, known)
     assert front == pytest.approx((0.25, 0.5, 0.25), rel=ROUNDED)
     assert back == pytest.approx((5, 10, 5), rel=ROUNDED)
@@ -68,10 +66,10 @@ MODEL = {
 }
 
 
-def advice(name, ranks, chunks, took, **changed):
+def advice(name, ranks, chunks, took, free=0.0, **changed):
     args = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
     schedule = program(name, ranks, 16, chunks).timer.schedule
-    return args, advised(args, 1, stages(took), schedule, name)
+    return args, advised(args, 1, stages(took), schedule, name, free)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("v-half", 2)])
@@ -97,13 +95,13 @@ def test_stages_that_take_equally_long_stay():
     assert advice("1f1b", 4, 1, [(4, 4, 4)] * 4)[1] is None
 
 
-def test_no_rank_keeps_more_than_the_fullest_one():
-    """Rank 0 has four microbatches in flight, and would need more memory for a fifth layer."""
-    took = [(1, 1, 1), (4, 4, 4), (8, 8, 8), (4, 4, 4)]
-    args, found = advice("1f1b", 4, 1, took)
+@pytest.mark.parametrize(("free", "first"), [(0, 4), (1e9, 4), (1e11, 8)])
+def test_no_rank_keeps_more_than_there_is(free, first):
+    """Rank 0 has four microbatches in flight, and needs more memory for a fifth layer than others have."""
+    args, found = advice("1f1b", 4, 1, [(1, 1, 1), (4, 4, 4), (8, 8, 8), (4, 4, 4)], free)
     assert found is not None
     args.pipeline_model_parallel_layout = found[0]
-    assert layers.by_stage(args, 4)[0] == 4
+    assert layers.by_stage(args, 4)[0] == first
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,13 @@ class ProfileGuidedRunner(FlushedRunner):
         return costs
 
     def _advise(self, costs: Costs) -> None:
-        """Log a better layout for the next start, if there is one."""
+        """Log a better layout for the next start, if there is one; collective."""
+        free = least_free_bytes()
         if dist.get_rank() > 0:
             return
         args, schedule = get_args(), next(iter(self._requested.values()))
         try:
-            found = advised(args, args.data_parallel_size, costs, schedule, self.pipeline.name)
+            found = advised(args, args.data_parallel_size, costs, schedule, self.pipeline.name, free)
         except Exception:  # any model may train, also one that the estimate does not know
             return
         if found is not None:

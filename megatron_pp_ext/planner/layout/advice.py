@@ -20,14 +20,15 @@ _WORTH = 0.01
 
 
 def advised(
-    args: Namespace, data: int, costs: Costs, schedule: Schedule, name: str
+    args: Namespace, data: int, costs: Costs, schedule: Schedule, name: str, free: float = 0.0
 ) -> tuple[str, Found] | None:
     """Return a layout that is shorter than that of ``args`` by a hundredth at least, or None.
 
     ``costs`` are those of the stages of ``schedule``, which is called ``name``, and ``data`` is the
-    data-parallel size.  By estimate no rank needs more memory than the fullest one does now.  Nothing is
-    advised for a model that is cut by its pattern, or with multi-token prediction in another stage than the
-    loss.  ValueError for layers that cannot be estimated.
+    data-parallel size.  ``free`` are the bytes that the fullest device leaves for activations and messages.
+    By estimate no rank needs more than that, or than the fullest one needs now.  Nothing is advised for a
+    model that is cut by its pattern, or with multi-token prediction in another stage than the loss.
+    ValueError for layers that cannot be estimated.
     """
     stages = schedule.placement.stages
     if layers.pattern(args) or layers.predicting_stage(args, stages) not in (None, stages - 1):
@@ -47,7 +48,7 @@ def advised(
         least[end] = max(least[end], int(not all(beside)))
     fewest = tuple(map(min, least, known))
     row = LayerRow(seconds, front, back, costs, fewest, lambda cut: described.totals(with_prediction(cut)))
-    found = shortest(schedule, row, known)
+    found = shortest(schedule, row, known, described.capacity(with_prediction(known), free))
     if found.gain < _WORTH:
         return None
     return described.stages.spelled(with_prediction(found.cut)), found

@@ -7,7 +7,8 @@ from dataclasses import replace
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.step.estimate import memory
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
+from megatron_pp_ext.planner.step.estimate import RankMemory, memory
 from megatron_pp_ext.planner.step.programs import Program
 from megatron_pp_ext.planner.step.stage_parts import Pieces
 from megatron_pp_ext.planner.step.workload import Workload
@@ -25,7 +26,9 @@ class ModelRow:
     def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
         self._args, self._model, self._data = args, model, data
         self._order, self._name = Program(schedule), name
-        self.stages = ModelStages(args, model, schedule.placement, schedule.splits_backward)
+        shares_vocabulary = schedule.placement.shares_vocabulary
+        counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
+        self.stages = ModelStages(args, counted, schedule.placement)
         self.items, self.least, self.seconds = self.stages.items, self.stages.least, self.stages.seconds
 
     def costs(self, cut: Cut) -> Costs:
@@ -36,8 +39,21 @@ class ModelRow:
         """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
         if not self.stages.can_be(cut):
             return [float("inf")] * self.stages.placement.ranks
+        return [rank.total for rank in self._memory(cut)]
+
+    def capacity(self, cut: Cut, free: float) -> float:
+        """Return the bytes of a device that has ``free`` ones left for a step beside the state under ``cut``.
+
+        The rank with most state, that is weights, gradients and optimizer, leaves the fewest.
+        """
+        ranks = self._memory(cut)
+        return free + max(
+            rank.total - rank.activations - rank.messages - rank.loss - rank.margin for rank in ranks
+        )
+
+    def _memory(self, cut: Cut) -> Sequence[RankMemory]:
         microbatches = self._order.timer.schedule.microbatches
-        return [rank.total for rank in memory(self._work(cut), self._order, self._name, microbatches)]
+        return memory(self._work(cut), self._order, self._name, microbatches)
 
     def _work(self, cut: Cut) -> Workload:
         layout = {"pipeline_model_parallel_layout": self.stages.spelled(cut)}

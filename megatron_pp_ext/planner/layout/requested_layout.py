@@ -12,6 +12,7 @@ from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_state import padded_vocabulary
 from megatron_pp_ext.planner.step.stage_parts import pieces
@@ -44,7 +45,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
     described.vocab_size = args.vocab_size or vocabulary
     model = pieces(described, LayerCosts(described), padded_vocabulary(described))
-    cuts = ModelStages(described, model, placement)
+    cuts = ModelStages(described, StageSeconds(described, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.

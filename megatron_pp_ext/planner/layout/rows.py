@@ -46,13 +46,14 @@ class Found(NamedTuple):
         return 1 - self.makespan / self.before
 
 
-def shortest(schedule: Schedule, row: Row, known: Cut) -> Found:
+def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Found:
     """Return the cut of ``row`` whose pipeline is shortest under ``schedule``, as far as moves find it.
 
     They start from equally long stages, and from ``known``, with which the result is compared.  No rank needs
-    more bytes than the fullest one needs under ``known``.
+    more than ``limit`` bytes, or than the fullest one needs under ``known`` if that is more.
     """
-    placement, timer, limit = schedule.placement, ScheduleTimer(schedule), max(row.totals(known))
+    placement, timer = schedule.placement, ScheduleTimer(schedule)
+    limit = max(limit, *row.totals(known))
 
     def replay(cut: Cut) -> CriticalPath:
         return timer.critical_path(row.costs(cut))

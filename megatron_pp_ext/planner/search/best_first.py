@@ -24,6 +24,7 @@ from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
+from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
@@ -195,27 +196,37 @@ class Search:
             is_full = True
             for placement, here in placements.items():
                 sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
-                fullest, whole, split = self._least(sized, placement)
+                work, fullest = self._least_memory(sized, placement)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
                     if self._smallest is None or fullest.total < self._smallest[1].total:
                         self._smallest = replace(sized, schedule=here[0]), fullest
                     continue
                 is_full = False
+                whole, split = self._least_seconds(sized, work)
                 for name in here:
                     bound = split if splits_backward(name) else whole
                     yield Bounded(bound, fullest.total, replace(sized, schedule=name))
 
-    def _least(self, candidate: Candidate, placement: Placement) -> tuple[RankMemory, float, float]:
-        """Return lower bounds: the memory of the fullest rank, and a step with whole and split backwards."""
-        microbatches = candidate.microbatches
-        if not self._space.is_uneven or placement.ranks == 1:
+    def _least_memory(self, candidate: Candidate, placement: Placement) -> tuple[Workload, RankMemory]:
+        """Return a candidate's work, and a lower bound of the memory of its fullest rank."""
+        if not self._is_cut(placement):
             work = self._workloads.work(candidate, placement)
-            return least_memory(work, microbatches, self._margin), *bounds(work, microbatches)
+            return work, least_memory(work, candidate.microbatches, self._margin)
         stages = self._workloads.stages(candidate, placement)
         work = self._workloads.work(candidate, placement, even(stages.layers, stages.least))
-        fullest = mean_memory(work, microbatches, self._margin)
-        return fullest, *bounds_of_any_cut(work, stages, microbatches)
+        return work, mean_memory(work, candidate.microbatches, self._margin)
+
+    def _least_seconds(self, candidate: Candidate, work: Workload) -> tuple[float, float]:
+        """Return lower bounds of a step with whole and with split backwards."""
+        if not self._is_cut(work.placement):
+            return bounds(work, candidate.microbatches)
+        stages = self._workloads.stages(candidate, work.placement)
+        return bounds_of_any_cut(work, stages, candidate.microbatches)
+
+    def _is_cut(self, placement: Placement) -> bool:
+        """Whether the layers of each stage are left to the search."""
+        return self._space.is_uneven and placement.ranks > 1
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it does not fit into ``limit``."""

@@ -14,7 +14,7 @@ from statistics import fmean
 from megatron_pp_ext.compiler.limits import least_messages
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.step.estimate import RankMemory, rank_memory
-from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.planner.step.programs import Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import Shape
 
@@ -62,18 +62,20 @@ def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) ->
     return max(whole, microbatches * (max(shortest, busiest) + others)) + around, split + around
 
 
-def mean_memory(work: Workload, microbatches: int, margin: float) -> RankMemory:
-    """Return what a rank needs on average in any order: under no cut does the fullest one need less."""
+def mean_memory(work: Workload, microbatches: int, margin: float, order: Program | None = None) -> RankMemory:
+    """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
+
+    With ``order`` it is what a rank needs in that order at least.
+    """
     shared, ranks = work.costs.vocabulary, range(work.placement.ranks)
-    kept = shared.activation if shared else 0.0
+    each = shared.activation if shared else 0.0
+    kept = (
+        order.in_flight.peaks(work.parts, each)
+        if order
+        else [work.by_rank[rank].after_forward + each for rank in ranks]
+    )
     found = [
-        rank_memory(
-            work,
-            rank,
-            work.by_rank[rank].after_forward + kept,
-            least_messages(work.placement, rank, microbatches),
-            margin,
-        )
+        rank_memory(work, rank, kept[rank], least_messages(work.placement, rank, microbatches), margin)
         for rank in ranks
     ]
     return RankMemory(*(fmean(getattr(one, field.name) for one in found) for field in fields(RankMemory)))

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.fit import fitted
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
+from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing, mean_memory
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
 from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, estimate, memory
 from megatron_pp_ext.planner.step.workload import Workload
@@ -40,6 +41,11 @@ class Replays:
         """
         searches = self.is_uneven and candidate.pipeline > 1
         stages = self.workloads.stages(candidate, candidate.placement) if searches else None
+        if stages is not None:
+            # Cuts differ little in what all ranks need together, and most candidates end here.
+            mean = self._mean(candidate, stages)
+            if mean.total > limit:
+                return mean
         cut = stages and self._fitted(candidate, stages, limit)
         if stages is not None:
             candidate = replace(candidate, layout=stages.layout(cut or stages.start))
@@ -66,6 +72,12 @@ class Replays:
         if candidate.shares_vocabulary:
             return least_memory_sharing(work, candidate.schedule, candidate.microbatches, self.margin)
         return max(self._short(candidate, work), key=lambda rank: rank.total)
+
+    def _mean(self, candidate: Candidate, stages: ModelStages) -> RankMemory:
+        """Return what a rank needs on average at least, where stages have equally many layers."""
+        work = self.workloads.work(candidate, layers=even(stages.layers, stages.least))
+        order = order_of(candidate, 2 * candidate.pipeline)
+        return mean_memory(work, candidate.microbatches, self.margin, order)
 
     def _short(self, candidate: Candidate, work: Workload) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches.

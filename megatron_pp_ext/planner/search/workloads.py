@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.step.programs import Program, program, splits_backward
 from megatron_pp_ext.planner.step.stage_parts import Pieces
@@ -19,6 +20,8 @@ class Workloads:
     def __init__(self, args: Namespace, system: System) -> None:
         self._args, self._system = args, system
         self._models: dict[tuple[object, ...], Pieces] = {}
+        self._seconds: dict[tuple[object, ...], StageSeconds] = {}
+        self._stages: dict[tuple[object, ...], ModelStages] = {}
 
     def work(
         self, candidate: Candidate, placement: Placement | None = None, layers: tuple[int, ...] | None = None
@@ -34,16 +37,29 @@ class Workloads:
         return Workload(args, self._system, where, candidate.data, layers, model, _is_split(candidate))
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
-        """Return the stages that its model can be cut into."""
-        args = replace(candidate, layout=None).described(self._args)
-        return ModelStages(args, self._model(candidate, args), placement, _is_split(candidate))
+        """Return the stages that its model can be cut into; candidates with the same ones share them."""
+        is_split = _is_split(candidate)
+        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.shares_vocabulary, is_split
+        key = *alike, placement
+        if key not in self._stages:
+            args = replace(candidate, layout=None).described(self._args)
+            if alike not in self._seconds:
+                model = self._model(candidate, args)
+                self._seconds[alike] = StageSeconds(args, model, placement.shares_vocabulary, is_split)
+            self._stages[key] = ModelStages(args, self._seconds[alike], placement)
+        return self._stages[key]
 
     def _model(self, one: Candidate, args: Namespace) -> Pieces:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
-        key = one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
+        key = _costs_of_a_layer(one)
         if key not in self._models:
             self._models[key] = model_on(args, self._system)
         return self._models[key]
+
+
+def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:
+    """Return all of a candidate that the costs of a layer follow from."""
+    return one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
 
 
 def _is_split(candidate: Candidate) -> bool:

@@ -17,12 +17,17 @@ class Program:
     """A schedule with all that an estimate derives from it: its timer and the activations in flight."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.timer, self.in_flight = ScheduleTimer(schedule), InFlight(schedule)
+        self._schedule, self.in_flight = schedule, InFlight(schedule)
+
+    @cached_property
+    def timer(self) -> ScheduleTimer:
+        """The schedule's timer."""
+        return ScheduleTimer(self._schedule)
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
         """The most message buffers that each rank holds at one time."""
-        return peak_messages(self.timer.schedule)
+        return peak_messages(self._schedule)
 
 
 def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Placement:

@@ -1,0 +1,67 @@
+"""The seconds of a stage with given layers, wherever it is in the pipeline; each is counted once."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from megatron_pp_ext.planner.step.stage_parts import Pieces, stage_parts
+from megatron_pp_ext.request import layers
+
+FIRST, MIDDLE, LAST = range(3)
+"""Where a stage is: it has the embedding, only layers, or the output layer and the loss."""
+
+type Seconds = tuple[float, float, float]
+"""The seconds of F, I and W."""
+
+
+class StageSeconds:
+    """The seconds of stages of ``model``, the parts of ``args``'s model.
+
+    ``shares_vocabulary`` says whether all ranks share the vocabulary, and ``is_split`` whether backwards come
+    in two halves.  The items of a stage are layers, and multi-token prediction as the last item of the model.
+    """
+
+    def __init__(
+        self, args: Namespace, model: Pieces, shares_vocabulary: bool = False, is_split: bool = True
+    ) -> None:
+        self._args, self.model = args, model
+        self._shares_vocabulary, self._is_split = shares_vocabulary, is_split
+        self.layers = len(model.layers)
+        self.prediction = "m" * (layers.value(args, "--mtp-num-layers") or 0)
+        self._known: dict[tuple[int, int, int], Seconds] = {}
+        self._by_content: dict[tuple[object, ...], Seconds] = {}
+        self.starts = cache(self._starts)
+
+    def of(self, role: int, first: int, end: int) -> Seconds:
+        """Return the seconds of a stage in the place ``role`` with the items first, ..., end - 1."""
+        key = role, first, end
+        if key not in self._known:
+            content = role, end > self.layers, *map(id, self.model.layers[first:end])
+            if content not in self._by_content:
+                self._by_content[content] = self._counted(*key)
+            self._known[key] = self._by_content[content]
+        return self._known[key]
+
+    def _starts(self, count: int) -> Sequence[int]:
+        """Return where each different run of ``count`` layers starts, once for equal ones."""
+        runs = {
+            tuple(map(id, self.model.layers[at : at + count])): at for at in range(self.layers - count + 1)
+        }
+        return tuple(runs.values())
+
+    def _counted(self, role: int, first: int, end: int) -> Seconds:
+        """Return the seconds of a stage at the front of three, between the others, or at the end."""
+        here, last = self.model.layers[first:end], self.model.layers[-1]
+        count = len(here)
+        # Prediction has another layer like the model's last one.
+        row = (last, *here) if role == LAST else (*here, last)
+        counts = ((count, 1, 0), (0, count, 1), (1, 0, count))[role]
+        args = self._args
+        if self.prediction:
+            stages = ["E", "", "L"]
+            stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
+            args = Namespace(**{**vars(args), "pipeline_model_parallel_layout": "|".join(stages)})
+        parts = stage_parts(args, replace(self.model, layers=row), counts, self._shares_vocabulary)
+        costs = parts[role].costs(self._is_split)
+        return costs.forward, costs.input_gradient, costs.weight_gradient
