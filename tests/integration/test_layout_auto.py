@@ -106,22 +106,11 @@ def test_the_loss_takes_layers_from_its_stage(monkeypatch: pytest.MonkeyPatch) -
     assert many[-1] < few[-1] <= 4
 
 
-@pytest.mark.parametrize(
-    ("activation", "expected"),
-    [
-        (0, [3, 3, 1, 1]),
-        # Rank 0 keeps four microbatches: a third layer there, or on rank 1, were more than even stages need.
-        (1, [2, 2, 3, 1]),
-    ],
-)
-def test_costs_of_every_layer(
-    activation: int, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_costs_of_every_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0, with most microbatches in flight, cannot have a third layer: even stages do with less memory."""
     seconds, file = [1, 1, 1, 1, 1, 1, 3, 3], tmp_path / "costs.json"
-    stages = [
-        {"forward": s, "input_gradient": s, "weight_gradient": s, "activation": activation} for s in seconds
-    ]
+    stages = [{"forward": s, "input_gradient": s, "weight_gradient": s, "activation": 1} for s in seconds]
     file.write_text(json.dumps({"stages": stages}))
     layout, counts, line = read(f"--pipeline-schedule 1f1b --pipeline-costs {file}", monkeypatch)
-    assert counts == expected
+    assert counts == [2, 2, 3, 1]
     assert chosen(line) == layout
