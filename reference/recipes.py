@@ -1,8 +1,8 @@
 """Configurations that NVIDIA recommends for pre-training on H100, in the planner's names.
 
 NEMO is NVIDIA/NeMo, scripts/llm/performance/recommended_model_configs/model_configs_h100.csv, at commit
-349c4019dd; BRIDGE is NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/perf_recipes, at commit 2e7ec2afaa.  All
-are in bf16, with one sequence a microbatch.
+349c4019dd; BRIDGE is NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/perf_recipes, at commit 2e7ec2afaa.
+All are in bf16, with one sequence a microbatch.
 """
 
 from collections.abc import Mapping
@@ -45,15 +45,16 @@ DEEPSEEK_V3 = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_grouped_gemm": True,
 }
-"""arXiv 2412.19437, section 4.2, but for multi-latent attention, which the planner does not count.  In its place
-are as many heads in 8 groups, of 250 million weights a layer for 187."""
+"""arXiv 2412.19437, section 4.2, but for multi-latent attention, which the planner does not count.  In its
+place are as many heads in 8 groups, of 250 million weights a layer for 187."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A recommended configuration: ``model`` is a shipped name or a description.
 
-    ``sizes`` are the arguments of its parallelism, its stages and its recomputation.  ``note`` says where it is described otherwise than its source has it.
+    ``sizes`` are the arguments of its parallelism, its stages and its recomputation.  ``note`` says where it
+    is described otherwise than its source has it.
     """
 
     name: str
