@@ -57,7 +57,7 @@ DIFFERENT = {
     "other layers": (
         (*V_HALF, "--pipeline-model-parallel-layout", "Ett|tt|tt|ttL"),
         (*V_HALF, "--pipeline-model-parallel-layout", "Et|tt|tt|tttL"),
-        "the stages have 2, 2, 2, 2 layers on rank 0 and 1, 2, 2, 3 layers on rank 1",
+        "--pipeline-model-parallel-layout is Ett|tt|tt|ttL on rank 0 and Et|tt|tt|tttL on rank 1",
     ),
     "other microbatches": (
         (*V_HALF, "--global-batch-size", "4"),
