@@ -107,7 +107,7 @@ def test_the_loss_takes_layers_from_its_stage(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_costs_of_every_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rank 0 has most microbatches in flight, and a third layer would need more memory than even stages do."""
+    """Rank 0 has most microbatches in flight: a third layer would need more memory than even stages do."""
     seconds, file = [1, 1, 1, 1, 1, 1, 3, 3], tmp_path / "costs.json"
     stages = [{"forward": s, "input_gradient": s, "weight_gradient": s, "activation": 1} for s in seconds]
     file.write_text(json.dumps({"stages": stages}))
