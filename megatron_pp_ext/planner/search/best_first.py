@@ -22,7 +22,7 @@ from megatron_pp_ext.planner.search.lower_bounds import (
 )
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, RankMemory
+from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
@@ -31,9 +31,6 @@ from megatron_pp_ext.schedule.placement import Placement
 
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
 """The fractions of the memory for each of which the frontier holds the shortest step."""
-
-IMPROVED = 0.1
-"""The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +226,14 @@ class Search:
         return self._space.is_uneven and placement.ranks > 1
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
-        """Return the candidate with its estimate, or None if it does not fit into ``limit``."""
-        found = self._replays.replayed(candidate, limit, self._is_promising)
-        if isinstance(found, Evaluated):
-            self.result.replayed += 1
-            return found
-        if found.total > self._limit and len(self.result.too_large) < 3:
-            self.result.too_large.append((candidate, found))
-        return None
-
-    def _is_promising(self, found: Estimate) -> bool:
-        """Whether another layout may bring an estimate among the results."""
-        return found.fullest.total <= self._room(found.step_seconds * (1 - IMPROVED))
+        """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""
+        found = self._replays.replayed(candidate, limit, self._room)
+        if isinstance(found, RankMemory):
+            if found.total > self._limit and len(self.result.too_large) < 3:
+                self.result.too_large.append((candidate, found))
+            return None
+        self.result.replayed += 1
+        return found
 
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.cut import Cut
@@ -11,9 +12,12 @@ from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing, mean_memory
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, estimate, memory
+from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, memory, pace
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.timing import CriticalPath
+
+IMPROVED = 0.1
+"""The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,14 @@ class Evaluated:
 
     candidate: Candidate
     estimate: Estimate
+
+
+class _Timed(NamedTuple):
+    """A candidate with its stages and the seconds of its step."""
+
+    candidate: Candidate
+    work: Workload
+    pace: Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +45,13 @@ class Replays:
     is_uneven: bool = False
 
     def replayed(
-        self, candidate: Candidate, limit: float, is_promising: Callable[[Estimate], bool]
-    ) -> Evaluated | RankMemory:
+        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+    ) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, or what its fullest rank needs if that is above ``limit``.
 
-        Only where ``is_promising`` says so of the layout that it is tried with first, others are tried.
+        ``room`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
+        a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
+        are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
         """
         searches = self.is_uneven and candidate.pipeline > 1
         stages = self.workloads.stages(candidate, candidate.placement) if searches else None
@@ -49,23 +63,35 @@ class Replays:
         cut = stages and self._fitted(candidate, stages, limit)
         if stages is not None:
             candidate = replace(candidate, layout=stages.layout(cut or stages.start))
-        work = self.workloads.work(candidate)
-        fullest = self._least(candidate, work)
-        if fullest.total > limit:
-            return fullest
-        found = self._estimate(candidate, work)
-        if found.fullest.total > limit:
-            return found.fullest
-        if stages and cut and is_promising(found):
-            other = self._shortened(candidate, stages, cut, limit)
-            better = self._estimate(other, self.workloads.work(other))
-            if better.step_seconds < found.step_seconds and better.fullest.total <= limit:
-                return Evaluated(other, better)
-        return Evaluated(candidate, found)
+        least = self._least(candidate, self.workloads.work(candidate))
+        if least.total > limit:
+            return least
+        timed = self._timed(candidate)
+        if stages and cut and least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
+            other = self._timed(self._shortened(candidate, stages, cut, limit))
+            if other.pace.step_seconds < timed.pace.step_seconds:
+                found = self._estimated(other, limit, room)
+                if isinstance(found, Evaluated):
+                    return found
+        return self._estimated(timed, limit, room)
 
-    def _estimate(self, candidate: Candidate, work: Workload) -> Estimate:
-        order = order_of(candidate)
-        return estimate(work, order, candidate.schedule, candidate.microbatches, self.margin)
+    def _estimated(
+        self, timed: _Timed, limit: float, room: Callable[[float], float]
+    ) -> Evaluated | RankMemory | None:
+        """Return the candidate with its estimate, or what ``replayed`` returns instead.
+
+        The messages of a whole order take longer to count than its seconds, and are counted last.
+        """
+        candidate, work = timed.candidate, timed.work
+        if self._least(candidate, work).total > room(timed.pace.step_seconds):
+            return None
+        sizes = candidate.schedule, candidate.microbatches, self.margin
+        found = estimate(work, order_of(candidate), *sizes, timed.pace)
+        return Evaluated(candidate, found) if found.fullest.total <= limit else found.fullest
+
+    def _timed(self, candidate: Candidate) -> _Timed:
+        work, order = self.workloads.work(candidate), order_of(candidate)
+        return _Timed(candidate, work, pace(work, order, candidate.schedule, candidate.microbatches))
 
     def _least(self, candidate: Candidate, work: Workload) -> RankMemory:
         """Return what the fullest rank needs at least, without building the whole schedule."""

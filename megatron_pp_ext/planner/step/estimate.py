@@ -124,10 +124,17 @@ def rank_memory(
     )
 
 
-def estimate(
-    work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
-) -> Estimate:
-    """Estimate a step of ``microbatches`` under the schedule ``order``, called ``name``."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The seconds of a step and of its pipeline, and the idle fraction of the ranks' time in the latter."""
+
+    step_seconds: float
+    pipeline_seconds: float
+    bubble: float
+
+
+def pace(work: Workload, order: Program, name: str, microbatches: int) -> Pace:
+    """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
     spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
     if name in FLUSH_FREE:
@@ -140,17 +147,34 @@ def estimate(
         )
         makespan = longer - short
     bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
-    step = makespan + waits_around(work, spans)
+    # The bubble of a single rank may round to below nothing.
+    return Pace(makespan + waits_around(work, spans), makespan, max(0.0, bubble))
+
+
+def estimate(
+    work: Workload,
+    order: Program,
+    name: str,
+    microbatches: int,
+    margin: float = MARGIN,
+    paced: Pace | None = None,
+) -> Estimate:
+    """Estimate a step of ``microbatches`` under the schedule ``order``, called ``name``.
+
+    ``paced`` is what ``pace`` returned for the same, where that is known.
+    """
+    found = paced or pace(work, order, name, microbatches)
     args = work.args
     gpus = work.model_ranks * work.data
     dtype = ("fp8" if args.fp8 else "bf16") if args.bf16 or args.fp16 else "fp32"
     tokens = args.seq_length * args.micro_batch_size * work.data * microbatches
+    seconds = found.step_seconds
     return Estimate(
-        step_seconds=step,
-        pipeline_seconds=makespan,
-        bubble=max(0.0, bubble),  # that of a single rank may round to below nothing
-        utilisation=work.operations(microbatches) / (step * gpus * work.system.peak(dtype)),
-        tokens_per_second=tokens / step,
+        step_seconds=seconds,
+        pipeline_seconds=found.pipeline_seconds,
+        bubble=found.bubble,
+        utilisation=work.operations(microbatches) / (seconds * gpus * work.system.peak(dtype)),
+        tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
         band=band(args, work.system, gpus),
     )
