@@ -17,7 +17,18 @@ from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.system import System
 
-_COLUMNS = ("", "configuration", "step s", "MFU", "bubble", "GB a rank", "messages", "behind the best")
+_ALIKE = "nearly as fast"
+_COLUMNS = (
+    "",
+    "configuration",
+    "step s",
+    "MFU",
+    "bubble",
+    "GB a rank",
+    "messages",
+    "behind the best",
+    _ALIKE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,11 @@ class Report:
             f"{result.replayed:,} were replayed; none of the others can be among the best\n"
             f"{self._room()}; 8 in 10 of {result.best[0].estimate.band}"
         )
-        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS[:-2]), box=SIMPLE_HEAD)
-        for number, name, *numbers, _, behind in self._rows():
-            table.add_row(number, f"{name}\n  behind: {behind}" if behind else name, *numbers)
+        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS[:-3]), box=SIMPLE_HEAD)
+        for number, name, *numbers, _, behind, alike in self._rows():
+            notes = (("behind", behind), (_ALIKE, alike))
+            lines = [name, *(f"  {title}: {note}" for title, note in notes if note)]
+            table.add_row(number, "\n".join(lines), *numbers)
         console.print(table)
         console.print("The shortest steps for less memory:")
         for one in result.frontier:
@@ -88,6 +101,10 @@ class Report:
                     "candidate": asdict(one.candidate),
                     "estimate": asdict(one.estimate),
                     "behind": why(best, one),
+                    "alike": [
+                        {"name": other.candidate.name, "estimate": asdict(other.estimate)}
+                        for other in result.alike[one.candidate]
+                    ],
                     **self._launch(one).record(),
                 }
                 for one in result.best
@@ -146,7 +163,8 @@ class Report:
             file.chmod(0o755)
 
     def _rows(self) -> list[list[str]]:
-        best = self.result.best[0]
+        result = self.result
+        best = result.best[0]
         return [
             [
                 str(number),
@@ -157,9 +175,21 @@ class Report:
                 f"{one.estimate.fullest.total / 1e9:.1f}",
                 f"{one.estimate.fullest.messages / 1e9:.2f}",
                 why(best, one),
+                self._alike(one),
             ]
-            for number, one in enumerate(self.result.best, 1)
+            for number, one in enumerate(result.best, 1)
         ]
+
+    def _alike(self, one: Evaluated) -> str:
+        """Say which schedules are nearly as fast as that of ``one``: of each family the fastest."""
+        families = {one.candidate.schedule: one}
+        for other in self.result.alike[one.candidate]:
+            families.setdefault(other.candidate.schedule, other)
+        named = [
+            f"{other.candidate.order} +{other.estimate.step_seconds / one.estimate.step_seconds - 1:.1%}"
+            for other in list(families.values())[1:]
+        ]
+        return ", ".join(named)
 
     def _launch(self, one: Evaluated) -> launch_lines.Launch:
         flags = launch_lines.flags(one.candidate, self.words)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
+from math import inf
 
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.search.candidate import Candidate
@@ -33,6 +34,10 @@ LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
 """The fractions of the memory for each of which the frontier holds the shortest step."""
 
 
+ALIKE = 0.02
+"""The part by which the step of another schedule may be longer and counts as nearly the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounded:
     """A candidate with lower bounds on its step, in seconds, and on the bytes of its fullest rank."""
@@ -46,17 +51,25 @@ class Bounded:
 class Result:
     """The best candidates by step, and the shortest step for each fraction of the memory.
 
-    ``too_large`` are the three candidates with the lowest bounds that only memory keeps out, each with its
-    fullest rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order, ``replayed``
-    those that were timed action by action.
+    ``best`` has one schedule of candidates that differ in nothing else.  ``alike`` has, by each of the best,
+    the other schedules with which its step is at most ``ALIKE`` longer; those of the last of the best need
+    not be complete.  ``too_large`` are the three candidates with the lowest bounds that only memory keeps
+    out, each with its fullest rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order,
+    ``replayed`` those that were timed action by action.
     """
 
     best: list[Evaluated] = field(default_factory=list)
+    alike: dict[Candidate, list[Evaluated]] = field(default_factory=dict)
     frontier: list[Evaluated] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
     legal: int = 0
     unfit: int = 0
     replayed: int = 0
+
+    @property
+    def named(self) -> list[Evaluated]:
+        """The best, each with the schedules that are nearly as fast behind it."""
+        return [one for first in self.best for one in (first, *self.alike[first.candidate])]
 
 
 HEADROOM = 0.06
@@ -94,6 +107,7 @@ class Search:
         self._replays = Replays(self._workloads, margin, space.is_uneven)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}
+        self._alike: dict[Candidate, list[Evaluated]] = {}
 
     def run(self, progress: Progress = lambda what, done, total: None) -> Result:
         """Search; ValueError where nothing is legal or nothing fits."""
@@ -109,9 +123,9 @@ class Search:
             raise ValueError(self._space.nothing_legal())
         for number, one in enumerate(bounded):
             progress("replaying", number, len(bounded))
-            room = self._room(one.bound)
-            if not room:
+            if not self._room(one.bound):
                 break
+            room = self._room(one.bound, one.candidate)
             if one.least <= room and (found := self._replayed(one.candidate, room)):
                 self._offer(found)
         progress("replaying", len(bounded), len(bounded))
@@ -123,13 +137,18 @@ class Search:
         self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
         return self.result
 
-    def _room(self, bound: float) -> float:
+    def _room(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
 
-        It is 0 where such a step is neither among the best nor on the frontier.
+        It is 0 where such a step is neither among the best, or nearly the same as one of them, nor on the
+        frontier.  Without a ``candidate`` it is a step of sizes that are not among the best.
         """
         best = self.result.best
-        if len(best) < self._top or bound < best[-1].estimate.step_seconds:
+        longest = best[-1].estimate.step_seconds if len(best) == self._top else inf
+        known = self._alike.get(candidate.apart_from_schedule) if candidate else None
+        if known:
+            longest = min(longest, known[0].estimate.step_seconds * (1 + ALIKE))
+        if bound < longest:
             return self._limit
         levels = [level for level in LEVELS if level not in self._shortest]
         levels += [level for level, one in self._shortest.items() if bound < one.estimate.step_seconds]
@@ -137,22 +156,27 @@ class Search:
 
     def _offer(self, found: Evaluated) -> None:
         """Add ``found`` to the best and to the frontier where it belongs there."""
-        ranked = sorted([*self.result.best, found], key=lambda one: one.estimate.step_seconds)
-        self.result.best = ranked[: self._top]
+        sizes = found.candidate.apart_from_schedule
+        alike = sorted([*self._alike.get(sizes, []), found], key=_step)
+        self._alike[sizes] = [one for one in alike if _step(one) <= _step(alike[0]) * (1 + ALIKE)]
+        ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
+        self.result.best = [first for first, *_ in ranked]
+        self.result.alike = {first.candidate: others for first, *others in ranked}
         for level in LEVELS:
             other = self._shortest.get(level)
-            is_shorter = other is None or found.estimate.step_seconds < other.estimate.step_seconds
+            is_shorter = other is None or _step(found) < _step(other)
             if is_shorter and found.estimate.fullest.total <= level * self._limit:
                 self._shortest[level] = found
 
     def _compile(self, progress: Progress) -> None:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
-        chosen = to_compile(self.result.best, self._space, self._workloads)
+        chosen = to_compile(self.result.named, self._space, self._workloads)
         compiler = Compiler(self._space, self._workloads, self._limit, self._margin)
         infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
         has_some = bool(self.result.best)
         if self._compiles is Compiles.ONLY:
             self.result.best.clear()
+            self._alike.clear()
             self._shortest.clear()
         for number, cut in enumerate(chosen):
             progress("compiling", number, len(chosen))
@@ -227,7 +251,7 @@ class Search:
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""
-        found = self._replays.replayed(candidate, limit, self._room)
+        found = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
         if isinstance(found, RankMemory):
             if found.total > self._limit and len(self.result.too_large) < 3:
                 self.result.too_large.append((candidate, found))
@@ -244,3 +268,7 @@ class Search:
             f"fullest rank, {(fullest.total - self._limit) / 1e9:.1f} GB more than "
             f"{self._limit / 1e9:.1f} GB, {size / 1e9:.1f} GB of it {name}: take more GPUs, or larger ones"
         )
+
+
+def _step(one: Evaluated) -> float:
+    return one.estimate.step_seconds

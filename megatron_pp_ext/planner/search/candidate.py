@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from megatron_pp_ext.planner.step.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import flag
@@ -66,7 +66,7 @@ class Candidate:
             words.append(f"etp{self.expert_tensor}")
         words += [f"dp{self.data}", f"mb{self.micro_batch}"]
         if self.pipeline > 1:
-            words.append(self.schedule if self.chunks < 3 else f"{self.schedule}{self.chunks}")
+            words.append(self.order)
         if self.shares_vocabulary:
             words.append("shared")
         if self.recompute.granularity:
@@ -74,6 +74,17 @@ class Candidate:
         if self.layout is not None:
             words.append("uneven")
         return "-".join(words)
+
+    @property
+    def order(self) -> str:
+        """A short name of its schedule, with the chunks a rank from three on."""
+        return self.schedule if self.chunks < 3 else f"{self.schedule}{self.chunks}"
+
+    @property
+    def apart_from_schedule(self) -> Self:
+        """The candidate without its schedule, and without the stages and the limit that go with it."""
+        recompute = Recompute(self.recompute.name)
+        return replace(self, schedule=NO_PIPELINE, chunks=1, layout=None, limit=None, recompute=recompute)
 
     @property
     def placement(self) -> Placement:
