@@ -48,7 +48,11 @@ def partition(
         ),
     ] = 0.0,
     cost: Annotated[
-        str, typer.Option(help="paper, or reference for the formula of PipeDream's public optimizer.")
+        str,
+        typer.Option(
+            help="The formula of times: paper, reference for that of PipeDream's public optimizer, or links "
+            "for links that send and receive at once and rings of replicas."
+        ),
     ] = "paper",
     straight: Annotated[bool, typer.Option("--straight", help="Give each stage one worker.")] = False,
     layout: Annotated[

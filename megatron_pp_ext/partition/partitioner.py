@@ -146,6 +146,16 @@ def _check(
                 f"the bandwidth is {level.bandwidth:g}, but must be a finite number above 0: "
                 "give the bytes a second of a link"
             )
+        most = (
+            4
+            * level.workers
+            * sum(layer.activation_bytes + layer.parameter_bytes for layer in profile.layers)
+        )
+        if math.isinf(most / level.bandwidth):
+            raise ValueError(
+                f"the bandwidth is {level.bandwidth:g}, at which the profile's bytes take forever: "
+                "give the bytes a second of a link, such as 3.1e9"
+            )
     if math.isnan(memory) or memory <= 0:
         raise ValueError(f"the memory is {memory:g}, but must be a number of bytes above 0: correct it")
     if not math.isfinite(state_per_weight) or state_per_weight < 0:
@@ -179,6 +189,7 @@ def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
     """Return the seconds between microbatches with the whole model on every worker."""
     seconds, shared_by = np.float64(states.seconds[-1]), 1
     for level in levels:
-        seconds = FORMULAS[cost].stage(seconds, states.weights[-1], level.workers, level.bandwidth, shared_by)
+        sizes = states.weights[-1], 0.0, level.workers, level.bandwidth, shared_by
+        seconds = FORMULAS[cost].stage(seconds, *sizes)
         shared_by = level.workers
     return float(seconds)

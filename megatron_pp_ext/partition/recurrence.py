@@ -224,9 +224,10 @@ class Machine:
         states, bandwidth, replicas = self._states, self._level.bandwidth, choices.replicas
         weights = states.weights[end] - states.weights[start:end]
         inner = self._inner.seconds(start, end, choices.depths)
-        first = self._formulas.stage(inner, weights, replicas, bandwidth, self._inner.machines)
-        later = self._formulas.stage(inner, weights, replicas, bandwidth, 1)
         crossing = states.crossing
+        traffic = crossing[start:end] + crossing[end]
+        first = self._formulas.stage(inner, weights, traffic, replicas, bandwidth, self._inner.machines)
+        later = self._formulas.stage(inner, weights, traffic, replicas, bandwidth, 1)
         cut = self._formulas.cut(crossing[start:end], float(crossing[end]), replicas, bandwidth)
         return first, np.maximum(later, cut)
 

@@ -193,6 +193,8 @@ def test_a_limit_moves_the_cut():
         ([Level(5000, 1e9)], {}, "5000, but at most 4096 of one level can be searched"),
         ([Level(2, 0)], {}, "the bandwidth is 0, but must be a finite number above 0"),
         ([Level(2, math.nan)], {}, "the bandwidth is nan"),
+        ([Level(2, math.inf)], {}, "the bandwidth is inf"),
+        ([Level(2, 1e-320)], {}, "the bandwidth is 9.99989e-321, at which the profile's bytes take forever"),
         ([Level(41, 1e9)], {"straight": True}, "41 workers needs as many layers, but the profile has 40"),
         ([Level(2, 1e9)], {"memory": 0.0}, "the memory is 0, but must be a number of bytes above 0"),
         ([Level(2, 1e9)], {"memory": 1e9}, "a memory of 1e[+]09 bytes is infeasible"),
