@@ -20,6 +20,7 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
 from megatron_pp_ext.jobs.process import run_together
+from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import costs_file, csv_file
@@ -51,6 +52,9 @@ def rehearse(
     at_once: Annotated[
         int, typer.Option(help="Ranks to run at the same time; on CPUs, as many as will share their memory.")
     ] = 1,
+    accept_noise: Annotated[
+        bool, typer.Option("--accept-noise", help="Take seconds that a busy machine has disturbed, too.")
+    ] = False,
     script: Annotated[
         Path | None,
         typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
@@ -68,6 +72,7 @@ def rehearse(
 
     Each rank runs its own share of the job for a few steps, on made-up tensors from its neighbours.
     Checkpoints are neither read nor written.  A rank that is not run is assumed to be like the middle one.
+    Seconds from a machine that was busy with something else are refused.
 
     mpp rehearse --model llama3-8b -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...
     """
@@ -112,7 +117,11 @@ def rehearse(
         first = found[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
     rehearsal = put_together(found, schedule, machine, world)
-    _show(rehearsal, found)
+    _show_bytes(rehearsal, found)
+    console.print(rehearsal_noise.described(found.values()))
+    if not accept_noise:
+        rehearsal_noise.require_quiet(found.values())
+    _show_seconds(rehearsal)
     if costs is not None:
         costs_file.write(rehearsal.timeline.costs, costs)
     if json is not None:
@@ -181,11 +190,7 @@ def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[st
     }
 
 
-def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
-    from megatron_pp_ext.view import terminal
-
-    timeline = rehearsal.timeline
-    console.print(terminal.Sketch(timeline))
+def _show_bytes(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
     rows: dict[str, list[str]] = {"run as rank": [str(held.rehearsed_on) for held in rehearsal.ranks]}
     for name in ("weights", "gradients", "optimizer", "activations", "messages", "total"):
         rows[name] = [f"{getattr(held, name) / 2**20:,.1f}" for held in rehearsal.ranks]
@@ -194,6 +199,13 @@ def _show(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
         peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
         rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]
     rank_table.show("MiB on rank", rows)
+
+
+def _show_seconds(rehearsal: Rehearsal) -> None:
+    from megatron_pp_ext.view import terminal
+
+    timeline = rehearsal.timeline
+    console.print(terminal.Sketch(timeline))
     console.print(
         f"a step takes {rehearsal.step_seconds:.4g} s: {rehearsal.pipeline_seconds:.4g} s of pipeline "
         f"(bubble {timeline.bubble:.1%}, {timeline.schedule.microbatches} microbatches) and "

@@ -64,7 +64,10 @@ class RankRehearsal:
     ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
     ``device_bytes`` is the allocator's peak, None on a machine without a device.  ``layers`` has the number
     of layers of every stage of the pipeline.  ``ratios`` has a row for each timed step: the time of each
-    action of the rank, in its order, divided by the one in ``stages``.
+    action of the rank, in its order, divided by the one in ``stages``.  ``step_seconds`` are the seconds of
+    the timed steps' pipelines.  ``waited`` is the part of its time, between its first and its last timed
+    step, in which the process could run and waited for a processor, and ``load`` the machine's load average
+    divided by its processors; they are None where the system does not tell.
     """
 
     rank: int
@@ -82,6 +85,9 @@ class RankRehearsal:
     device_bytes: int | None = None
     ratios: tuple[tuple[float, ...], ...] = ()
     vocabulary: VocabularyCosts | None = None
+    step_seconds: tuple[float, ...] = ()
+    waited: float | None = None
+    load: float | None = None
 
     def write(self, path: Path) -> None:
         """Write the measurements to ``path`` as JSON."""
@@ -97,6 +103,7 @@ class RankRehearsal:
         content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
         content["layers"] = tuple(content["layers"])
         content["ratios"] = tuple(map(tuple, content["ratios"]))
+        content["step_seconds"] = tuple(content["step_seconds"])
         return cls(**content)
 
 

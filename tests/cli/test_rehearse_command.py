@@ -97,6 +97,35 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
     assert opened.exit_code == 0, opened.output
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+def test_seconds_from_a_busy_machine(accepted, mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are shown all the same; seconds only where they are wanted, and files too."""
+    schedule = catalog.build("1f1b", 2, 4)
+
+    def run_together(commands: dict, logs: dict) -> None:
+        for rank, (words, _) in commands.items():
+            file = Path(words[words.index("--rehearse-pipeline") + 1])
+            csv_file.write(schedule, file.with_suffix(".csv"))
+            RankRehearsal(
+                rank=rank, schedule="1f1b", digest=schedule.digest, layers=(1, 1),
+                stages=(StageCosts(1.0, 1.0, 1.0, 2.0**20),), collectives=(), message_bytes=8,
+                outside_seconds=0.5, peak_activation_bytes=7 * 2**20, weight_bytes=2**20,
+                gradient_bytes=2 * 2**20, optimizer_bytes=4 * 2**20, step_seconds=(15.0, 15.0), waited=0.5,
+            ).write(file)  # fmt: skip
+
+    monkeypatch.setattr(command, "run_together", run_together)
+    files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
+    options = [word for name, file in files.items() for word in (f"--{name}", file)]
+    options += ["--accept-noise"] if accepted else []
+    result = mpp("rehearse", *options, "--", "--pipeline-model-parallel-size", "2")
+    assert "MiB on rank" in result.stdout
+    assert "waited for a processor for up to 50.0%" in " ".join(result.stdout.split())
+    assert ("a step takes" in result.stdout) is accepted
+    assert [file.exists() for file in files.values()] == [accepted] * 3
+    assert result.exit_code == (0 if accepted else 2)
+    assert ("mpp: the seconds are not to be believed: rank 0 waited" in result.stderr) is not accepted
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

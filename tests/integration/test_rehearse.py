@@ -75,6 +75,7 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
         # A row a timed step, around 1 for an action that took what is typical of its kind.
         assert {len(row) for row in found[rank].ratios} == {len(schedule.orders[rank])}
         assert all(ratio > 0 for row in found[rank].ratios for ratio in row)
+        assert len(found[rank].step_seconds) == len(found[rank].ratios)
         assert found[rank].peak_activation_bytes == record.peak_bytes
         assert found[rank].weight_bytes == runs[rank * world // len(found)].grabbed
         # In fp32 a gradient is as large as its weight, and Adam keeps two numbers and a counter of each.

@@ -24,6 +24,7 @@ from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
 from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.processor import ProcessorTime, load
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder
@@ -54,6 +55,8 @@ class RehearsalRunner(FlushedRunner):
         self._message_bytes = 0
         self._ended = 0.0
         self._outside: list[float] = []
+        self._took: list[float] = []
+        self._before = ProcessorTime()
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         register_optimizer_step_post_hook(self._note_optimizer)
 
@@ -66,6 +69,8 @@ class RehearsalRunner(FlushedRunner):
         start = perf_counter()
         if self._timed:
             self._outside.append(start - self._ended)
+        elif self._bytes is not None:
+            self._before = ProcessorTime.now()
         super()._run(inputs, group, shape, recorder)
         torch.cuda.synchronize()
         self._ended = perf_counter()
@@ -74,6 +79,7 @@ class RehearsalRunner(FlushedRunner):
             self._bytes = self._recorder.record
         else:
             self._timed.append(self._recorder.record)
+            self._took.append(self._ended - start)
         if self._outside:
             self._write(inputs, group)
 
@@ -145,6 +151,9 @@ class RehearsalRunner(FlushedRunner):
                 tuple((e.end - e.start) / seconds[e.action.stage, e.action.kind] for e in record.events)
                 for record in self._timed
             ),
+            step_seconds=tuple(self._took),
+            waited=ProcessorTime.now().waited_since(self._before),
+            load=load(),
         ).write(path)
 
 
