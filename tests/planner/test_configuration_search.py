@@ -179,6 +179,27 @@ def test_gpus_that_nothing_divides_are_refused_with_the_nearest():
         Search(space(gpus=7, fixed=("pipeline_model_parallel_size",)), A100, 80e9).run()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 3 .* to 1, 2, 4 or 8$"),
+        ({"context_parallel_size": 5}, "--context-parallel-size 5 .* to 1, 2, 4 or 8$"),
+        ({"expert_model_parallel_size": 16}, "--expert-model-parallel-size 16 .* to 1, 2 or 4$"),
+        ({"expert_tensor_parallel_size": 3}, "--expert-tensor-parallel-size 3 .* to 1, 2, 4 or 8$"),
+        ({"micro_batch_size": 5}, "--micro-batch-size 5 .* to 1, 2, 4, 8 or 16$"),
+        (
+            {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "micro_batch_size": 1},
+            "on 8 GPUs with --tensor-model-parallel-size 8 and --pipeline-model-parallel-size 2 and .*: set --tensor-model-parallel-size to 1, 2 or 4, or "
+            "--pipeline-model-parallel-size to 1$",
+        ),
+    ],
+)
+def test_the_flag_that_leaves_nothing_is_named_with_what_works(given, message):
+    where = space(gpus=8, batch=16, fixed=tuple(given), num_experts=4, **given)
+    with pytest.raises(ValueError, match=message):
+        Search(where, A100, 80e9).run()
+
+
 def test_nodes_are_used_whole():
     with pytest.raises(ValueError, match=r"--gpus 12 leaves a node of 8 .* nearest that work are 8 and 16"):
         Search(space(gpus=12), A100, 80e9).run()

@@ -21,6 +21,7 @@ from megatron_pp_ext.planner.search.lower_bounds import (
     least_memory,
     mean_memory,
 )
+from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
@@ -120,7 +121,7 @@ class Search:
             )
         bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
         if not self.result.legal:
-            raise ValueError(self._space.nothing_legal())
+            raise ValueError(reason(self._space))
         for number, one in enumerate(bounded):
             progress("replaying", number, len(bounded))
             if not self._room(one.bound):

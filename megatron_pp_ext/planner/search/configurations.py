@@ -12,9 +12,6 @@ from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 
-_NEIGHBOURS = 64
-"""The number of nodes, fewer and more, among which a number of GPUs that works is looked for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -32,6 +29,12 @@ class Space:
     schedules: Sequence[str]
     fixed: Collection[str] = ()
     is_uneven: bool = False
+
+    def sized(self) -> Iterator[Candidate]:
+        """Yield all legal sizes and chunks with every microbatch, whatever the schedule and recomputation."""
+        for cut in self.cuts():
+            for chunks, _ in self.orders(cut):
+                yield from self.refined(replace(cut, chunks=chunks))
 
     def cuts(self) -> Iterator[Candidate]:
         """Yield every combination of parallel sizes, with a microbatch of 1 and without recomputation."""
@@ -109,23 +112,6 @@ class Space:
         if wanted is None or cut.pipeline == 1:
             return (False,)
         return (True,) if wanted == SHARED else (False, True)
-
-    def nothing_legal(self) -> str:
-        """Return the error for a space without any candidate, with the nearest numbers of GPUs that work."""
-
-        def works(gpus: int) -> bool:
-            tried = replace(self, gpus=gpus)
-            fills_nodes = gpus <= self.gpus_per_node or gpus % self.gpus_per_node == 0
-            return fills_nodes and any(any(True for _ in tried.orders(cut)) for cut in tried.cuts())
-
-        distances = range(1, _NEIGHBOURS * self.gpus_per_node)
-        below = next((self.gpus - d for d in distances if d < self.gpus and works(self.gpus - d)), None)
-        above = next((self.gpus + d for d in distances if works(self.gpus + d)), None)
-        nearest = " and ".join(str(number) for number in (below, above) if number)
-        return (
-            f"no combination of parallel sizes divides --gpus {self.gpus} and --global-batch-size "
-            f"{self.batch} for this model" + (f": nearest that work are {nearest}" if nearest else "")
-        )
 
     def _sizes(self, name: str, most: int) -> list[int]:
         """Return the user's value of argument ``name``, or all that divide the ``most`` GPUs left."""
