@@ -189,8 +189,8 @@ def test_gpus_that_nothing_divides_are_refused_with_the_nearest():
         ({"micro_batch_size": 5}, "--micro-batch-size 5 .* to 1, 2, 4, 8 or 16$"),
         (
             {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "micro_batch_size": 1},
-            "on 8 GPUs with --tensor-model-parallel-size 8 and --pipeline-model-parallel-size 2 and .*: set --tensor-model-parallel-size to 1, 2 or 4, or "
-            "--pipeline-model-parallel-size to 1$",
+            "on 8 GPUs with --tensor-model-parallel-size 8 and --pipeline-model-parallel-size 2 and .*: "
+            "set --tensor-model-parallel-size to 1, 2 or 4, or --pipeline-model-parallel-size to 1$",
         ),
     ],
 )
