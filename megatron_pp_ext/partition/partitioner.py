@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pp_ext.partition.antichains import States, states_of
-from megatron_pp_ext.partition.cost_formulas import FORMULAS, MEMORY
+from megatron_pp_ext.partition.cost_formulas import FORMULAS, StageLoad, worker_bytes
 from megatron_pp_ext.partition.in_flight import in_flight
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
@@ -108,7 +108,7 @@ def partition(
     solver = hierarchy(states, worker, levels, FORMULAS[cost], straight)
     if math.isinf(solver.best):
         memory_worker = MemoryWorker(states, state_per_weight=state_per_weight)
-        least = hierarchy(states, memory_worker, levels, MEMORY, straight).best
+        least = hierarchy(states, memory_worker, levels, worker_bytes, straight).best
         raise ValueError(
             f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
             f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"
@@ -177,8 +177,17 @@ def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[St
 
 def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
     """Return the seconds between microbatches with the whole model on every worker."""
-    seconds, shared_by = np.float64(states.seconds[-1]), 1
+    seconds, machines = states.seconds[-1], 1
     for level in levels:
-        seconds = FORMULAS[cost].stage(seconds, states.weights[-1], level.workers, level.bandwidth, shared_by)
-        shared_by = level.workers
+        load = StageLoad(
+            seconds=seconds,
+            weights=states.weights[-1],
+            bytes_in=0.0,
+            bytes_out=0.0,
+            replicas=level.workers,
+            bandwidth=level.bandwidth,
+            machines=machines,
+            is_first=True,
+        )
+        seconds, machines = FORMULAS[cost](load), level.workers
     return float(seconds)

@@ -100,6 +100,9 @@ class Oracle:
                 worst = max(worst, max(seconds, 2 * (r - 1) * weights / bandwidth) / r)
                 if number > 0:
                     worst = max(worst, 2 * into / bandwidth)
+            elif self.cost == "links":
+                sent = into + out + 2 * (r - 1) / r * weights
+                worst = max(worst, seconds / r, sent / bandwidth / r)
             else:
                 shared_by = machines if number == 0 else 1
                 worst = max(worst, (seconds + 4 * (r - 1) * weights / (bandwidth * r) / shared_by) / r)
