@@ -1,15 +1,15 @@
 """Formulas for the seconds between microbatches that a stage allows, from which the partitioner chooses.
 
-With T the seconds of the stage on one replica, W its bytes of weights, r its replicas, a the bytes that cross
-the cut before it and b those after it, and B the bandwidth of a worker's link in bytes a second:
+With T the seconds of the stage on one replica, W its bytes of weights, r its replicas, a the bytes that
+cross the cut before it and b those after it, and B the bandwidth of a worker's link in bytes a second:
 
     links      max(T, (a + b + 2 (r-1) W / r) / B) / r
     paper      max(max(T, 2 (r-1) W / B) / r, 2 a / B)
     reference  max((T + 4 (r-1) W / (B r)) / r, 2 max(a, b) / (B r))
 
-``paper`` is PipeDream's own (SOSP 2019, section 3.1), and ``reference`` that of its authors' public optimizer.
-A formula sees one stage at a time, so the seconds of a pipeline are those of its slowest stage, and the
-dynamic programme stays exact.
+``paper`` is PipeDream's own (SOSP 2019, section 3.1), and ``reference`` that of its authors' public
+optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are those of its slowest stage,
+and the dynamic programme stays exact.
 """
 
 from collections.abc import Callable
@@ -47,10 +47,10 @@ def links(stage: StageLoad) -> Any:
     Replicas take turns, so each does one microbatch of every r.  In that time its link sends the output (b)
     and the gradient of its input (a), and its part of a ring all-reduce; it receives as much.
 
-    Levels are a tree of switches: a worker has one link to the switch of its machine, and a machine one to the
-    switch above.  What crosses a cut between machines loads the links of the machines and those of the workers
-    at both ends.  Gradients are reduced within a machine first, and then between machines; the second loads
-    the links of the machines only, which leaves out 2 (m-1) W / (m r) bytes of each worker for m machines.
+    Levels are a tree of switches: a worker has one link to the switch of its machine, and a machine one to
+    the switch above.  What crosses a cut between machines loads their links and those of the workers at both
+    ends.  Gradients are reduced within a machine first, and then between machines; the second loads the links
+    of the machines only, which leaves out 2 (m-1) W / (m r) bytes of each worker for m machines.
     """
     all_reduce = 2 * (stage.replicas - 1) * stage.weights / stage.replicas
     sent = (stage.bytes_in + stage.bytes_out + all_reduce) / stage.bandwidth
@@ -70,11 +70,11 @@ def paper(stage: StageLoad) -> Any:
 def reference(stage: StageLoad) -> Any:
     """Return the seconds of github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
 
-    The worker waits for the gradients.  Both cuts of a stage count, but none of the first stage.  The parts of
-    a machine share the sending of gradients, though only in the first stage.
+    The worker waits for the gradients.  Both cuts of a stage count, but none of the first stage.  The parts
+    of a machine share the sending of gradients, though only in the first stage.
     """
     shared_by = stage.machines if stage.is_first else 1
-    gradients = 4 * (stage.replicas - 1) * stage.weights / (stage.bandwidth * stage.replicas) / shared_by
+    gradients = 4 * (stage.replicas - 1) * stage.weights / stage.replicas / shared_by / stage.bandwidth
     cuts = 0.0 if stage.is_first else 2 * np.maximum(stage.bytes_in, stage.bytes_out) / stage.bandwidth
     return np.maximum(stage.seconds + gradients, cuts) / stage.replicas
 

@@ -23,6 +23,12 @@ from megatron_pp_ext.partition.recurrence import Block, Level, MemoryWorker, Wor
 MOST_WORKERS = 4096
 """The most workers of one level; time and memory of the search grow with their square."""
 
+MOST_IN_ALL = 10**9
+"""The most workers of all levels together."""
+
+MOST_STATE = 1e6
+"""The most bytes of gradients and optimizer state for each byte of weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -141,19 +147,24 @@ def _check(
                 f"the number of workers is {level.workers}, but at most {MOST_WORKERS} of one level can be "
                 "searched: give machines within machines, each with a level of its own"
             )
-        if not math.isfinite(level.bandwidth) or level.bandwidth <= 0:
+        if not 1 <= level.bandwidth < math.inf:
             raise ValueError(
-                f"the bandwidth is {level.bandwidth:g}, but must be a finite number above 0: "
+                f"the bandwidth is {level.bandwidth:g}, but must be a finite number of 1 or more: "
                 "give the bytes a second of a link"
             )
     if math.isnan(memory) or memory <= 0:
         raise ValueError(f"the memory is {memory:g}, but must be a number of bytes above 0: correct it")
-    if not math.isfinite(state_per_weight) or state_per_weight < 0:
+    if not 0 <= state_per_weight <= MOST_STATE:
         raise ValueError(
-            f"the state per weight is {state_per_weight:g}, but must be a finite number of 0 or more: "
+            f"the state per weight is {state_per_weight:g}, but must be a number from 0 to {MOST_STATE:g}: "
             "give bytes of gradients and optimizer state for each byte of weights"
         )
     workers, layers = math.prod(level.workers for level in levels), len(profile.layers)
+    if workers > MOST_IN_ALL:
+        raise ValueError(
+            f"all levels together have {workers:g} workers, but at most {MOST_IN_ALL:g} can be counted: "
+            "leave a level out"
+        )
     if straight and workers > layers:
         raise ValueError(
             f"a straight pipeline over {workers} workers needs as many layers, but the profile has {layers}: "

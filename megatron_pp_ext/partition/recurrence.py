@@ -115,7 +115,7 @@ class Worker:
 
 
 class MemoryWorker(Worker):
-    """A worker whose "seconds" are its bytes, which the programme minimises with the formula ``worker_bytes``."""
+    """A worker whose "seconds" are its bytes, minimised with the formula ``worker_bytes``."""
 
     def depths(self, downstream: Array) -> Array:
         """See ``Solver``."""
