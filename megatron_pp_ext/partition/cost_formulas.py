@@ -1,19 +1,15 @@
-"""Formulas for the seconds that a microbatch keeps the worker of a stage, or the link of a cut, busy.
+"""Formulas for the seconds between microbatches that a stage allows, from which the partitioner chooses.
 
-The paper's formulas (PipeDream, SOSP 2019, section 3.1) and those of its authors' public optimizer
-differ, and neither is that of today's links.  With T the seconds of the stage on one replica, W its bytes of
-weights, r its replicas, a the bytes that cross a cut and B the bandwidth in bytes a second:
+With T the seconds of the stage on one replica, W its bytes of weights, r its replicas, a the bytes that
+cross the cut before it and b those after it, and B the bandwidth of a worker's link in bytes a second:
 
-               stage                                       cut
-    paper      max(T, 2 (r-1) W / B) / r                   2 a / B, between two stages
-    reference  (T + 4 (r-1) W / (B r)) / r                 2 a / (B r), around every stage but the first
-    links      max(T, (a + a' + 2 (r-1) W / r) / B) / r    nothing more
+    links      max(T, (a + b + 2 (r-1) W / r) / B) / r
+    paper      max(max(T, 2 (r-1) W / B) / r, 2 a / B)
+    reference  max((T + 4 (r-1) W / (B r)) / r, 2 max(a, b) / (B r))
 
-In the paper gradients travel while the next microbatch computes; in the optimizer the worker waits.
-``links`` counts what a worker's link carries that sends and receives at the same time.  While a replica does
-one microbatch, of r, it sends the activations of the cut behind it, a', the gradients of the cut before it,
-a, and its part of one ring all-reduce of the weights' gradients.  It receives as much.  All of this travels
-while other microbatches compute.
+``paper`` is PipeDream's own (SOSP 2019, section 3.1), and ``reference`` that of its authors' public
+optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are those of its slowest stage,
+and the dynamic programme stays exact.
 """
 
 from collections.abc import Callable
@@ -22,65 +18,74 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class CostFormulas(NamedTuple):
-    """The two formulas of the dynamic programme; their numbers may be arrays, which broadcast.
+class StageLoad(NamedTuple):
+    """What a stage has to do for one microbatch; numbers may be arrays, which broadcast.
 
-    ``stage(seconds, weights, traffic, replicas, bandwidth, shared_by)`` returns the seconds of a stage for
-    one microbatch; ``traffic`` are the bytes that cross the cuts at its ends, and ``shared_by`` is the number
-    of workers of a replica that share the sending of its gradients.
-
-    ``cut(bytes_in, bytes_out, replicas, bandwidth)`` returns the seconds of the links of a stage, which is
-    not the first, for one microbatch; ``bytes_in`` cross the cut before the stage, ``bytes_out`` the cut
-    after it, 0 where nothing follows.
+    ``seconds`` are those of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
+    and ``bytes_out`` the one after it, forward as activations and backward as gradients.  A replica is a
+    machine of ``machines`` parts of the level below, 1 if it is a single worker.  ``is_first`` says that the
+    pipeline of this level begins with the stage, so that the cut before it is one of a level above.
     """
 
-    stage: Callable[[Any, Any, Any, Any, float, int], Any]
-    cut: Callable[[Any, float, Any, float], Any]
+    seconds: Any
+    weights: Any
+    bytes_in: Any
+    bytes_out: Any
+    replicas: Any
+    bandwidth: float
+    machines: int
+    is_first: bool
 
 
-PAPER = CostFormulas(
-    stage=lambda seconds, weights, _, replicas, bandwidth, __: (
-        np.maximum(seconds, 2 * (replicas - 1) * weights / bandwidth) / replicas
-    ),
-    # Each cut counts once, as the input of the stage after it.
-    cut=lambda bytes_in, _, replicas, bandwidth: 2 * bytes_in / bandwidth,
-)
-"""The formulas of the paper, in which workers do not share the sending of gradients."""
+Formula = Callable[[StageLoad], Any]
+"""Returns the seconds between microbatches that a stage allows."""
 
-REFERENCE = CostFormulas(
-    stage=lambda seconds, weights, _, replicas, bandwidth, shared_by: (
-        (seconds + 4 * (replicas - 1) * weights / (bandwidth * replicas) / shared_by) / replicas
-    ),
-    cut=lambda bytes_in, bytes_out, replicas, bandwidth: (
-        2 * np.maximum(bytes_in, bytes_out) / (bandwidth * replicas)
-    ),
-)
-"""The formulas of github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
 
-In a hierarchy the optimizer divides the gradients among the workers of a machine, though only for a stage
-that begins with the block's first layer.
-"""
+def links(stage: StageLoad) -> Any:
+    """Return the seconds on full-duplex links, which cuts and all-reduce share while the worker computes.
 
-LINKS = CostFormulas(
-    stage=lambda seconds, weights, traffic, replicas, bandwidth, _: (
-        np.maximum(seconds, (traffic + 2 * (replicas - 1) * weights / replicas) / bandwidth) / replicas
-    ),
-    cut=lambda bytes_in, bytes_out, replicas, bandwidth: 0.0,
-)
-"""The formulas of links that send and receive at once.
+    Replicas take turns, so each does one microbatch of every r.  In that time its link sends the output (b)
+    and the gradient of its input (a), and its part of a ring all-reduce; it receives as much.
 
-In a hierarchy the links of a worker carry all that leaves its machine too, and a machine has one link of the
-next level for all of its workers.
-"""
+    Levels are a tree of switches: a worker has one link to the switch of its machine, and a machine one to
+    the switch above.  What crosses a cut between machines loads their links and those of the workers at both
+    ends.  Gradients are reduced within a machine first, and then between machines; the second loads the links
+    of the machines only, which leaves out 2 (m-1) W / (m r) bytes of each worker for m machines.
+    """
+    all_reduce = 2 * (stage.replicas - 1) * stage.weights / stage.replicas
+    sent = (stage.bytes_in + stage.bytes_out + all_reduce) / stage.bandwidth
+    return np.maximum(stage.seconds, sent) / stage.replicas
 
-MEMORY = CostFormulas(
-    stage=lambda worker_bytes, *_: worker_bytes,
-    cut=lambda bytes_in, bytes_out, replicas, bandwidth: 0.0,
-)
-"""Formulas with which the programme minimises the bytes of the fullest worker instead of seconds.
 
-Replicas do not make these bytes fewer, and a cut adds none.
-"""
+def paper(stage: StageLoad) -> Any:
+    """Return the seconds of the paper: a cut is a stage of its own, whose link replicas do not share out.
 
-FORMULAS = {"paper": PAPER, "reference": REFERENCE, "links": LINKS}
+    Gradients travel while the next microbatch computes.  Each cut counts once, before the stage after it.
+    """
+    gradients = 2 * (stage.replicas - 1) * stage.weights / stage.bandwidth
+    cut = 0.0 if stage.is_first else 2 * stage.bytes_in / stage.bandwidth
+    return np.maximum(np.maximum(stage.seconds, gradients) / stage.replicas, cut)
+
+
+def reference(stage: StageLoad) -> Any:
+    """Return the seconds of github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
+
+    The worker waits for the gradients.  Both cuts of a stage count, but none of the first stage.  The parts
+    of a machine share the sending of gradients, though only in the first stage.
+    """
+    shared_by = stage.machines if stage.is_first else 1
+    gradients = 4 * (stage.replicas - 1) * stage.weights / stage.replicas / shared_by / stage.bandwidth
+    cuts = 0.0 if stage.is_first else 2 * np.maximum(stage.bytes_in, stage.bytes_out) / stage.bandwidth
+    return np.maximum(stage.seconds + gradients, cuts) / stage.replicas
+
+
+def worker_bytes(stage: StageLoad) -> Any:
+    """Return the bytes of the fullest worker, which a ``MemoryWorker`` has in the place of seconds.
+
+    Replicas do not make these bytes fewer, and a cut adds none.
+    """
+    return stage.seconds
+
+
+FORMULAS: dict[str, Formula] = {"paper": paper, "reference": reference, "links": links}
 """The formulas by their names for ``mpp partition --cost``."""

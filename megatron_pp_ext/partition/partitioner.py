@@ -15,13 +15,19 @@ from typing import Any
 import numpy as np
 
 from megatron_pp_ext.partition.antichains import States, states_of
-from megatron_pp_ext.partition.cost_formulas import FORMULAS, MEMORY
+from megatron_pp_ext.partition.cost_formulas import FORMULAS, StageLoad, worker_bytes
 from megatron_pp_ext.partition.in_flight import in_flight
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
 
 MOST_WORKERS = 4096
 """The most workers of one level; time and memory of the search grow with their square."""
+
+MOST_IN_ALL = 10**9
+"""The most workers of all levels together."""
+
+MOST_STATE = 1e6
+"""The most bytes of gradients and optimizer state for each byte of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ def partition(
     solver = hierarchy(states, worker, levels, FORMULAS[cost], straight)
     if math.isinf(solver.best):
         memory_worker = MemoryWorker(states, state_per_weight=state_per_weight)
-        least = hierarchy(states, memory_worker, levels, MEMORY, straight).best
+        least = hierarchy(states, memory_worker, levels, worker_bytes, straight).best
         raise ValueError(
             f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
             f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"
@@ -141,29 +147,24 @@ def _check(
                 f"the number of workers is {level.workers}, but at most {MOST_WORKERS} of one level can be "
                 "searched: give machines within machines, each with a level of its own"
             )
-        if not math.isfinite(level.bandwidth) or level.bandwidth <= 0:
+        if not 1 <= level.bandwidth < math.inf:
             raise ValueError(
-                f"the bandwidth is {level.bandwidth:g}, but must be a finite number above 0: "
+                f"the bandwidth is {level.bandwidth:g}, but must be a finite number of 1 or more: "
                 "give the bytes a second of a link"
-            )
-        most = (
-            4
-            * level.workers
-            * sum(layer.activation_bytes + layer.parameter_bytes for layer in profile.layers)
-        )
-        if math.isinf(most / level.bandwidth):
-            raise ValueError(
-                f"the bandwidth is {level.bandwidth:g}, at which the profile's bytes take forever: "
-                "give the bytes a second of a link, such as 3.1e9"
             )
     if math.isnan(memory) or memory <= 0:
         raise ValueError(f"the memory is {memory:g}, but must be a number of bytes above 0: correct it")
-    if not math.isfinite(state_per_weight) or state_per_weight < 0:
+    if not 0 <= state_per_weight <= MOST_STATE:
         raise ValueError(
-            f"the state per weight is {state_per_weight:g}, but must be a finite number of 0 or more: "
+            f"the state per weight is {state_per_weight:g}, but must be a number from 0 to {MOST_STATE:g}: "
             "give bytes of gradients and optimizer state for each byte of weights"
         )
     workers, layers = math.prod(level.workers for level in levels), len(profile.layers)
+    if workers > MOST_IN_ALL:
+        raise ValueError(
+            f"all levels together have {workers:g} workers, but at most {MOST_IN_ALL:g} can be counted: "
+            "leave a level out"
+        )
     if straight and workers > layers:
         raise ValueError(
             f"a straight pipeline over {workers} workers needs as many layers, but the profile has {layers}: "
@@ -187,9 +188,17 @@ def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[St
 
 def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
     """Return the seconds between microbatches with the whole model on every worker."""
-    seconds, shared_by = np.float64(states.seconds[-1]), 1
+    seconds, machines = states.seconds[-1], 1
     for level in levels:
-        sizes = states.weights[-1], 0.0, level.workers, level.bandwidth, shared_by
-        seconds = FORMULAS[cost].stage(seconds, *sizes)
-        shared_by = level.workers
+        load = StageLoad(
+            seconds=seconds,
+            weights=states.weights[-1],
+            bytes_in=0.0,
+            bytes_out=0.0,
+            replicas=level.workers,
+            bandwidth=level.bandwidth,
+            machines=machines,
+            is_first=True,
+        )
+        seconds, machines = FORMULAS[cost](load), level.workers
     return float(seconds)

@@ -23,6 +23,12 @@ from typing import Any, Self
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import is_number, naming, parse, require_names
 
+MOST = 1e18
+"""The most seconds or bytes of a layer, with which the partitioner's sums and products stay finite."""
+
+LEAST_SECONDS = 1e-18
+"""The fewest seconds of a whole model, of which a worker's part is still a number above 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -32,7 +38,7 @@ class Layer:
     ``saved_bytes`` is what the layer keeps for its backward; None where it was not measured, and then the
     output stands for it, as in PipeDream (SOSP 2019, section 3.1).  ``symbol`` is the layer's letter in
     Megatron's --pipeline-model-parallel-layout (E embedding, t transformer layer, L output and loss),
-    empty for other models.  ValueError for a number that is negative or not finite.
+    empty for other models.  ValueError for a number that is not from 0 to ``MOST``.
     """
 
     name: str
@@ -52,10 +58,10 @@ class Layer:
                 raise ValueError(
                     f"layer {self.name!r}: {name} is {value!r}, but must be a number: profile again"
                 )
-            if not math.isfinite(value) or value < 0:
+            if not 0 <= value <= MOST:
                 raise ValueError(
-                    f"layer {self.name!r}: {name} is {value}, but must be a finite number 0 or more: "
-                    "correct it or profile again"
+                    f"layer {self.name!r}: {name} is {value:g}, but must be a finite number from 0 to "
+                    f"{MOST:g}: correct it or profile again"
                 )
 
     @property
@@ -105,9 +111,11 @@ class Profile:
                     f"the name {layer.name!r} comes twice in the profile: names must differ, rename one"
                 )
             position[layer.name] = number
-        if not any(layer.seconds for layer in layers):
+        seconds = math.fsum(layer.seconds for layer in layers)
+        if seconds < LEAST_SECONDS:
             raise ValueError(
-                "every layer of the profile takes 0 seconds, but one must take time: profile again"
+                f"all layers of the profile take {seconds:g} s together, but must take {LEAST_SECONDS:g} s "
+                "or more: profile again"
             )
         named = list(dict.fromkeys(edges))
         for edge in named:

@@ -1,11 +1,12 @@
 """The dynamic programme of PipeDream's partitioner (SOSP 2019, section 3.1).
 
     A(i..j, m) = min( T(i..j, m),
-                      min over s, r of max( A(i..s, m-r), cut s, T(s+1..j, r) ) )
+                      min over s, r of max( A(i..s, m-r), T(s+1..j, r) ) )
 
 is the seconds between microbatches of the best pipeline of the layers i..j on exactly m workers; T(i..j, r)
-is one stage of them with r replicas.  Machines form a hierarchy: at level k a "worker" is a whole machine of
-level k-1, and a stage's seconds on it are that machine's A; at level 0 they are sums of profiled seconds.
+is one stage of them with r replicas and the links that it needs (see ``cost_formulas``).  Machines form a
+hierarchy: at level k a "worker" is a whole machine of level k-1, and a stage's seconds on it are that
+machine's A; at level 0 they are sums of profiled seconds.
 
 Positions are states (see ``antichains``), so i..j is a pair of states, and s runs over the states between.
 All m, s and several i are computed at once, in numpy; j and r are loops.  Beyond max and min there is no
@@ -20,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_pp_ext.partition.antichains import Array, States
-from megatron_pp_ext.partition.cost_formulas import CostFormulas
+from megatron_pp_ext.partition.cost_formulas import Formula, StageLoad
 from megatron_pp_ext.partition.in_flight import versions
 
 _BLOCK = 32
@@ -114,7 +115,7 @@ class Worker:
 
 
 class MemoryWorker(Worker):
-    """A worker whose "seconds" are its bytes, which the programme minimises with the formulas ``MEMORY``."""
+    """A worker whose "seconds" are its bytes, minimised with the formula ``worker_bytes``."""
 
     def depths(self, downstream: Array) -> Array:
         """See ``Solver``."""
@@ -131,10 +132,8 @@ class Machine:
     A ``straight`` pipeline has no replicas.
     """
 
-    def __init__(
-        self, states: States, inner: Solver, level: Level, formulas: CostFormulas, straight: bool
-    ) -> None:
-        self._states, self._inner, self._level, self._formulas = states, inner, level, formulas
+    def __init__(self, states: States, inner: Solver, level: Level, formula: Formula, straight: bool) -> None:
+        self._states, self._inner, self._level, self._formula = states, inner, level, formula
         self._replicas = range(1, 2 if straight else level.workers + 1)
         self.machines, self.workers = level.workers, inner.workers * level.workers
         self._tables: dict[float, Array] = {}
@@ -219,17 +218,20 @@ class Machine:
     def _stages(self, choices: _Choices, start: int, end: int) -> tuple[Array, Array]:
         """Return the seconds of a stage k..``end``, for every k from ``start``: [row of ``choices``, k].
 
-        The first array is of a first stage, the second one of a later stage with its cuts.
+        The first array is for a stage with which the pipeline begins, the second for a later one.
         """
-        states, bandwidth, replicas = self._states, self._level.bandwidth, choices.replicas
-        weights = states.weights[end] - states.weights[start:end]
-        inner = self._inner.seconds(start, end, choices.depths)
-        crossing = states.crossing
-        traffic = crossing[start:end] + crossing[end]
-        first = self._formulas.stage(inner, weights, traffic, replicas, bandwidth, self._inner.machines)
-        later = self._formulas.stage(inner, weights, traffic, replicas, bandwidth, 1)
-        cut = self._formulas.cut(crossing[start:end], float(crossing[end]), replicas, bandwidth)
-        return first, np.maximum(later, cut)
+        states, crossing = self._states, self._states.crossing
+        load = StageLoad(
+            seconds=self._inner.seconds(start, end, choices.depths),
+            weights=states.weights[end] - states.weights[start:end],
+            bytes_in=crossing[start:end],
+            bytes_out=crossing[end],
+            replicas=choices.replicas,
+            bandwidth=self._level.bandwidth,
+            machines=self._inner.machines,
+            is_first=True,
+        )
+        return self._formula(load), self._formula(load._replace(is_first=False))
 
     def _downstream(self, replicas: int, before: Array, downstream: float) -> Array:
         """Return the level-0 workers after a stage for each of its ``replicas``.
@@ -258,11 +260,11 @@ class Machine:
 
 
 def hierarchy(
-    states: States, worker: Worker, levels: Sequence[Level], formulas: CostFormulas, straight: bool
+    states: States, worker: Worker, levels: Sequence[Level], formula: Formula, straight: bool
 ) -> Machine:
     """Return the solver of the outermost of ``levels``, which go from the innermost outwards."""
     solver: Solver = worker
     for level in levels:
-        solver = Machine(states, solver, level, formulas, straight)
+        solver = Machine(states, solver, level, formula, straight)
     assert isinstance(solver, Machine)
     return solver

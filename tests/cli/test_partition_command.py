@@ -79,6 +79,11 @@ def test_profile_shows_and_converts(mpp, tmp_path):
         ("partition vgg16.txt --workers 2", "--bandwidth is missing"),
         ("partition vgg16.txt --workers 0 --bandwidth 1e9", "the number of workers is 0"),
         ("partition vgg16.txt --workers 2 --bandwidth 0", "the bandwidth is 0"),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e-320", "the bandwidth is 9.99989e-321, but must be"),
+        ("partition vgg16.txt --workers 2 --bandwidth=-1e9", "the bandwidth is -1e+09, but must be"),
+        ("partition vgg16.txt --workers 2 --bandwidth inf", "the bandwidth is inf, but must be"),
+        ("partition vgg16.txt --levels 4x25e9,2xnan", "the bandwidth is nan, but must be"),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory nan", "the memory is nan, but must be"),
         ("partition vgg16.txt --workers 2 --bandwidth 1e9 --memory 0", "the memory is 0"),
         (
             "partition vgg16.txt --workers 2 --bandwidth 1e9 --state-per-weight -1",

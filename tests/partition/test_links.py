@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner.cuts import cases, chain
 from benchmarks.planner.links_judge import seconds, stages_of
-from megatron_pp_ext.partition.cost_formulas import FORMULAS
+from megatron_pp_ext.partition.cost_formulas import FORMULAS, StageLoad
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Layer, Profile
 from megatron_pp_ext.partition.recurrence import Level
@@ -29,8 +29,10 @@ def test_no_pipeline_is_faster_than_links_say(case, cost):
     stages = stages_of(profile, partition(profile, [Level(workers, bandwidth)], cost=cost))
     sent = [0.0, *(stage.sent for stage in stages)]
     each = max(
-        FORMULAS["links"].stage(
-            stage.forward + stage.backward, stage.weights, sum(cuts), stage.replicas, bandwidth, 1
+        FORMULAS["links"](
+            StageLoad(
+                stage.forward + stage.backward, stage.weights, *cuts, stage.replicas, bandwidth, 1, False
+            )
         )
         for stage, cuts in zip(stages, pairwise(sent), strict=True)
     )

@@ -1,6 +1,8 @@
 """The partitioner against the public optimizer's published answers and against trying every pipeline."""
 
 import math
+import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.partition import graph_txt
 from megatron_pp_ext.partition.cost_formulas import FORMULAS
-from megatron_pp_ext.partition.partitioner import Partition, partition
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.partition.partitioner import MOST_STATE, Partition, partition
+from megatron_pp_ext.partition.profile import LEAST_SECONDS, MOST, Layer, Profile
 from megatron_pp_ext.partition.recurrence import Level
 from reference import vgg16
 from tests.support import rounding
@@ -29,7 +31,7 @@ layers = st.builds(
     saved_bytes=st.none() | numbers,
 )
 some_levels = st.lists(
-    st.builds(Level, workers=st.integers(1, 3), bandwidth=st.sampled_from([0.5, 1.0, 4.0])),
+    st.builds(Level, workers=st.integers(1, 3), bandwidth=st.sampled_from([1.0, 2.0, 8.0])),
     min_size=1,
     max_size=2,
 )
@@ -186,20 +188,58 @@ def test_a_limit_moves_the_cut():
         cut(21)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cost", sorted(FORMULAS))
+def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):
+    """An overflow or a division by 0 would warn, and end in a cut that is not the best."""
+    largest = Layer("largest", MOST, MOST, MOST, MOST)
+    heavy = Profile.chain(replace(largest, name=f"{at}") for at in range(4))
+    light = Profile.chain([Layer("a", LEAST_SECONDS, 0, MOST, MOST), Layer("b", 0, 0, 0, 0)])
+    for profile in (heavy, light):
+        for levels in ([Level(2, 1.0), Level(3, 1.0)], [Level(4096, sys.float_info.max)]):
+            found = partition(profile, levels, cost=cost, state_per_weight=MOST_STATE)
+            numbers = [found.bottleneck_seconds, found.data_parallel_seconds, found.speedup]
+            numbers += [stage.memory_bytes for stage in found.stages]
+            assert all(0 < number < math.inf for number in numbers)
+
+
 @pytest.mark.parametrize(
     ("levels", "options", "message"),
     [
         ([Level(0, 1e9)], {}, "the number of workers is 0, but must be 1 or more"),
         ([Level(5000, 1e9)], {}, "5000, but at most 4096 of one level can be searched"),
-        ([Level(2, 0)], {}, "the bandwidth is 0, but must be a finite number above 0"),
-        ([Level(2, math.nan)], {}, "the bandwidth is nan"),
-        ([Level(2, math.inf)], {}, "the bandwidth is inf"),
-        ([Level(2, 1e-320)], {}, "the bandwidth is 9.99989e-321, at which the profile's bytes take forever"),
+        *[
+            (
+                [Level(2, 1e9), Level(2, value)],
+                {},
+                rf"the bandwidth is {shown}, but must be a finite number of 1",
+            )
+            for value, shown in [
+                (0, "0"),
+                (-1, "-1"),
+                (0.9, "0.9"),
+                (1e-320, "9.99989e-321"),
+                (math.nan, "nan"),
+                (math.inf, "inf"),
+            ]
+        ],
+        ([Level(1000, 1e9)] * 4, {}, r"all levels together have 1e[+]12 workers, but at most 1e[+]09 can be"),
         ([Level(41, 1e9)], {"straight": True}, "41 workers needs as many layers, but the profile has 40"),
         ([Level(2, 1e9)], {"memory": 0.0}, "the memory is 0, but must be a number of bytes above 0"),
+        ([Level(2, 1e9)], {"memory": math.nan}, "the memory is nan"),
         ([Level(2, 1e9)], {"memory": 1e9}, "a memory of 1e[+]09 bytes is infeasible"),
-        ([Level(2, 1e9)], {"state_per_weight": -1.0}, "the state per weight is -1, but must be a finite"),
-        ([Level(2, 1e9)], {"cost": "mine"}, "the cost 'mine' is unknown: choose one of paper, reference"),
+        (
+            [Level(2, 1e9)],
+            {"state_per_weight": -1.0},
+            "the state per weight is -1, but must be a number from 0",
+        ),
+        ([Level(2, 1e9)], {"state_per_weight": 1e308}, r"the state per weight is 1e[+]308"),
+        ([Level(2, 1e9)], {"state_per_weight": math.nan}, "the state per weight is nan"),
+        (
+            [Level(2, 1e9)],
+            {"cost": "mine"},
+            "the cost 'mine' is unknown: choose one of paper, reference, links",
+        ),
         ([], {}, "no machines"),
     ],
 )

@@ -48,7 +48,15 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
         ({"layers": [{**LAYER, "parameter_bytes": float("nan")}]}, "parameter_bytes is nan"),
         ({"layers": [{**LAYER, "saved_bytes": -1}]}, "saved_bytes is -1"),
         ({"layers": [LAYER, LAYER]}, "the name 'a' comes twice"),
-        ({"layers": [{**LAYER, "forward_seconds": 0, "backward_seconds": 0}]}, "every layer"),
+        ({"layers": [{**LAYER, "activation_bytes": float("inf")}]}, "activation_bytes is inf"),
+        (
+            {"layers": [{**LAYER, "activation_bytes": 1e19}]},
+            "1e+19, but must be a finite number from 0 to 1e+18",
+        ),
+        (
+            {"layers": [{**LAYER, "forward_seconds": 0, "backward_seconds": 0}]},
+            "all layers of the profile take 0 s together, but must take 1e-18 s or more",
+        ),
         ({"layers": [LAYER], "edges": [["a"]]}, "'edges' must be a list of pairs"),
         ({"layers": [LAYER], "edges": [["a", "z"]]}, "names 'z', but there is no such layer"),
         ({"layers": [LAYER], "edges": [["a", "a"]]}, "the layers a -- a form a cycle"),

@@ -101,9 +101,8 @@ class Oracle:
                 if number > 0:
                     worst = max(worst, 2 * into / bandwidth)
             elif self.cost == "links":
-                # A replica sends and receives this much while it does one microbatch.
-                traffic = into + out + 2 * (r - 1) * weights / r
-                worst = max(worst, seconds / r, traffic / bandwidth / r)
+                sent = into + out + 2 * (r - 1) / r * weights
+                worst = max(worst, seconds / r, sent / bandwidth / r)
             else:
                 shared_by = machines if number == 0 else 1
                 worst = max(worst, (seconds + 4 * (r - 1) * weights / (bandwidth * r) / shared_by) / r)
