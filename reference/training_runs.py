@@ -105,7 +105,8 @@ def _described(
     is_fp16 = row["precision"] == "fp16"
     yield "fp16" if is_fp16 else "bf16", True
     if row["precision"].startswith("fp8"):
-        yield "fp8", "hybrid"
+        # None says whether its weights were in FP8 too; five of them could not have run otherwise.
+        yield from (("fp8", "hybrid"), ("fp8_param_gather", True))
     is_fused = training.get("attention_backend") != "unfused"
     yield "sequence_parallel", is_fused and (row.get("tp") or 1) > 1
     if row.get("recompute_modules"):

@@ -1,21 +1,26 @@
-"""What waits for W under FP8: a byte a number, as ``DeferringStore`` keeps it."""
+"""What waits for W under FP8, a byte a number, as ``DeferringStore`` keeps it, and what weights take."""
 
 import pytest
 
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_state import Sharing, model_state
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
 OPERANDS = TOKENS * (HIDDEN + 3 * HIDDEN) + TOKENS * (HIDDEN + HIDDEN) + 2 * TOKENS * (HIDDEN + INNER)
 """Numbers: input and output gradient of the two products of attention and of the two of the MLP."""
 
 
-def costs(**changed):
+def arguments(**changed):
     model = {
         "num_layers": 16, "hidden_size": HIDDEN, "num_attention_heads": 16, "seq_length": TOKENS,
         "vocab_size": VOCABULARY, "bf16": True, "micro_batch_size": 1, "global_batch_size": 1,
     }  # fmt: skip
-    return LayerCosts(describe({**model, **changed}))
+    return describe({**model, **changed})
+
+
+def costs(**changed):
+    return LayerCosts(arguments(**changed))
 
 
 def waiting(costs):
@@ -38,3 +43,25 @@ def test_the_output_layer_does_not_quantize():
 
 def test_joining_a_prediction_s_inputs_quantizes():
     assert costs(fp8="hybrid").prediction().after_input_gradient == 3 * TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("changed", "each"),
+    [
+        ({}, 2),
+        ({"fp8": "hybrid"}, 4),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, 2),
+        ({"fp8": "hybrid", "transformer_impl": "local"}, 2),
+    ],
+)
+def test_weights_have_two_copies_in_fp8(changed, each):
+    """Those of products, in experts too; the output layer and the rest have none."""
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2}
+    for made, products in (
+        (costs(add_bias_linear=False, **changed).mlp(), 2 * HIDDEN * INNER),
+        (costs(add_bias_linear=False, **experts, **changed).experts(), 8 * 2 * HIDDEN * INNER),
+        (costs(**changed).output(VOCABULARY), 0),
+    ):
+        others = made.parameters + made.expert_parameters - products
+        found = model_state(arguments(**changed), made, Sharing(dense=1, expert=1)).weights
+        assert found == pytest.approx(each * products + 2 * others)

@@ -233,4 +233,5 @@ class LayerCosts:
             after_forward=one.after_forward + sent,
             parameters=0.0,
             expert_parameters=one.parameters * share * here,
+            fp8_parameters=one.fp8_parameters * share * here,
         )

@@ -86,6 +86,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
     "fp8": None,
+    "fp8_param_gather": False,
     "optimizer": "adam",
     "sgd_momentum": 0.9,
     "exp_avg_dtype": "fp32",

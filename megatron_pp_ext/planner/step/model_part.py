@@ -20,7 +20,7 @@ class Part:
     beside the latter, ``brief_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
-    expert-parallel ranks.
+    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
     """
 
     weight_operations: float = 0.0
@@ -36,6 +36,7 @@ class Part:
     brief_in_whole: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
+    fp8_parameters: float = 0.0
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -53,6 +54,7 @@ class Part:
             max(self.brief_in_whole, other.brief_in_whole),
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
+            self.fp8_parameters + other.fp8_parameters,
         )
 
     def times(self, count: int) -> "Part":
@@ -73,6 +75,7 @@ class Part:
             self.brief_in_whole,
             count * self.parameters,
             count * self.expert_parameters,
+            count * self.fp8_parameters,
         )
 
     @property

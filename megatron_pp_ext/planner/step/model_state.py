@@ -41,6 +41,21 @@ def weight_size(args: Namespace) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
+def uses_fp8(args: Namespace) -> bool:
+    """Whether the products of the layers are computed in FP8."""
+    return bool(args.fp8) and args.transformer_impl != "local"
+
+
+def _fp8_copies(args: Namespace) -> int:
+    """Return the bytes that a weight in FP8 takes beside those in the forward's precision.
+
+    Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
+    transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
+    all there is of the weight, as many bytes as it has in half precision.
+    """
+    return 0 if args.fp8_param_gather else 2 * _SIZES["fp8"]
+
+
 def model_state(args: Namespace, part: Part, sharing: Sharing) -> ModelState:
     """Return the state of a rank whose stages add up to ``part``."""
     total = part.parameters + part.expert_parameters
@@ -48,7 +63,7 @@ def model_state(args: Namespace, part: Part, sharing: Sharing) -> ModelState:
     if args.use_distributed_optimizer:
         updated = part.parameters / sharing.dense + part.expert_parameters / sharing.expert
     return ModelState(
-        weights=weight_size(args) * total,
+        weights=weight_size(args) * total + _fp8_copies(args) * part.fp8_parameters,
         gradients=gradient_size(args) * total,
         optimizer=_optimizer_size(args) * updated,
         updated=updated,

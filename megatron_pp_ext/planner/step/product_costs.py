@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import weight_size
+from megatron_pp_ext.planner.step.model_state import uses_fp8, weight_size
 
 
 class ActivationSizes:
@@ -16,7 +16,7 @@ class ActivationSizes:
     def __init__(self, args: Namespace) -> None:
         self.tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
         self.bytes = weight_size(args)
-        self.waiting = 1 / self.bytes if args.fp8 and args.transformer_impl != "local" else 1.0
+        self.waiting = 1 / self.bytes if uses_fp8(args) else 1.0
         self.share = args.tensor_model_parallel_size
         self.hidden = args.hidden_size
         self.whole = self.tokens * self.hidden * self.bytes
@@ -36,6 +36,7 @@ class ProductCosts:
     def __init__(self, args: Namespace, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
         self._sizes, self._kernels = sizes, kernels
         self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
+        self._is_fp8 = uses_fp8(args)
 
     def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
         """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
@@ -104,4 +105,5 @@ class ProductCosts:
             weight_gradient_seconds=experts * seconds[2],
             after_input_gradient=copies * (kept + sizes.cut(width)) * waiting,
             parameters=hidden * inner + bias,
+            fp8_parameters=hidden * inner if self._is_fp8 and not is_output else 0.0,
         )
