@@ -176,7 +176,7 @@ def main(
 ) -> None:
     """Write the tables."""
     parts = {title: part for title, part in PARTS.items() if only in title}
-    about = "Two constants of the A100 are fitted to runs of several sources, the steps of arXiv 2205.05198 among them."
+    about = "Two constants of the A100 are fitted to several sources, arXiv 2205.05198 among them."
     publish(out, "What the planner predicts, and what was measured", about, *sections(parts))
 
 
