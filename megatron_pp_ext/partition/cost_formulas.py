@@ -72,6 +72,7 @@ def reference(stage: StageLoad) -> Any:
 
     The worker waits for the gradients.  Both cuts of a stage count, but none of the first stage.  The parts
     of a machine share the sending of gradients, though only in the first stage.
+    docs/without-a-flush.md says where the answers are not the optimizer's.
     """
     shared_by = stage.machines if stage.is_first else 1
     gradients = 4 * (stage.replicas - 1) * stage.weights / stage.replicas / shared_by / stage.bandwidth
