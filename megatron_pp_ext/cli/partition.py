@@ -48,8 +48,13 @@ def partition(
         ),
     ] = 0.0,
     cost: Annotated[
-        str, typer.Option(help="paper, or reference for the formula of PipeDream's public optimizer.")
-    ] = "paper",
+        str,
+        typer.Option(
+            help="What limits a stage: links, its computation or what its full-duplex link sends for cuts "
+            "and the all-reduce; paper, PipeDream's formula; reference, that of its public optimizer, whose "
+            "answers may differ on graphs with branches and under --memory."
+        ),
+    ] = "links",
     straight: Annotated[bool, typer.Option("--straight", help="Give each stage one worker.")] = False,
     layout: Annotated[
         bool, typer.Option("--layout", help="Print only Megatron's --pipeline-model-parallel-layout.")

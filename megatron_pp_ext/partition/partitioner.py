@@ -96,14 +96,15 @@ def partition(
     profile: Profile,
     levels: Sequence[Level],
     *,
-    cost: str = "paper",
+    cost: str = "links",
     memory: float = math.inf,
     state_per_weight: float = 0.0,
     straight: bool = False,
 ) -> Partition:
     """Return the partition with the fewest seconds between microbatches that uses every worker.
 
-    ``levels`` go from the innermost outwards.  ``cost`` is a name from ``FORMULAS``.  ``memory`` is in bytes
+    ``levels`` go from the innermost outwards.  ``cost`` is a name from
+    ``FORMULAS``.  ``memory`` is in bytes
     of each worker; gradients and optimizer state take ``state_per_weight`` of them for each byte of weights.
     A ``straight`` pipeline has one worker for each stage.  ValueError where a value is out of its range,
     where there are more stages than layers, or where nothing fits in ``memory`` (the error says what would).

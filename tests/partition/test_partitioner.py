@@ -147,12 +147,13 @@ def test_stages_reach_the_bottleneck_they_promise():
     ]
     names = [("in", "a"), ("a", "b"), ("b", "add"), ("in", "add")]
     chain, skip = Profile.chain(block), Profile.graph(block, names)
+    cut = partial(partition, cost="paper", straight=True)
     levels = [Level(2, 4.0)]
-    assert partition(chain, levels, straight=True).bottleneck_seconds == 6  # in a | b add
-    assert partition(skip, levels, straight=True).bottleneck_seconds == 6
+    assert cut(chain, levels).bottleneck_seconds == 6  # in a | b add
+    assert cut(skip, levels).bottleneck_seconds == 6
     slow = [Level(2, 2.0)]
-    assert partition(chain, slow, straight=True).bottleneck_seconds == 6
-    assert partition(skip, slow, straight=True).bottleneck_seconds == 9  # the cut carries 8 + 1 bytes
+    assert cut(chain, slow).bottleneck_seconds == 6
+    assert cut(skip, slow).bottleneck_seconds == 9  # the cut carries 8 + 1 bytes
 
 
 def test_the_public_optimizer_charges_both_sides_of_a_stage():
@@ -238,7 +239,7 @@ def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):
         (
             [Level(2, 1e9)],
             {"cost": "mine"},
-            "the cost 'mine' is unknown: choose one of paper, reference, links",
+            "the cost 'mine' is unknown: choose one of links, paper, reference",
         ),
         ([], {}, "no machines"),
     ],

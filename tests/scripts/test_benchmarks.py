@@ -13,8 +13,8 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.check", "planner.accuracy", "planner.layouts", "planner.partition", "planner.rehearsals",
-    "planner.training_runs",
+    "gpu.check", "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
+    "planner.rehearsals", "planner.training_runs",
     "runtime.launches", "runtime.overhead", "runtime.pipedream", "runtime.split", "runtime.start_up",
     "runtime.steps", "runtime.train", "runtime.vocabulary", "schedules.shared_vocabulary", "schedules.tables",
 }  # fmt: skip
