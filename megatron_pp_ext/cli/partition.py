@@ -50,10 +50,11 @@ def partition(
     cost: Annotated[
         str,
         typer.Option(
-            help="The formula of times: paper, reference for that of PipeDream's public optimizer, or links "
-            "for links that send and receive at once and rings of replicas."
+            help="What limits a stage: links, its computation or what its full-duplex link sends for cuts "
+            "and the all-reduce; paper, PipeDream's formula; reference, that of its public optimizer, whose "
+            "answers may differ on graphs with branches and under --memory."
         ),
-    ] = "paper",
+    ] = "links",
     straight: Annotated[bool, typer.Option("--straight", help="Give each stage one worker.")] = False,
     layout: Annotated[
         bool, typer.Option("--layout", help="Print only Megatron's --pipeline-model-parallel-layout.")

@@ -88,5 +88,8 @@ def worker_bytes(stage: StageLoad) -> Any:
     return stage.seconds
 
 
-FORMULAS: dict[str, Formula] = {"paper": paper, "reference": reference, "links": links}
-"""The formulas by their names for ``mpp partition --cost``."""
+FORMULAS: dict[str, Formula] = {"links": links, "paper": paper, "reference": reference}
+"""The formulas by their names for ``mpp partition --cost``.
+
+The default is ``links``, whose cuts a simulation prefers (benchmarks/results/partition_costs.md).
+"""

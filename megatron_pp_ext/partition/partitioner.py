@@ -96,7 +96,7 @@ def partition(
     profile: Profile,
     levels: Sequence[Level],
     *,
-    cost: str = "paper",
+    cost: str = "links",
     memory: float = math.inf,
     state_per_weight: float = 0.0,
     straight: bool = False,

@@ -45,6 +45,22 @@ def test_numbers_as_json(mpp, tmp_path):
     assert "speedup 1.72" in result.output
 
 
+def test_links_are_the_default_and_keep_to_the_memory(mpp, tmp_path):
+    """On a profile that `mpp profile` wrote, with a limit that counts versions and microbatches in flight."""
+    assert mpp("profile vgg16.txt --json vgg16.json").exit_code == 0
+    line = "partition vgg16.json --workers 8 --bandwidth 3e8 --json out.json"
+    found = {}
+    for options in ("", " --cost links", " --cost paper", " --cost links --memory 9e9"):
+        result = mpp(line + options)
+        assert result.exit_code == 0, result.output
+        found[options] = json.loads((tmp_path / "out.json").read_text())
+    assert found[""] == found[" --cost links"] != found[" --cost paper"]
+    free, limited = found[""], found[" --cost links --memory 9e9"]
+    assert max(stage["memory_bytes"] for stage in free["stages"]) > 9e9
+    assert max(stage["memory_bytes"] for stage in limited["stages"]) <= 9e9
+    assert limited["bottleneck_seconds"] > free["bottleneck_seconds"]
+
+
 def test_levels_are_machines_in_machines(mpp, tmp_path):
     assert mpp("partition vgg16.txt --levels 4x25e9,2x3.1e9 --cost reference --json out.json").exit_code == 0
     found = json.loads((tmp_path / "out.json").read_text())

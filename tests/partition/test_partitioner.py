@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.partition import graph_txt
-from megatron_pp_ext.partition.cost_formulas import FORMULAS
+from megatron_pp_ext.partition.cost_formulas import FORMULAS, StageLoad, reference
 from megatron_pp_ext.partition.partitioner import MOST_STATE, Partition, partition
 from megatron_pp_ext.partition.profile import LEAST_SECONDS, MOST, Layer, Profile
 from megatron_pp_ext.partition.recurrence import Level
@@ -147,12 +147,29 @@ def test_stages_reach_the_bottleneck_they_promise():
     ]
     names = [("in", "a"), ("a", "b"), ("b", "add"), ("in", "add")]
     chain, skip = Profile.chain(block), Profile.graph(block, names)
+    cut = partial(partition, cost="paper", straight=True)
     levels = [Level(2, 4.0)]
-    assert partition(chain, levels, straight=True).bottleneck_seconds == 6  # in a | b add
-    assert partition(skip, levels, straight=True).bottleneck_seconds == 6
+    assert cut(chain, levels).bottleneck_seconds == 6  # in a | b add
+    assert cut(skip, levels).bottleneck_seconds == 6
     slow = [Level(2, 2.0)]
-    assert partition(chain, slow, straight=True).bottleneck_seconds == 6
-    assert partition(skip, slow, straight=True).bottleneck_seconds == 9  # the cut carries 8 + 1 bytes
+    assert cut(chain, slow).bottleneck_seconds == 6
+    assert cut(skip, slow).bottleneck_seconds == 9  # the cut carries 8 + 1 bytes
+
+
+def test_the_paper_charges_a_cut_on_its_own_level():
+    """The cut between machines loads their link, and not the slower ones of the workers inside."""
+    model = Profile.chain([Layer("a", 4, 0, 6, 100), Layer("b", 4, 0, 1, 100)])
+    found = partition(model, [Level(1, 1.0), Level(2, 2.0)], cost="paper")
+    assert (found.replicas, found.bottleneck_seconds) == ((1, 1), 2 * 6 / 2)
+
+
+def test_workers_of_a_machine_share_gradients_in_the_first_stage_only():
+    """Two machines, each of three workers, send 4 (2-1) / 2 of 6 bytes at one byte a second."""
+    first = StageLoad(
+        seconds=5, weights=6, bytes_in=0, bytes_out=0, replicas=2, bandwidth=1, machines=3, is_first=True
+    )
+    assert reference(first) == (5 + 12 / 3) / 2
+    assert reference(first._replace(is_first=False)) == (5 + 12) / 2
 
 
 def test_the_public_optimizer_charges_both_sides_of_a_stage():
@@ -238,7 +255,7 @@ def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):
         (
             [Level(2, 1e9)],
             {"cost": "mine"},
-            "the cost 'mine' is unknown: choose one of paper, reference, links",
+            "the cost 'mine' is unknown: choose one of links, paper, reference",
         ),
         ([], {}, "no machines"),
     ],

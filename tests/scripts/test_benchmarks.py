@@ -13,7 +13,7 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.check", "planner.accuracy", "planner.cuts", "planner.layouts", "planner.partition",
+    "gpu.check", "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs",
     "runtime.launches", "runtime.overhead", "runtime.pipedream", "runtime.split", "runtime.start_up",
     "runtime.steps", "runtime.train", "runtime.vocabulary", "schedules.shared_vocabulary", "schedules.tables",
