@@ -9,6 +9,9 @@ import torch
 from megatron_pp_ext.calibration.ranks import Findings
 from megatron_pp_ext.planner.system import Link, System
 
+_OF_LIKE = ("peak_rates", "processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
+"""The figures that are those of a device's kind: of its data sheet, or fitted to training runs."""
+
 
 def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | None) -> System:
     """Return the system on which ``ranks`` ranks measured ``found``.
@@ -26,6 +29,7 @@ def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | N
         "memory_bytes": "reported by the device" if on_gpu else "the machine's, shared by its cores",
         "matrix_rates": how,
         "copy_bytes_per_second": how,
+        "kernel_seconds": how,
     }
     if found.bytes_per_second is None or found.latency_seconds is None:
         assert like is not None
@@ -42,6 +46,7 @@ def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | N
         memory_bytes=float(memory),
         matrix_rates=found.matrix_rates,
         copy_bytes_per_second=found.copy_bytes_per_second,
+        kernel_seconds=found.kernel_seconds,
         node=node,
         network=network,
         all_reduce=found.all_reduce,
@@ -49,7 +54,8 @@ def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | N
     )
     if like is None:
         return measured
-    sources["peak_rates"] = f"{like.name}'s"
+    fitted = {name: getattr(like, name) for name in _OF_LIKE}
+    sources.update({name: f"{like.name}'s: not measured" for name, value in fitted.items() if value})
     per_node = max(ranks, like.gpus_per_node)
     sources["gpus_per_node"] = f"{like.name}'s" if per_node > ranks else how
-    return replace(measured, peak_rates=like.peak_rates, gpus_per_node=per_node)
+    return replace(measured, gpus_per_node=per_node, **fitted)

@@ -98,6 +98,12 @@ def copy_rate(device: torch.device) -> float:
     return 2 * size / seconds_of(lambda: target.copy_(source), device)
 
 
+def launch_seconds(device: torch.device) -> float:
+    """Return the seconds that it takes to start a kernel, from one that has next to nothing to do."""
+    number = torch.zeros(1, device=device)
+    return seconds_of(lambda: number.add_(1.0), device)
+
+
 def message(device: torch.device) -> tuple[float, float]:
     """Return the seconds of a tiny message between ranks 0 and 1, and the bytes a second of a large one.
 

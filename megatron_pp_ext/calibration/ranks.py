@@ -25,6 +25,7 @@ class Findings:
 
     matrix_rates: dict[str, Rows] = field(default_factory=dict)
     copy_bytes_per_second: float = 0.0
+    kernel_seconds: float = 0.0
     latency_seconds: float | None = None
     bytes_per_second: float | None = None
     all_reduce: Rows = field(default_factory=list)
@@ -39,7 +40,7 @@ def available(on_gpu: bool) -> int:
 
 def parts(ranks: int) -> int:
     """Return how many times ``calibrate`` with so many ``ranks`` reports progress."""
-    alone = len(measure.DTYPES) + 1
+    alone = len(measure.DTYPES) + 2
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
@@ -118,6 +119,8 @@ def _measured(findings: Findings, device: torch.device) -> Iterator[str]:
         yield f"products in {name}"
     findings.copy_bytes_per_second = measure.copy_rate(device)
     yield "copies"
+    findings.kernel_seconds = measure.launch_seconds(device)
+    yield "launches"
     if dist.get_world_size() < 2:
         return
     findings.latency_seconds, findings.bytes_per_second = measure.message(device)

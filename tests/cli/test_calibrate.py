@@ -35,6 +35,7 @@ def test_writes_a_system(brief: None, mpp, tmp_path: Path) -> None:
     assert [tuple(row[:3]) for row in found.matrix_rates["fp32"]] == list(measure.CPU_SHAPES)
     assert found.gpus_per_node == 2
     assert found.network == found.node
+    assert found.kernel_seconds > 0
     assert [row[:2] for row in found.all_reduce] == [[2, 2**10], [2, 2**14]]
     for field in ("matrix_rates", "copy_bytes_per_second", "node", "network", "all_reduce", "memory_bytes"):
         assert field in found.sources
@@ -45,6 +46,9 @@ def test_what_is_not_measured_is_another_system_s(brief: None, mpp, tmp_path: Pa
     assert mpp("calibrate", file, "--cpu", "--like", "h100").exit_code == 0
     found, like = systems.read(str(file)), systems.read("h100")
     assert (found.network, found.peak_rates, found.gpus_per_node) == (like.network, like.peak_rates, 8)
+    fitted = ("processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
+    assert all(getattr(found, name) == getattr(like, name) != 0 for name in fitted)
+    assert found.sources["sustained"] == "h100's: not measured"
     assert found.sources["network"] == "h100's: not measured"
 
 
