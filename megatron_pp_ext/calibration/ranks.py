@@ -25,10 +25,10 @@ class Findings:
 
     matrix_rates: dict[str, Rows] = field(default_factory=dict)
     copy_bytes_per_second: float = 0.0
-    kernel_seconds: float = 0.0
     latency_seconds: float | None = None
     bytes_per_second: float | None = None
     all_reduce: Rows = field(default_factory=list)
+    kernel_seconds: float = 0.0
 
 
 def available(on_gpu: bool) -> int:
