@@ -55,7 +55,7 @@ def test_joining_a_prediction_s_inputs_quantizes():
     ],
 )
 def test_weights_have_two_copies_in_fp8(changed, each):
-    """Those of products, in experts too; the output layer and the rest have none."""
+    """The weights of products have them, in experts too; the output layer and the rest have none."""
     experts = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2}
     for made, products in (
         (costs(add_bias_linear=False, **changed).mlp(), 2 * HIDDEN * INNER),
