@@ -149,10 +149,17 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tens
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
-def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run one microbatch through this stage; return its output and the function from output to loss."""
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run one microbatch through this stage; return its output and the function from output to loss.
+
+    With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer beside a
+    backward, return in the output's place the plan of what would have run.
+    """
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import requested_limit
-from megatron_pp_ext.request import layers, refusals, sizes, updates, vocabulary_flag
+from megatron_pp_ext.request import layers, pairs, refusals, sizes, updates, vocabulary_flag
 from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.request.csv_schedule import read_csv
 from megatron_pp_ext.request.updates import Updates
@@ -36,7 +36,8 @@ class Request:
     size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
     of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
     ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
-    where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.
+    where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.  ``is_paired`` is true where
+    forwards and backwards run in pairs.
     """
 
     schedule: str
@@ -50,6 +51,7 @@ class Request:
     from_file: Schedule | None = None
     is_stock: bool = False
     vocabulary: str | None = None
+    is_paired: bool = False
 
     @property
     def ranks(self) -> int:
@@ -129,6 +131,8 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
     _require_meaning(args)
     request = _read_schedule(args, chunks, microbatches)
+    pairs.refuse(args, request.schedule, request.placements[0], request.from_file)
+    request = replace(request, is_paired=pairs.requested(args))
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if refusals.can_predict(args, one))
     request = replace(request, placements=suited or request.placements)

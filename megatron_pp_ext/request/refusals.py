@@ -59,7 +59,6 @@ _GATHERED = "a weight that is gathered for each use has no gradient to leave for
 ALWAYS = (
     Refusal("--use-megatron-fsdp", "FSDP reduces gradients by its own hooks"),
     Refusal("--use-torch-fsdp2", "FSDP reduces gradients by its own hooks"),
-    Refusal("--overlap-moe-expert-parallel-comm", "its combined 1F1B is a schedule of its own"),
     Refusal("--delay-wgrad-compute", "schedules split the backward themselves"),
     Refusal("--cuda-graph-impl", _GRAPHS, test=_captures_graphs),
     # Two older names, which Megatron turns into the first.

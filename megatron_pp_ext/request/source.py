@@ -72,14 +72,14 @@ def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
         return _from_file(request.from_file, name)
     if name in FLUSH_FREE:
         return _never_flushing(name, request.placement)
-    return from_catalogue(name, request.placement)
+    return from_catalogue(name, request.placement, request.is_paired)
 
 
-def from_catalogue(name: str, placement: Placement) -> Source:
-    """Return the source of a schedule of the catalogue."""
+def from_catalogue(name: str, placement: Placement, is_paired: bool = False) -> Source:
+    """Return the source of a schedule of the catalogue, with pairs if ``is_paired``."""
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return catalog.build(name, placement.ranks, microbatches, placement.chunks)
+        return catalog.build(name, placement.ranks, microbatches, placement.chunks, is_paired)
 
     def limits(costs: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
         """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""

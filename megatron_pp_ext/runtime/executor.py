@@ -42,6 +42,23 @@ class Stage(Protocol):
         """Compute the gradient of the weights that ``backward_input`` left."""
 
 
+class Pairs(Protocol):
+    """Runs the two actions of a pair together."""
+
+    def run(
+        self,
+        forward: Action,
+        activation: torch.Tensor | None,
+        backward: Action,
+        gradient: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Do ``forward`` on ``activation`` and ``backward`` (I or B) with ``gradient``.
+
+        The tensors are those of ``Stage.forward``, ``Stage.backward`` and ``Stage.backward_input``.  Return
+        the output of the forward and the gradient of the input of the backward's stage.
+        """
+
+
 class Vocabulary(Protocol):
     """A rank's part of a vocabulary that all ranks share; ``shared_vocabulary`` has one.
 
@@ -94,19 +111,25 @@ def execute(
     *,
     flush: bool = True,
     vocabulary: Vocabulary | None = None,
+    pairs: Pairs | None = None,
 ) -> None:
     """Run one training step: every action of ``plan`` in order, with its messages.
 
     ``stages`` maps the numbers of this rank's stages to the stages.  On return all actions have
     run, all messages have left, and the gradients are in the parameters.  Without ``flush`` messages may
     stay in flight, for a later step to take.  ``vocabulary`` is this rank's part of it, where ranks share it.
+    ``pairs`` runs the pairs of the plan; without it their actions run one after the other.
     """
     if (plan.loss_stage is None) is not (vocabulary is None):
         raise ValueError("a plan needs a vocabulary exactly where its ranks share one; give both or neither")
     recorder = recorder or _NoRecorder()
     handed_over: dict[Message, torch.Tensor] = {}
-    for step in plan.steps:
+    steps = iter(plan.steps)
+    for step in steps:
         _launch(step.launches, channels, vocabulary)
+        if step.is_paired:
+            _run_pair((step, next(steps)), plan.rank, stages, channels, recorder, handed_over, pairs)
+            continue
         if step.action.kind in (Kind.S, Kind.T):
             assert vocabulary is not None
             with recorder.during(step.action):
@@ -126,16 +149,7 @@ def execute(
         if vocabulary is not None and is_first and step.action.kind in (Kind.I, Kind.B):
             assert produced is not None
             vocabulary.take_input_gradient(step.action.microbatch, produced)
-        if step.target is None:
-            continue
-        if produced is None:
-            raise RuntimeError(
-                f"stage {step.action.stage} produced nothing for {step.target} in {step.action}"
-            )
-        if step.target_rank == plan.rank:
-            handed_over[step.target] = produced.detach()
-        else:
-            channels.send(step.target_rank, produced)
+        _hand_on(step, produced, plan.rank, handed_over, channels)
         # A produced tensor that outlived its step would be counted, and held, as an activation.
         del produced
     _launch(plan.left_open, channels, vocabulary)
@@ -143,6 +157,47 @@ def execute(
         vocabulary.close()
     if flush:
         channels.close()
+
+
+def _run_pair(
+    steps: tuple[Step, Step],
+    rank: int,
+    stages: Mapping[int, Stage],
+    channels: Channels,
+    recorder: Recorder,
+    handed_over: dict[Message, torch.Tensor],
+    pairs: Pairs | None,
+) -> None:
+    """Run the two actions of a pair: both take their input before, and hand on their output behind it."""
+    forward, backward = (step.action for step in steps)
+    activation, gradient = (_take(step, rank, handed_over, channels, None) for step in steps)
+    output: torch.Tensor | None
+    with recorder.during(forward), recorder.during(backward):
+        if pairs is not None:
+            output, input_gradient = pairs.run(forward, activation, backward, gradient)
+        else:
+            output = _perform(forward, stages[forward.stage], activation)
+            input_gradient = _perform(backward, stages[backward.stage], gradient)
+    for step, produced in zip(steps, (output, input_gradient), strict=True):
+        _hand_on(step, produced, rank, handed_over, channels)
+
+
+def _hand_on(
+    step: Step,
+    produced: torch.Tensor | None,
+    rank: int,
+    handed_over: dict[Message, torch.Tensor],
+    channels: Channels,
+) -> None:
+    """Send what ``step`` made to the rank of the next stage, or keep it where that is this rank."""
+    if step.target is None:
+        return
+    if produced is None:
+        raise RuntimeError(f"stage {step.action.stage} produced nothing for {step.target} in {step.action}")
+    if step.target_rank == rank:
+        handed_over[step.target] = produced.detach()
+    else:
+        channels.send(step.target_rank, produced)
 
 
 def _launch(launches: Iterable[Launch], channels: Channels, vocabulary: Vocabulary | None) -> None:

@@ -25,6 +25,7 @@ class Step:
     Both are None at the ends of the model and for W, S and T, which send no message.  ``source_rank`` and
     ``target_rank`` may be this rank itself, as at the turn of a V.  ``launches`` come right before the
     action, in this order: receives of messages for this action and for later ones, and exchanges.
+    ``is_paired`` is set where the action runs together with the next step's, which then has no launches.
     """
 
     action: Action
@@ -33,6 +34,7 @@ class Step:
     source_rank: int = -1
     target: Message | None = None
     target_rank: int = -1
+    is_paired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,21 @@ class RankPlan:
 def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``."""
     placement = schedule.placement
-    return plan_orders(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), rank)
+    return plan_orders(
+        schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), rank, schedule.paired
+    )
 
 
-def plan_orders(orders: Orders, stages: int, rank_of: RankOf, rank: int) -> RankPlan:
+def plan_orders(
+    orders: Orders, stages: int, rank_of: RankOf, rank: int, paired: frozenset[Action] = frozenset()
+) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages."""
-    *launches, left_open = planned_launches(orders, stages, rank_of)[rank]
+    *launches, left_open = planned_launches(orders, stages, rank_of, paired)[rank]
     is_shared = any(action.kind is Kind.S for action in orders[rank])
     return RankPlan(
         rank=rank,
         steps=tuple(
-            _step(action, before, stages, rank_of)
+            _step(action, before, stages, rank_of, action in paired)
             for action, before in zip(orders[rank], launches, strict=True)
         ),
         left_open=left_open,
@@ -71,7 +77,9 @@ def plan_orders(orders: Orders, stages: int, rank_of: RankOf, rank: int) -> Rank
     )
 
 
-def _step(action: Action, launches: tuple[Launch, ...], stages: int, rank_of: RankOf) -> Step:
+def _step(
+    action: Action, launches: tuple[Launch, ...], stages: int, rank_of: RankOf, is_paired: bool
+) -> Step:
     source = incoming_message(action, stages)
     target = outgoing_message(action, stages)
     return Step(
@@ -81,4 +89,5 @@ def _step(action: Action, launches: tuple[Launch, ...], stages: int, rank_of: Ra
         source_rank=rank_of(source.sender, source.microbatch) if source else -1,
         target=target,
         target_rank=rank_of(target.receiver, target.microbatch) if target else -1,
+        is_paired=is_paired,
     )

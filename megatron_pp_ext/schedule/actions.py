@@ -7,7 +7,7 @@ where the ranks share the vocabulary (``vocabulary``), every rank does a part of
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
@@ -58,12 +58,17 @@ class Schedule:
     ``orders[r]`` is the list of actions of rank r.  ``name`` is the catalogue's name and
     ``microbatches`` is m.  A schedule has no times: when an action starts follows from the order,
     the costs and the messages (``simulate``).
+
+    ``paired`` are the forwards that run together with the backward (I or B) right behind them in the order,
+    layer by layer, so that each half computes while the other one communicates.  The two start and end
+    together.  Everything that counts actions, activations or messages reads the order as it stands.
     """
 
     name: str
     placement: Placement
     microbatches: int
     orders: tuple[tuple[Action, ...], ...]
+    paired: frozenset[Action] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -93,6 +98,8 @@ class Schedule:
     def digest(self) -> str:
         """A hash of placement and orders: equal on two ranks exactly when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
+        if self.paired:
+            text += "\npairs " + ",".join(map(str, sorted(self.paired)))
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.shares_vocabulary
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
@@ -126,6 +133,15 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     if placement.shares_vocabulary:
         return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
     return (own_forward,)
+
+
+def together(order: Sequence[Action], paired: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yield the actions of one rank's ``order``, the two of a pair as one tuple."""
+    position = 0
+    while position < len(order):
+        end = position + 1 + (order[position] in paired)
+        yield tuple(order[position:end])
+        position = end
 
 
 def delivers(action: Action) -> Action:

@@ -62,6 +62,7 @@ _ENTRIES = (
         Shape.LINEAR,
         1,
         one_f_one_b.build,
+        make_paired=one_f_one_b.build_paired,
         promise=Promise(lambda p, m: 3 * (m + p - 1), lambda p, m: min(p, m)),
     ),
     Entry(
@@ -71,6 +72,7 @@ _ENTRIES = (
         Shape.LOOP,
         2,
         interleaved.build,
+        make_paired=interleaved.build_paired,
         more_chunks=True,
         promise=Promise(lambda p, m: 6 * m + 3 * (p - 1), lambda p, m: min(3 * p - 1, 2 * m), _whole_groups),
     ),
@@ -173,6 +175,7 @@ _ENTRIES = (
         Shape.V,
         2,
         dualpipe_v.build,
+        make_paired=dualpipe_v.build_paired,
         splits_backward=True,
         promise=Promise(lambda p, m: 6 * m + p - 1, lambda p, m: min(2 * p + 1, 2 * m), _from_2p),
     ),
@@ -248,14 +251,30 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "-")
 
 
+def require_pairs(found: Entry) -> None:
+    """Raise ValueError, with the names of the schedules that have pairs, unless ``found`` is one of them."""
+    if found.make_paired is None:
+        others = ", ".join(name for name, one in ENTRIES.items() if one.make_paired)
+        raise ValueError(
+            f"schedule {found.name!r} has no order in which a forward and a backward run as a pair: leave "
+            f"pairs out, or use one of: {others}"
+        )
+
+
 @lru_cache(maxsize=64)
-def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def build(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, paired: bool = False
+) -> Schedule:
     """Return the schedule ``name`` for ``ranks`` and ``microbatches``, checked.
 
-    ``chunks`` is the number of stages a rank; None takes the entry's own.  Raises ValueError
-    for an unknown name, for chunks the entry does not accept and for sizes it cannot be built for.
+    ``chunks`` is the number of stages a rank; None takes the entry's own.  ``paired`` asks for pairs of a
+    forward and a backward.  Raises ValueError for an unknown name, for chunks the entry does not accept, for
+    sizes it cannot be built for, and for pairs where the schedule has none.
     """
-    schedule = entry(name).build(ranks, microbatches, chunks)
+    found = entry(name)
+    if paired:
+        require_pairs(found)
+    schedule = found.build(ranks, microbatches, chunks, paired)
     check(schedule)
     return schedule
 

@@ -8,6 +8,7 @@ run without a clock.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
 
@@ -27,6 +28,7 @@ def check(schedule: Schedule) -> None:
     is_evaluation = all(action.kind in (Kind.F, Kind.S) for action in schedule)
     _check_actions(schedule)
     _check_stages(schedule, is_evaluation)
+    _check_pairs(schedule)
     if schedule.placement.shares_vocabulary:
         _check_vocabulary(schedule, (Kind.S,) if is_evaluation else (Kind.S, Kind.T))
     for _ in in_order_of_need(schedule):
@@ -40,7 +42,10 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
     InvalidSchedule at the point where no rank can continue.
     """
     finished: list[tuple[int, Action]] = []
-    for rank, action, inputs in walk(schedule.orders, lambda action: needs(action, schedule.placement)):
+    placement = schedule.placement
+    for rank, action, inputs in walk(
+        schedule.orders, lambda action: needs(action, placement), schedule.paired
+    ):
         yield rank, action, inputs
         finished.append((rank, action))
     if len(finished) < sum(map(len, schedule.orders)):
@@ -48,12 +53,15 @@ def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Ac
 
 
 def walk(
-    orders: Sequence[Sequence[Action]], inputs_of: Callable[[Action], tuple[Action, ...]]
+    orders: Sequence[Sequence[Action]],
+    inputs_of: Callable[[Action], tuple[Action, ...]],
+    paired: frozenset[Action] = frozenset(),
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     """Let all ranks run without a clock: yield (rank, action, its inputs), each action after its inputs.
 
     ``inputs_of`` returns the inputs, named as by ``delivers``.  The iteration ends where no rank can
-    continue, whether or not all of ``orders`` are done.
+    continue, whether or not all of ``orders`` are done.  The two actions of a pair (``Schedule.paired``)
+    come one right after the other, behind the inputs of both.
     """
     position = [0] * len(orders)
     done: set[Action] = set()
@@ -63,17 +71,20 @@ def walk(
         rank = runnable.pop()
         order = orders[rank]
         while position[rank] < len(order):
-            action = order[position[rank]]
-            inputs = inputs_of(action)
-            missing = next((need for need in inputs if need not in done), None)
+            first = position[rank]
+            actions = order[first : first + 1 + (order[first] in paired)]
+            inputs = [inputs_of(action) for action in actions]
+            missing = next((need for of_one in inputs for need in of_one if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            yield rank, action, inputs
-            position[rank] += 1
-            delivered = delivers(action)
-            done.add(delivered)
-            runnable.extend(waiting.pop(delivered, ()))
+            for action, needed in zip(actions, inputs, strict=True):
+                yield rank, action, needed
+            position[rank] += len(actions)
+            for action in actions:
+                delivered = delivers(action)
+                done.add(delivered)
+                runnable.extend(waiting.pop(delivered, ()))
 
 
 def require_one_forward_order(schedule: Schedule) -> None:
@@ -171,14 +182,44 @@ def _check_stages(schedule: Schedule, is_evaluation: bool) -> None:
                     raise InvalidSchedule(f"rank {rank}: {absent} is missing beside {halves[0]}: add it")
 
 
+def _check_pairs(schedule: Schedule) -> None:
+    """Raise unless every pair is a forward with a backward right behind it."""
+    if not schedule.paired:
+        return
+    if schedule.placement.shares_vocabulary:
+        raise InvalidSchedule(
+            f"schedule {schedule.name!r} has pairs, and its ranks share the vocabulary: leave one of the two "
+            "out"
+        )
+    left = set(schedule.paired)
+    for rank, order in enumerate(schedule.orders):
+        for action, behind in zip_longest(order, order[1:]):
+            if action not in left:
+                continue
+            left.remove(action)
+            if action.kind is not Kind.F or behind is None or behind.kind not in (Kind.I, Kind.B):
+                raise InvalidSchedule(
+                    f"rank {rank}: {action} begins a pair, and {behind or 'nothing'} stands behind it: a pair "
+                    "is an F with an I or a B behind it"
+                )
+    if left:
+        raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
+
+
 def _deadlock(schedule: Schedule, finished: Sequence[tuple[int, Action]]) -> str:
     """Describe why ranks wait: for each other in a circle, or for an action that no rank does."""
     position = Counter(rank for rank, _ in finished)
     done = {delivers(action) for _, action in finished}
 
     def blocked(rank: int) -> tuple[Action, Action]:
-        action = schedule.orders[rank][position[rank]]
-        return action, next(need for need in needs(action, schedule.placement) if need not in done)
+        first = position[rank]
+        order = schedule.orders[rank]
+        return next(
+            (action, need)
+            for action in order[first : first + 1 + (order[first] in schedule.paired)]
+            for need in needs(action, schedule.placement)
+            if need not in done
+        )
 
     rank = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
     path: list[int] = []

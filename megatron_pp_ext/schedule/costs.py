@@ -99,18 +99,27 @@ class Costs:
     an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
     is the size of a message's buffer, in the unit of ``StageCosts.activation``.  ``vocabulary`` are the costs
     of the part that each rank has of a shared vocabulary, which ``stages`` then leave out.
+
+    ``pair`` is what a pair takes (``Schedule.paired``) as a part of the sum of its actions: 1 where neither
+    hides anything of the other, and 1/2 where one of two equal actions is free.
     """
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
     message: float = 0.0
     vocabulary: VocabularyCosts | None = None
+    pair: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
         _require_finite("Costs.hop", self.hop, positive=False)
         _require_finite("Costs.message", self.message, positive=False)
+        if not 0.5 <= self.pair <= 1:
+            raise ValueError(
+                f"Costs.pair is {self.pair}, but a pair takes half to all of the sum of its actions: give 0.5 "
+                "to 1"
+            )
 
     def seconds(self, action: Action) -> float:
         """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
@@ -119,6 +128,10 @@ class Costs:
         if action.kind is Kind.T:
             return self._shared(action).weight_gradient
         return self.stages[action.stage].seconds(action.kind)
+
+    def of_pair(self, forward: float, backward: float) -> float:
+        """Return how long a pair takes whose actions take so many seconds alone; never less than either."""
+        return max(self.pair * (forward + backward), forward, backward)
 
     def kept(self, action: Action) -> float:
         """Return the activations that ``action`` keeps from its start on."""

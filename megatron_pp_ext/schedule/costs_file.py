@@ -5,7 +5,7 @@
                  "activation": 5.1e8, "released_by_input_gradient": 1.2e8}, ...]}
 
 The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a
-message in bytes or any other common unit.  ``hop``, ``message``, ``activation`` and
+message in bytes or any other common unit.  ``hop``, ``message``, ``pair``, ``activation`` and
 ``released_by_input_gradient`` may be left out.  Where the ranks share the vocabulary, ``vocabulary`` is an
 object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt name would otherwise
 leave a default in force.
@@ -21,7 +21,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import is_number, naming, require_names, short
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 
-_SHARED = ("hop", "message")
+_SHARED = ("hop", "message", "pair")
 """The names of the costs that are one number for the whole pipeline; they may be left out."""
 
 

@@ -2,28 +2,33 @@
 
 A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), and an empty cell is an
 idle slot.  The file holds no placement and no count of microbatches; both follow from the cells.
-torch also writes cells for messages and for overlapped pairs: a file with those is refused,
-because this project derives messages from the order itself.  torch in turn refuses the cells of a shared
-vocabulary: ``2S0`` and ``2T0`` are rank 2's part of the output layer for microbatch 0.
+A pair is the cell ``(3F0;4B1)OVERLAP_F_B``, as torch writes it.  torch also writes cells for messages: a
+file with those is refused, because this project derives messages from the order itself.  torch in turn
+refuses the cells of a shared vocabulary: ``2S0`` and ``2T0`` are rank 2's part of the output layer for
+microbatch 0.
 """
 
 import csv
 import io
 import re
+from itertools import chain
 from pathlib import Path
 
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _CELL = re.compile(r"([0-9]{1,6})([FIWBST])([0-9]{1,6})")
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
     """Write ``schedule`` to ``path``, one row for each rank, without idle cells."""
     rows = io.StringIO()
-    csv.writer(rows, lineterminator="\n").writerows(schedule.orders)
+    csv.writer(rows, lineterminator="\n").writerows(
+        map(_cell, together(order, schedule.paired)) for order in schedule.orders
+    )
     write_whole(Path(path), rows.getvalue())
 
 
@@ -43,14 +48,16 @@ def read(path: str | Path) -> Schedule:
         ) from None
     except csv.Error as error:
         raise ValueError(f"{path}: not a CSV file ({error}): write cells such as 3F0,3B0") from None
-    orders = tuple(
-        tuple(_action(path, row, cell, text.strip()) for cell, text in enumerate(cells) if text.strip())
+    read_rows = [
+        [_actions(path, row, cell, text.strip()) for cell, text in enumerate(cells) if text.strip()]
         for row, cells in enumerate(rows)
-    )
+    ]
+    orders = tuple(tuple(chain.from_iterable(cells)) for cells in read_rows)
+    paired = frozenset(first for cells in read_rows for first, *second in cells if second)
     if not any(orders):
         raise ValueError(f"{path}: no actions found: write a row a rank with cells such as 3F0,3B0")
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
-    schedule = Schedule(path.stem, _placement(path, orders), microbatches, orders)
+    schedule = Schedule(path.stem, _placement(path, orders), microbatches, orders, paired)
     try:
         check(schedule)
     except InvalidSchedule as error:
@@ -58,12 +65,24 @@ def read(path: str | Path) -> Schedule:
     return schedule
 
 
-def _action(path: Path, row: int, cell: int, text: str) -> Action:
-    match = _CELL.fullmatch(text)
+def _cell(actions: tuple[Action, ...]) -> str:
+    return str(actions[0]) if len(actions) == 1 else f"({';'.join(map(str, actions))})OVERLAP_F_B"
+
+
+def _actions(path: Path, row: int, cell: int, text: str) -> tuple[Action, ...]:
+    """Return the action of a cell, or the two of a pair, the forward first."""
+    pair = _PAIR.fullmatch(text)
+    parts = pair.groups() if pair else (text,)
+    actions = tuple(_action(path, row, cell, text, part.strip()) for part in parts)
+    return tuple(sorted(actions, key=lambda action: action.kind is not Kind.F))
+
+
+def _action(path: Path, row: int, cell: int, text: str, part: str) -> Action:
+    match = _CELL.fullmatch(part)
     if match is None:
         raise ValueError(
             f"{path}: row {row}, cell {cell}: {text!r} is not an action: "
-            "write stage, one of F I W B S T and microbatch, such as 3F0"
+            "write stage, one of F I W B S T and microbatch, such as 3F0, or (3F0;4B1)OVERLAP_F_B"
         )
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 

@@ -30,6 +30,8 @@ class Entry:
     default.  ``make`` takes (ranks, microbatches), and with ``more_chunks`` the chunks as a third
     argument; it raises ValueError for sizes that it has no schedule for.  ``splits_backward`` is
     whether any backward comes in two halves, so that weight gradients must be deferrable.
+    ``make_paired`` takes the same arguments as ``make`` and makes the schedule with pairs
+    (``Schedule.paired``), which most schedules have no place for.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Entry:
     splits_backward: bool = False
     more_chunks: bool = False
     promise: Promise | None = None
+    make_paired: Callable[..., Schedule] | None = None
 
     def accepts(self, chunks: int) -> bool:
         """Whether a rank may have this many chunks."""
@@ -55,13 +58,21 @@ class Entry:
         """Return where the stages live; ValueError where a rank cannot have that many chunks."""
         return Placement(self.shape, ranks, self._accepted(chunks))
 
-    def build(self, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-        """Build the schedule without checking it, which ``catalog.build`` does.
+    def build(
+        self, ranks: int, microbatches: int, chunks: int | None = None, paired: bool = False
+    ) -> Schedule:
+        """Build the schedule, with pairs if ``paired``, without checking it, which ``catalog.build`` does.
 
-        Raises ValueError for chunks that are not accepted and for sizes that it cannot be built for.
+        Raises ValueError for chunks that are not accepted, for sizes that it cannot be built for, and for
+        pairs of a schedule that has none.
         """
         chunks = self._accepted(chunks)
-        return self.make(ranks, microbatches, *([chunks] if self.more_chunks else []))
+        make = self.make_paired if paired else self.make
+        if make is None:
+            raise ValueError(
+                f"{self.name} has no order in which a forward and a backward run as a pair: leave pairs out"
+            )
+        return make(ranks, microbatches, *([chunks] if self.more_chunks else []))
 
     def _accepted(self, chunks: int | None) -> int:
         if chunks is None:

@@ -14,6 +14,8 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
 * A rank sends a message right behind the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 * What all ranks exchange about a shared vocabulary has one place in the line, where every rank launches it.
+* The two actions of a pair have one place in the line, behind everything that either of them needs.  The
+  rank sends the messages of both behind the pair.
 
 To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
 rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a
@@ -132,12 +134,15 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
     return Message(stage, stage - 1, microbatch)
 
 
-def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Launch, ...]]]:
+def planned_launches(
+    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+) -> list[list[tuple[Launch, ...]]]:
     """Return what every rank launches beside its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches behind the last one.  Messages received there are in flight at the
-    end of ``orders``, for later orders to take.  Raises what ``launch_line`` raises.
+    end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
+    between the two actions of a pair.  Raises what ``launch_line`` raises.
     """
     planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
@@ -150,7 +155,7 @@ def planned_launches(orders: Orders, stages: int, rank_of: RankOf) -> list[list[
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    line = launch_line(orders, stages, rank_of)
+    line = launch_line(orders, stages, rank_of, paired)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -194,21 +199,26 @@ def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
         yield tokens[ahead + 1 : ahead + 2] + embedded[ahead : ahead + 1]
 
 
-def posted_receives(orders: Orders, stages: int, rank_of: RankOf) -> list[list[tuple[Arrival, ...]]]:
+def posted_receives(
+    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+) -> list[list[tuple[Arrival, ...]]]:
     """Return the receives among ``planned_launches``."""
     return [
         [tuple(one for one in launches if isinstance(one, Arrival)) for launches in of_rank]
-        for of_rank in planned_launches(orders, stages, rank_of)
+        for of_rank in planned_launches(orders, stages, rank_of, paired)
     ]
 
 
-def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> list[tuple[int, int, Action]]:
+def launch_line(
+    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders`` in the line that the module's docstring requires.
 
     With each action come its simulated end and its rank.
 
-    Actions are sorted by their simulated ends, and by rank where these are equal.  Messages from actions
-    that are not in ``orders`` were sent before these began.
+    Actions are sorted by their simulated ends, and by rank where these are equal; the two of a pair, which
+    end together, follow each other as on their rank.  Messages from actions that are not in ``orders`` were
+    sent before these began.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
@@ -234,21 +244,29 @@ def launch_line(orders: Orders, stages: int, rank_of: RankOf) -> list[tuple[int,
     ends: dict[Action, int] = {}
     now = [0] * len(orders)
     line = []
-    for rank, action, needed in walk(orders, inputs):
+    waiting: list[list[Action]] = [[] for _ in orders]
+    for rank, action, needed in walk(orders, inputs, paired):
         for need in needed:
             hop = HOP if rank_of(need.stage, need.microbatch) != rank else 0
             if need.kind is Kind.S:
                 hop = SUMS
             now[rank] = max(now[rank], ends[need] + hop)
-        now[rank] += WORK[action.kind]
-        ends[delivers(action)] = now[rank]
-        line.append((now[rank], rank, action))
+        waiting[rank].append(action)
+        if action in paired:
+            continue
+        now[rank] += sum(WORK[one.kind] for one in waiting[rank])
+        for one in waiting[rank]:
+            ends[delivers(one)] = now[rank]
+            line.append((now[rank], rank, one))
+        waiting[rank].clear()
     if len(line) < sum(map(len, orders)):
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
-    return sorted(line)
+    return sorted(line, key=lambda one: one[:2])
 
 
-def most_buffers(orders: Orders, stages: int, rank_of: RankOf) -> list[int]:
+def most_buffers(
+    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+) -> list[int]:
     """Return the most message buffers that every rank holds at one time.
 
     ``orders`` must flush: every message in them is sent and taken.  Two kinds of buffers are counted.
@@ -265,7 +283,7 @@ def most_buffers(orders: Orders, stages: int, rank_of: RankOf) -> list[int]:
 
     Raises what ``launch_line`` raises.
     """
-    posted = posted_receives(orders, stages, rank_of)
+    posted = posted_receives(orders, stages, rank_of, paired)
     arriving = [{arrival.message for arrivals in of_rank for arrival in arrivals} for of_rank in posted]
     sent = Counter(arrival.peer for of_rank in posted for arrivals in of_rank for arrival in arrivals)
     found = []

@@ -1,7 +1,9 @@
 """Simulate a schedule with costs: a Timeline has the start and the end of every action, and the memory.
 
 The model is the papers': a rank works strictly in its order, an action starts as soon as the rank is free
-and its inputs have arrived, and messages never queue for a wire.
+and its inputs have arrived, and messages never queue for a wire.  A pair (``Schedule.paired``) starts as soon
+as the inputs of both of its actions have arrived, and takes a part of their sum (``Costs.pair``); the outputs
+of both leave at its end.
 """
 
 from collections.abc import Iterator
@@ -120,13 +122,21 @@ class Timeline:
 
     @property
     def _busy(self) -> float:
-        return sum(end - start for events in self.events for _, start, end in events)
+        # The forward of a pair starts and ends with its backward.
+        paired = self.schedule.paired
+        return sum(
+            end - start for events in self.events for action, start, end in events if action not in paired
+        )
 
 
 def peak_messages(schedule: Schedule) -> tuple[int, ...]:
     """Return the most message buffers that each rank holds at one time, which do not depend on costs."""
     placement = schedule.placement
-    return tuple(most_buffers(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage)))
+    return tuple(
+        most_buffers(
+            schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), schedule.paired
+        )
+    )
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -149,3 +149,19 @@ def test_a_stage_that_produces_nothing_is_named() -> None:
     plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .* in 1F0"):
         execute(plan, {1: watched}, watched)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in catalog.ENTRIES.items() if entry.make_paired])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
+def test_pairs_give_the_same_gradients_and_the_simulated_peak(name, ranks, microbatches):
+    schedule = catalog.build(name, ranks, microbatches, paired=True)
+    results = run_ranks(run_schedule, ranks, schedule)
+    expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
+    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
+    assert [result["peak"] for result in results] == list(peaks)
+    for rank, result in enumerate(results):
+        assert sorted(result["order"]) == sorted(schedule.orders[rank])
+        assert result["left"] == (0, 0)
+        for stage, gradients in result["gradients"].items():
+            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"

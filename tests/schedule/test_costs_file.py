@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path):
         ("{'hop': 1}", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"hop": 1' + "0" * 400 + "}", "a number has 401 digits, too many to count with: correct it"),
-        ("[1, 2]", "is [1, 2], but must be an object with hop, message, vocabulary, stages"),
+        ("[1, 2]", "is [1, 2], but must be an object with hop, message, pair, vocabulary, stages"),
         ({"hop": 1}, "'stages' is missing"),
         ({"stages": []}, "must be a list with an object a stage"),
         ({"stages": {"0": TIMES}}, "must be a list"),

@@ -13,7 +13,7 @@ from megatron_pp_ext.integration.hooks.data_parallel import last_actions
 from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
-from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -72,7 +72,7 @@ class _RunningPipeline:
         about = {"stage": self._rank, "ranks": self._ranks, "interval": self._updates.interval}
         self._kept_after = partial(pipedream.versions_kept, self._updates.weights, **about)
         (model,) = inputs.model
-        self._stage = model_stages(inputs, pipeline.placement, self._plan())[self._rank]
+        self._stage = model_stages(inputs, pipeline.placement, self._plan(), ModelStage)[self._rank]
         self._versions = WeightVersions(model.parameters())
         require_room(self._updates, self._versions.bytes_of_one, group)
         version_of = partial(pipedream.version, self._updates.weights, **about)

@@ -1,6 +1,6 @@
 """Steps that leave no microbatch in flight: evaluations, and training steps under a schedule that flushes."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -8,9 +8,10 @@ import torch.distributed as dist
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
 from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_exchanges
-from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, PlannedStage
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
@@ -57,11 +58,18 @@ class FlushedRunner(PipelineRunner):
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
     ) -> None:
         plan = self._plan(inputs.microbatches, inputs.forward_only, group)
-        stages = model_stages(inputs, self.pipeline.placement, plan)
+        is_paired = any(step.is_paired for step in plan.steps)
+        stages: Mapping[int, ModelStage]
+        pairs = None
+        if is_paired:
+            stages = planned = model_stages(inputs, self.pipeline.placement, plan, PlannedStage)
+            pairs = PlannedPairs(planned)
+        else:
+            stages = model_stages(inputs, self.pipeline.placement, plan, ModelStage)
         channels = self._channels(group, shape, inputs.config)
         vocabulary = self._vocabulary(inputs, plan, group, shape) if plan.loss_stage is not None else None
         inputs.ends = vocabulary
-        execute(plan, stages, channels, recorder, vocabulary=vocabulary)
+        execute(plan, stages, channels, recorder, vocabulary=vocabulary, pairs=pairs)
 
     def _vocabulary(
         self, inputs: StepInputs, plan: RankPlan, group: dist.ProcessGroup, shape: Any

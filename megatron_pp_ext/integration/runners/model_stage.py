@@ -1,7 +1,7 @@
 """A stage made of a Megatron model chunk."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,11 +52,13 @@ class StepInputs:
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 
 
-def model_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, "ModelStage"]:
-    """Return the stages of this rank, by number, for one step."""
+def model_stages[S: ModelStage](
+    inputs: StepInputs, placement: Placement, plan: RankPlan, make: type[S]
+) -> dict[int, S]:
+    """Return the stages of this rank, by number, for one step; ``make`` is their class."""
     last = last_actions(plan)
     return {
-        stage: ModelStage(
+        stage: make(
             inputs,
             stage,
             chunk,
@@ -72,7 +74,8 @@ class ModelStage:
     """One chunk of the model as an ``executor.Stage``; ``inputs`` and ``last`` belong to the running step.
 
     Forward and backward of a microbatch are Megatron's own ``forward_step`` and ``backward_step``,
-    which bring loss scaling, autocast and timers with them.
+    which bring loss scaling, autocast and timers with them.  ``in_flight`` keeps the input and the output of
+    every microbatch between the two.
     """
 
     def __init__(
@@ -88,10 +91,16 @@ class ModelStage:
         self._stage, self._chunk = stage, chunk
         self._vp_stage, self._is_last = vp_stage, is_last
         self.last = last
-        self._in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         """See ``executor.Stage``; on the last stage the loss goes to the loss store as well."""
+        self.before_forward(microbatch, activation)
+        output, tokens = self._forward(microbatch, activation)
+        return self.after_forward(microbatch, activation, output, tokens)
+
+    def before_forward(self, microbatch: int, activation: torch.Tensor | None) -> None:
+        """Prepare the input of a forward, and begin to gather the weights that are needed next."""
         inputs = self.inputs
         if activation is not None and not inputs.forward_only:
             activation.requires_grad_()
@@ -99,8 +108,14 @@ class ModelStage:
                 keep_shape(activation)
         if microbatch == 0:
             inputs.data_parallel.first_forward(self._chunk)
-        with as_chunk(self._vp_stage):
-            output, tokens = stock_schedules.forward_step(
+
+    def _forward(
+        self, microbatch: int, activation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return the output, and the number of tokens that the loss is of."""
+        inputs = self.inputs
+        with self.at_work():
+            result: tuple[torch.Tensor, torch.Tensor] = stock_schedules.forward_step(
                 self._forward_step(microbatch, activation),
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
@@ -111,21 +126,43 @@ class ModelStage:
                 inputs.config,
                 cp_group_size=inputs.cp_size,
                 collect_non_loss_data=inputs.collect_non_loss_data,
-                is_first_microbatch=stock_schedules.check_first_val_step(
-                    inputs.first_val_step, inputs.forward_only, microbatch == 0
-                ),
+                is_first_microbatch=self.is_first(microbatch),
                 current_microbatch=microbatch,
                 vp_stage=self._vp_stage,
                 is_last_stage=self._is_last and inputs.ends is None,
             )
+        return result
+
+    def after_forward(
+        self,
+        microbatch: int,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        tokens: torch.Tensor | int,
+    ) -> torch.Tensor:
+        """Keep what the backward needs, and return what the next stage gets."""
+        inputs = self.inputs
         inputs.tokens += tokens
         if inputs.forward_only:
             return output
         handed_on: torch.Tensor = output.detach()
         # The backward needs the graph behind `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
-        self._in_flight[microbatch] = activation, output
+        self.in_flight[microbatch] = activation, output
         return handed_on
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Return a context in which Megatron answers for this stage's chunk."""
+        context: AbstractContextManager[None] = as_chunk(self._vp_stage)
+        return context
+
+    def is_first(self, microbatch: int) -> bool | None:
+        """Return whether weights have changed since the forward before; see ``check_first_val_step``."""
+        inputs = self.inputs
+        first: bool | None = stock_schedules.check_first_val_step(
+            inputs.first_val_step, inputs.forward_only, microbatch == 0
+        )
+        return first
 
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> ForwardStep:
         ends = self.inputs.ends
@@ -138,12 +175,12 @@ class ModelStage:
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See ``executor.Stage``."""
-        with self._counted(Kind.B, microbatch):
+        with self.during_backward(Kind.B, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See ``executor.Stage``."""
-        with self._counted(Kind.I, microbatch), STORE.collecting(Owner(self._stage, microbatch)):
+        with self.during_backward(Kind.I, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -152,14 +189,21 @@ class ModelStage:
         with self._counted(Kind.W, microbatch), clock:
             STORE.run(Owner(self._stage, microbatch))
 
+    @contextmanager
+    def during_backward(self, kind: Kind, microbatch: int) -> Iterator[None]:
+        """Surround an I or a B: data parallelism counts it, and an I leaves its weight gradients."""
+        owner = Owner(self._stage, microbatch)
+        with self._counted(kind, microbatch), STORE.collecting(owner) if kind is Kind.I else nullcontext():
+            yield
+
     def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         assert self.last is not None
         action = Action(self._stage, kind, microbatch)
         return self.inputs.data_parallel.backward(self._chunk, action, self.last)
 
     def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        activation, output = self._in_flight.pop(microbatch)
-        with as_chunk(self._vp_stage):
+        activation, output = self.in_flight.pop(microbatch)
+        with self.at_work():
             input_gradient: torch.Tensor | None = stock_schedules.backward_step(
                 activation, output, gradient, self.inputs.config
             )

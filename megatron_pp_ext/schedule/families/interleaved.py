@@ -9,10 +9,16 @@ Where p does not divide m the last group is short, which Megatron-LM refuses.  H
 that of the next multiple of p with the missing microbatches left out: no rank then waits for
 anything it did not wait for before, so the order stays free of deadlock.
 
+With pairs, a forward and a backward run together (Megatron-LM with --overlap-moe-expert-parallel-comm;
+``get_pp_rank_microbatches`` in megatron.core.pipeline_parallel.schedules).  One forward more in the warm-up
+lets the two of a pair not need each other.
+
 With the backward in two halves (arXiv 2401.10241; torch's ScheduleInterleavedZeroBubble) a gradient
 comes back one action a rank instead of two: ranks need half as many forwards to bridge the wait,
 and W, r chunks behind I, fills the bubbles at the end.  With one chunk this would be ZB-H1.
 """
+
+from itertools import chain
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.families.requirements import require_pipeline
@@ -26,8 +32,18 @@ def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """
     require_pipeline("interleaved", ranks, microbatches)
     placement = loop(ranks, chunks)
-    orders = tuple(_order(rank, placement, microbatches) for rank in range(ranks))
+    orders = tuple(_order(rank, placement, microbatches)[0] for rank in range(ranks))
     return Schedule("interleaved", placement, microbatches, orders)
+
+
+def build_paired(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """Interleaved 1F1B with pairs, for the same sizes; it keeps up to one chunk more than without."""
+    require_pipeline("interleaved", ranks, microbatches)
+    placement = loop(ranks, chunks)
+    orders, paired = zip(
+        *(_order(rank, placement, microbatches, one_more=1) for rank in range(ranks)), strict=True
+    )
+    return Schedule("interleaved", placement, microbatches, orders, frozenset(chain.from_iterable(paired)))
 
 
 def build_zero_bubble(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -42,19 +58,25 @@ def build_zero_bubble(ranks: int, microbatches: int, chunks: int) -> Schedule:
     return Schedule("interleaved-zb", placement, microbatches, orders)
 
 
-def _order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:
+def _order(
+    rank: int, placement: Placement, microbatches: int, one_more: int = 0
+) -> tuple[tuple[Action, ...], list[Action]]:
+    """Return the order of ``rank``, and the forwards of its steady state that have a backward behind them."""
     ranks, chunks = placement.ranks, placement.chunks
     downwards = placement.stages_of(rank)
     groups = -(-microbatches // ranks)
     forwards = _in_groups(Kind.F, downwards, ranks, groups)
     backwards = _in_groups(Kind.B, downwards[::-1], ranks, groups)
-    warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, len(forwards))
+    warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks + one_more, len(forwards))
 
     order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
+    steady = list(zip(forwards[warm_up:], backwards, strict=False))
+    order += chain.from_iterable(steady)
     order += backwards[len(forwards) - warm_up :]
-    return tuple(action for action in order if action.microbatch < microbatches)
+    return (
+        tuple(action for action in order if action.microbatch < microbatches),
+        [f for f, b in steady if max(f.microbatch, b.microbatch) < microbatches],
+    )
 
 
 def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Action, ...]:

@@ -1,34 +1,52 @@
-"""The reader for orders that are written down as a table of phases, as papers and figures explain them."""
+"""What families share: the reader for orders that are written down as a table of phases, and their pairs."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
+type Phases = Iterable[tuple[str, int]]
+"""Phases of a rank: their words, and how often they are repeated."""
 
-def order_of(phases: Iterable[tuple[str, int]], rank: int, placement: Placement) -> tuple[Action, ...]:
-    """Return the order of ``rank`` that ``phases`` describe: their words, and how often they are repeated.
+
+def order_of(phases: Phases, rank: int, placement: Placement) -> tuple[Action, ...]:
+    """Return the order of ``rank`` that ``phases`` describe.
 
     A word is a kind of action and a chunk of the rank: ``F0`` is the forward of chunk 0 for its next
     microbatch, ``I0`` and ``B0`` are the two spellings of its next backward.  ``W0`` is the oldest
-    weight gradient that an I of chunk 0 has left to do, and ``W`` the oldest of any chunk.
+    weight gradient that an I of chunk 0 has left to do, and ``W`` the oldest of any chunk.  ``F0+B1`` is a
+    pair, which is listed by ``pairs_of``.
     """
+    return tuple(chain.from_iterable(_read(phases, rank, placement)))
+
+
+def pairs_of(phases: Phases, rank: int, placement: Placement) -> list[tuple[Action, Action]]:
+    """Return the pairs in the order of ``rank`` that ``phases`` describe, each a forward and a backward."""
+    words = _read(phases, rank, placement)
+    return [(actions[0], actions[1]) for actions in words if len(actions) > 1]
+
+
+def _read(phases: Phases, rank: int, placement: Placement) -> Iterator[list[Action]]:
+    """Yield the actions of each word."""
     stages = placement.stages_of(rank)
-    order: list[Action] = []
     left: list[Action] = []
     following: Counter[tuple[int, bool]] = Counter()
+
+    def action_of(part: str) -> Action:
+        kind, chunk = Kind(part[0]), part[1:]
+        if kind is Kind.W:
+            action = next(action for action in left if not chunk or action.stage == stages[int(chunk)])
+            left.remove(action)
+            return action
+        stage = stages[int(chunk)]
+        action = Action(stage, kind, following[stage, kind is Kind.F])
+        following[stage, kind is Kind.F] += 1
+        if kind is Kind.I:
+            left.append(action._replace(kind=Kind.W))
+        return action
+
     for phase, times in phases:
         for word in phase.split() * times:
-            kind, chunk = Kind(word[0]), word[1:]
-            if kind is Kind.W:
-                action = next(action for action in left if not chunk or action.stage == stages[int(chunk)])
-                left.remove(action)
-            else:
-                stage = stages[int(chunk)]
-                action = Action(stage, kind, following[stage, kind is Kind.F])
-                following[stage, kind is Kind.F] += 1
-            if kind is Kind.I:
-                left.append(action._replace(kind=Kind.W))
-            order.append(action)
-    return tuple(order)
+            yield [action_of(part) for part in word.split("+")]

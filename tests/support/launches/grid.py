@@ -23,6 +23,13 @@ def families(ranks: int, microbatches: int) -> Iterator[Steps]:
         yield (catalog.build(name, ranks, microbatches),)
 
 
+def pairs(ranks: int, microbatches: int) -> Iterator[Steps]:
+    """Yield every schedule of the catalogue that has pairs, with them."""
+    for name, entry in catalog.ENTRIES.items():
+        if entry.make_paired:
+            yield (catalog.build(name, ranks, microbatches, paired=True),)
+
+
 def evaluations(ranks: int, microbatches: int) -> Iterator[Steps]:
     """Yield the forwards alone, with every shape of placement."""
     for placement in (linear(ranks), loop(ranks, 2), loop(ranks, 4), v(ranks), wave(ranks, 4)):
@@ -45,5 +52,6 @@ def without_flush(ranks: int, interval: int) -> Steps:
 def everything(ranks: int, microbatches: int) -> Iterator[Steps]:
     """Yield all of these."""
     yield from families(ranks, microbatches)
+    yield from pairs(ranks, microbatches)
     yield from evaluations(ranks, microbatches)
     yield without_flush(ranks, microbatches)

@@ -153,6 +153,7 @@ def _recorded(recording: _Recording) -> Iterator[None]:
         replace(token_dispatcher, "maybe_move_tensor_to_cpu", _read_on_host)
         replace(executor, "_perform", _perform)
         replace(executor, "_perform_part", _perform)
+        replace(executor, "_run_pair", _run_pair)
         for runner in (flushed, flush_free):
             replace(runner, "execute", _execute)
         yield
@@ -242,6 +243,16 @@ def _perform(recording: _Recording, original: Callable) -> Callable:
         return original(action, *args)
 
     return perform
+
+
+def _run_pair(recording: _Recording, original: Callable) -> Callable:
+    """Let the launches of both halves of a pair belong to it; its messages stand behind it."""
+
+    def run(steps: Any, *args: Any) -> None:
+        recording.go_to("+".join(str(step.action) for step in steps))
+        original(steps, *args)
+
+    return run
 
 
 def _execute(recording: _Recording, original: Callable) -> Callable:

@@ -1,0 +1,102 @@
+"""Stages that run layer by layer, so that the forward of one microbatch can run beside another's backward.
+
+Megatron takes a layer apart into attention, dispatch, experts and combination
+(``TransformerLayerSchedulePlan`` in megatron.core.models.common.model_chunk_schedule_plan), and runs the
+parts of a forward and of a backward in turn: what one of them computes hides what the other sends to the
+experts of other ranks.  Which halves meet, and in which order, is the schedule's (``Schedule.paired``).
+
+A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and backwards
+that stand alone are therefore run by plans too, as in Megatron's own schedule.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import combined_1f1b
+from megatron.core.pipeline_parallel.utils import set_streams
+
+from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from megatron_pp_ext.schedule.actions import Action
+
+_NO_FORWARD = {"forward_step_func": None, "data_iterator": None, "f_model": None, "input_tensor": None}
+_NO_BACKWARD = dict.fromkeys(("b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad"))
+
+
+class PlannedStage(ModelStage):
+    """One chunk of the model whose layers run by Megatron's plans."""
+
+    def forward_half(self, microbatch: int, activation: torch.Tensor | None) -> dict[str, Any]:
+        """Return what ``combined_forward_backward_step`` takes for the forward of ``microbatch``."""
+        inputs = self.inputs
+        return {
+            "forward_step_func": inputs.forward_step_func,
+            "data_iterator": inputs.iterators[self._chunk],
+            "f_model": inputs.model[self._chunk],
+            "input_tensor": activation,
+            "f_model_chunk_id": self._vp_stage,
+            "is_first_microbatch": self.is_first(microbatch),
+            "current_microbatch": microbatch,
+        }
+
+    def backward_half(self, microbatch: int, gradient: torch.Tensor | None) -> dict[str, Any]:
+        """Return what ``combined_forward_backward_step`` takes for the backward of ``microbatch``."""
+        activation, output = self.in_flight.pop(microbatch)
+        return {
+            "b_model": self.inputs.model[self._chunk],
+            "b_input_tensor": activation,
+            "b_output_tensor": output,
+            "b_output_tensor_grad": gradient,
+        }
+
+    def combined(self, **halves: Any) -> tuple[Any, Any, torch.Tensor | None]:
+        """Run one half or both; return the output, its number of tokens, and the input's gradient."""
+        inputs = self.inputs
+        result: tuple[Any, Any, torch.Tensor | None] = combined_1f1b.combined_forward_backward_step(
+            num_microbatches=inputs.microbatches,
+            forward_data_store=inputs.losses,
+            config=inputs.config,
+            collect_non_loss_data=inputs.collect_non_loss_data,
+            **halves,
+        )
+        return result
+
+    def _forward(self, microbatch: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.at_work():
+            output, tokens, _ = self.combined(**self.forward_half(microbatch, activation), **_NO_BACKWARD)
+        return output, tokens
+
+    def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        with self.at_work():
+            _, _, input_gradient = self.combined(**_NO_FORWARD, **self.backward_half(microbatch, gradient))
+        return input_gradient
+
+
+class PlannedPairs:
+    """Runs pairs of planned stages; an ``executor.Pairs``."""
+
+    def __init__(self, stages: Mapping[int, PlannedStage]) -> None:
+        self._stages = stages
+        config = next(iter(stages.values())).inputs.config
+        # Older releases have streams of one priority alone.
+        options = {"high_priority": getattr(config, "high_priority_a2a_comm_stream", False)}
+        set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
+
+    def run(
+        self,
+        forward: Action,
+        activation: torch.Tensor | None,
+        backward: Action,
+        gradient: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``executor.Pairs``."""
+        ahead, behind = self._stages[forward.stage], self._stages[backward.stage]
+        ahead.before_forward(forward.microbatch, activation)
+        # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
+        with behind.during_backward(backward.kind, backward.microbatch), ahead.at_work():
+            output, tokens, input_gradient = ahead.combined(
+                **ahead.forward_half(forward.microbatch, activation),
+                **behind.backward_half(backward.microbatch, gradient),
+            )
+        return ahead.after_forward(forward.microbatch, activation, output, tokens), input_gradient

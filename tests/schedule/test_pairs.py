@@ -1,0 +1,220 @@
+"""Pairs: a forward and a backward that run together, as part of a schedule."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs, together
+from megatron_pp_ext.schedule.check import InvalidSchedule, check
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.messages import posted_receives
+from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.timing import ScheduleTimer
+from megatron_pp_ext.schedule.vocabulary import share
+
+NAMES = [name for name, entry in catalog.ENTRIES.items() if entry.make_paired]
+SIZES = [(2, 1), (2, 3), (2, 4), (3, 3), (3, 7), (4, 4), (4, 6), (4, 8), (5, 4), (5, 11), (8, 16), (8, 32)]
+
+
+def starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Start of every action, by raising every bound until none is broken."""
+    groups = [group for order in schedule.orders for group in together(order, schedule.paired)]
+    rank_of = {a: rank for rank, order in enumerate(schedule.orders) for a in order}
+    made_by = {delivers(a): a for a in rank_of}
+
+    def seconds(group: tuple[Action, ...]) -> float:
+        alone = [costs.seconds(a) for a in group]
+        return alone[0] if len(group) == 1 else max(costs.pair * sum(alone), *alone)
+
+    group_of = {a: group for group in groups for a in group}
+    bounds = [
+        (group_of[a], group_of[b], 0.0)
+        for order in schedule.orders
+        for a, b in pairwise(order)
+        if group_of[a] != group_of[b]
+    ]
+    for group in groups:
+        for action in group:
+            for need in needs(action, schedule.placement):
+                before = made_by[need]
+                hop = costs.hop if rank_of[before] != rank_of[action] else 0.0
+                bounds.append((group_of[before], group, hop))
+    found = dict.fromkeys(groups, 0.0)
+    while True:
+        raised = {
+            after: least
+            for before, after, delay in bounds
+            if (least := found[before] + seconds(before) + delay) > found[after]
+        }
+        if not raised:
+            return {a: start for group, start in found.items() for a in group}
+        for group, least in raised.items():
+            found[group] = max(found[group], least)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_families(name: str, ranks: int, microbatches: int) -> None:
+    """Pairs do the same work, in each a forward meets a backward of another microbatch."""
+    plain = catalog.build(name, ranks, microbatches)
+    schedule = catalog.build(name, ranks, microbatches, paired=True)
+    for order, other in zip(schedule.orders, plain.orders, strict=True):
+        assert sorted(order) == sorted(other)
+        for group in together(order, schedule.paired):
+            if len(group) == 2:
+                forward, backward = group
+                assert forward.kind is Kind.F
+                assert backward.kind in (Kind.I, Kind.B)
+                assert forward.microbatch > backward.microbatch
+    assert schedule.paired or microbatches < 2 * ranks
+    if schedule.paired:
+        assert schedule.digest != replace(schedule, paired=frozenset()).digest
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+@pytest.mark.parametrize("pair", [0.5, 0.75, 1.0])
+def test_simulation(name: str, ranks: int, microbatches: int, pair: float) -> None:
+    """Starts, ends and idle time of an independent calculation; in whole numbers, so to the last bit."""
+    schedule = catalog.build(name, ranks, microbatches, paired=True)
+    stages = tuple(StageCosts(4 + s % 3 * 4, 8 + s % 2 * 4, 4) for s in range(schedule.placement.stages))
+    costs = Costs(stages, hop=2, pair=pair)
+    expected, timeline = starts(schedule, costs), simulate(schedule, costs)
+    found = {event.action: event.start for events in timeline.events for event in events}
+    assert found == expected
+    busy = 0.0
+    for events, order in zip(timeline.events, schedule.orders, strict=True):
+        ends = {event.action: event.end for event in events}
+        for group in together(order, schedule.paired):
+            assert len({(found[a], ends[a]) for a in group}) == 1
+            busy += ends[group[0]] - found[group[0]]
+    assert timeline.bubble == pytest.approx(1 - busy / (ranks * timeline.makespan))
+    timer = ScheduleTimer(schedule)
+    assert timer.makespan(costs.seconds, costs) == timeline.makespan
+    assert sum(span.busy for span in timer.spans(costs)) == pytest.approx(busy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 32)])
+def test_makespan_and_memory(name: str, ranks: int, microbatches: int) -> None:
+    """A shorter pair never lengthens the step; peaks are those that the families promise."""
+    plain = catalog.build(name, ranks, microbatches)
+    schedule = catalog.build(name, ranks, microbatches, paired=True)
+    unit = Costs.unit(schedule.placement)
+    made = [simulate(schedule, replace(unit, pair=pair)).makespan for pair in (1.0, 0.9, 0.8, 0.7)]
+    assert made == sorted(made, reverse=True)
+    assert len(set(made)) == len(made)
+    before, after = (max(simulate(one, unit).peak_activations) for one in (plain, schedule))
+    assert after == {"1f1b": 2 * ranks, "interleaved": before + 1, "dualpipe-v": before}[name]
+
+
+def test_pairs_pay_for_what_they_hide() -> None:
+    """The issue's own case, p = 8 and m = 32 with F, I, W = 1, 1.1, 0.7 and hops of 0.05.
+
+    V-ZB, which has no pairs, takes 188.55.  DualPipeV passes it as soon as a pair takes 0.9 of its parts.
+    """
+    v_zb = catalog.build("v-zb", 8, 32)
+    schedule = catalog.build("dualpipe-v", 8, 32, paired=True)
+    costs = Costs.uniform(v_zb.placement, forward=1.0, input_gradient=1.1, weight_gradient=0.7, hop=0.05)
+    best = simulate(v_zb, costs).makespan
+    assert simulate(schedule, costs).makespan > best
+    for pair in (0.9, 0.8, 0.7):
+        assert simulate(schedule, replace(costs, pair=pair)).makespan < best
+
+
+def test_one_warm_up_forward_more_is_too_few_without_chunks() -> None:
+    """1F1B with pairs begins with twice the distance to the last rank: half of it would halve the speed."""
+    schedule = catalog.build("1f1b", 4, 40, paired=True)
+    costs = Costs.unit(schedule.placement)
+    period = 3.0
+    assert simulate(schedule, costs).makespan < 1.5 * period * 40
+
+    def order(rank: int) -> tuple[Action, ...]:
+        warm_up = 4 - rank
+        forwards, backwards = ([Action(rank, kind, m) for m in range(40)] for kind in (Kind.F, Kind.B))
+        steady = [a for both in zip(forwards[warm_up:], backwards, strict=False) for a in both]
+        return (*forwards[:warm_up], *steady, *backwards[40 - warm_up :])
+
+    paired = frozenset(Action(rank, Kind.F, m) for rank in range(4) for m in range(4 - rank, 40))
+    short = Schedule("short", linear(4), 40, tuple(map(order, range(4))), paired)
+    check(short)
+    assert simulate(short, costs).makespan > 1.8 * period * 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files(name: str, tmp_path) -> None:
+    """There and back, and torch reads the same cells."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for ranks, microbatches in ((2, 5), (3, 7), (4, 8)):
+        schedule = catalog.build(name, ranks, microbatches, paired=True)
+        path = tmp_path / f"{name}.csv"
+        csv_file.write(schedule, path)
+        assert csv_file.read(path) == schedule
+        rows = [line.split(",") for line in path.read_text().splitlines()]
+        for row, order in zip(rows, schedule.orders, strict=True):
+            read = [schedules._Action.from_str(cell) for cell in row]
+            assert [str(action) for action in read] == row
+            groups = [tuple(map(str, action.sub_actions or (action,))) for action in read]
+            assert groups == [tuple(map(str, group)) for group in together(order, schedule.paired)]
+
+
+def test_a_file_may_name_the_backward_first(tmp_path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("0F0,(0B0;0F1)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")
+    schedule = csv_file.read(path)
+    assert schedule.paired == {Action(0, Kind.F, 1)}
+    assert " ".join(map(str, schedule.orders[0])) == "0F0 0F1 0B0 0B1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n(1F0;1B0)OVERLAP_F_B,1F1,1B1\n", "rank 1: 1B0 waits for 1F0"),
+        (
+            "0F0,(0F1;0F2)OVERLAP_F_B,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+            "a pair is an F with an I or a B",
+        ),
+        ("0F0,(0B0;0W1)OVERLAP_F_B,0F1,0I1\n1F0,1B0,1F1,1B1\n", "a pair is an F with an I or a B"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n", "deadlock"),
+    ],
+)
+def test_refusals(rows: str, message: str, tmp_path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text(rows)
+    with pytest.raises(InvalidSchedule, match=message) as error:
+        csv_file.read(path)
+    assert "\n" not in str(error.value)
+
+
+def test_schedules_without_pairs_name_those_that_have_them() -> None:
+    with pytest.raises(ValueError, match=r"v-half.*1f1b, interleaved, dualpipe-v"):
+        catalog.build("v-half", 4, 8, paired=True)
+    with pytest.raises(InvalidSchedule, match="leave one of the two out"):
+        check(share(lambda count: catalog.build("dualpipe-v", 4, count, paired=True), 8))
+    plain = catalog.build("1f1b", 2, 4)
+    with pytest.raises(InvalidSchedule, match="no rank does it"):
+        check(replace(plain, paired=frozenset({Action(1, Kind.F, 9)})))
+    with pytest.raises(ValueError, match="critical path"):
+        built = catalog.build("1f1b", 2, 4, paired=True)
+        ScheduleTimer(built).critical_path(Costs.unit(built.placement))
+    for pair in (0.4, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"Costs\.pair"):
+            replace(Costs.unit(linear(2)), pair=pair)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NAMES), st.integers(2, 6), st.integers(1, 14))
+def test_nothing_is_launched_within_a_pair(name: str, ranks: int, microbatches: int) -> None:
+    schedule = catalog.build(name, ranks, microbatches, paired=True)
+    placement = schedule.placement
+    posted = posted_receives(
+        schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), schedule.paired
+    )
+    for order, of_rank in zip(schedule.orders, posted, strict=True):
+        behind = [place + 1 for place, action in enumerate(order) if action in schedule.paired]
+        assert not any(of_rank[place] for place in behind)
