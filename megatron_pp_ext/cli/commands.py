@@ -87,6 +87,9 @@ def schedule(
     each, and a chunk takes its part of them.
     """
     name = catalog.canonical(name)
+    if times.pair_time is not None and (name == FLEX or shared_vocabulary):
+        other = "flex" if name == FLEX else "--shared-vocabulary"
+        raise ValueError(f"--pair-time and {other} do not go together: leave one out")
     if name == FLEX and shared_vocabulary:
         raise ValueError("--shared-vocabulary is for named schedules, not for flex: leave one out")
     if name == FLEX:
@@ -110,7 +113,10 @@ def schedule(
     require_size(request, files)
     costs = times.costs(ranks, request.placement.chunks, shared_vocabulary)
     with waiting(f"simulating {request.schedule}"):
-        build = partial(catalog.build, request.schedule, ranks, chunks=request.placement.chunks)
+        paired = times.pair_time is not None
+        build = partial(
+            catalog.build, request.schedule, ranks, chunks=request.placement.chunks, paired=paired
+        )
         timeline = simulate((share(build, microbatches) if shared_vocabulary else build(microbatches)), costs)
         report(timeline, bound_of(timeline), times.units, files)
 
@@ -145,7 +151,8 @@ def compare(
 
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
-    has a second row, where all ranks share the vocabulary.
+    has a second row, where all ranks share the vocabulary, and with --pair-time a row with pairs if it has
+    any.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
@@ -163,6 +170,9 @@ def compare(
         with waiting(f"simulating {name}"):
             built = catalog.build(name, ranks, microbatches)
             timelines[name] = simulate(built, halves.merged(built.placement.stages))
+            if times.pair_time is not None and catalog.entry(name).make_paired:
+                pairs = catalog.build(name, ranks, microbatches, paired=True)
+                timelines[f"{name} +P"] = simulate(pairs, halves.merged(built.placement.stages))
             if times.output_layer:
                 shared = share(partial(catalog.build, name, ranks), microbatches)
                 costs = shared_halves.merged(built.placement.stages)
@@ -179,6 +189,8 @@ def compare(
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if times.output_layer:
         console.print("+S: all ranks share the output layer, else the last stage has it", style="dim")
+    if times.pair_time is not None:
+        console.print("+P: forwards and backwards in pairs", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

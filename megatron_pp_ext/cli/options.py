@@ -7,7 +7,7 @@ is decorated with ``takes_groups``, has all of its options.
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,13 @@ ChunkUnits = Annotated[
         "--chunk-units", help="Times and limits of one chunk, as papers print them, not of a whole rank."
     ),
 ]
+PairTime = Annotated[
+    float | None,
+    typer.Option(
+        help="Run forwards and backwards in pairs where the schedule has them; a pair takes this part of the "
+        "sum of its two actions, 0.5 to 1."
+    ),
+]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", help="Measured costs of every stage, as JSON.", metavar="FILE")
 ]
@@ -72,11 +79,17 @@ class Times:
     w: WeightGradient = None
     hop: Hop = None
     output_layer: OutputLayer = None
+    pair_time: PairTime = None
     costs_file: CostsFile = None
     chunk_units: ChunkUnits = False
 
     def __post_init__(self) -> None:
         flags = {"f": self.f, "i": self.i, "w": self.w, "hop": self.hop, "output-layer": self.output_layer}
+        if self.pair_time is not None and not 0.5 <= self.pair_time <= 1:
+            raise ValueError(
+                f"--pair-time is {self.pair_time:g}, but a pair takes half to all of the sum of its actions: "
+                "give 0.5 to 1"
+            )
         given = {flag: value for flag, value in flags.items() if value is not None}
         others = [*given, *(["chunk-units"] if self.chunk_units else [])]
         if self.costs_file is not None and others:
@@ -93,14 +106,17 @@ class Times:
         With ``shares_vocabulary`` the output layer is divided among the ranks.  ValueError if its time is not
         given then.
         """
+        pair = 1.0 if self.pair_time is None else self.pair_time
         if self.costs_file is not None:
-            return read_costs(self.costs_file, ranks * chunks)
+            costs = read_costs(self.costs_file, ranks * chunks)
+            return costs if self.pair_time is None else replace(costs, pair=pair)
         f, i, w = (1.0 if value is None else value for value in (self.f, self.i, self.w))
         hop, output = self.hop or 0.0, self.output_layer or 0.0
         if self.chunk_units:
             costs = Costs((StageCosts(f, i, w),) * (ranks * chunks), hop)
         else:
             costs = Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+        costs = replace(costs, pair=pair)
         if not shares_vocabulary:
             return costs.with_output_layer(output)
         if not output:

@@ -25,7 +25,13 @@ LARGEST = 2_000_000
 def bound_of(timeline: Timeline) -> float:
     """Return a bound on the makespan of all orders with this placement and no higher peak on any rank."""
     schedule = timeline.schedule
-    bound = lower_bound(schedule.placement, schedule.microbatches, timeline.costs, timeline.peak_activations)
+    bound = lower_bound(
+        schedule.placement,
+        schedule.microbatches,
+        timeline.costs,
+        timeline.peak_activations,
+        bool(schedule.paired),
+    )
     return min(bound, timeline.makespan)
 
 
@@ -44,6 +50,7 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         "peak_activation": list(timeline.peak_microbatches),
         "peak_messages": list(timeline.peak_messages),
         "lower_bound": bound,
+        "pairs": len(schedule.paired),
         "digest": schedule.digest,
         "time_unit": units.time,
     }

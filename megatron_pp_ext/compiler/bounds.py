@@ -22,11 +22,16 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
 
 
-def lower_bound(placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> float:
+def lower_bound(
+    placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float], paired: bool = False
+) -> float:
     """Return a makespan below which no schedule with this placement can be, in the units of ``costs``.
 
     ``costs`` are for the stages of ``placement``; ``limits`` are one amount of activations for each rank.
+    With ``paired`` the schedule may have pairs.
     """
+    if paired:
+        costs = costs.at_their_shortest
     route = _Route(placement, costs)
     bounds = [route.path]
     shared = costs.vocabulary if placement.shares_vocabulary else None

@@ -15,6 +15,7 @@ from megatron_pp_ext.integration.hooks import (
     local_linear,
     memory_report,
     mirrored_chunks,
+    one_chunk_pairs,
     resumed_learning_rate,
     skipped_steps,
     stage_data,
@@ -219,6 +220,12 @@ SCHEDULE = (
         {CORE_0_17: "self param"},
         data_parallel.count_when_complete,
         "reduction of a gradient once its second half is in",
+    ),
+    Seam(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        {CORE_0_17: "self"},
+        one_chunk_pairs.check_as_one_virtual_stage,
+        "pairs of forwards and backwards under schedules of one chunk a rank",
     ),
 )
 """The step: which actions run in which order, with the backward in two halves."""

@@ -6,11 +6,49 @@ from megatron_pp_ext.request.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.names import CSV_PREFIX, OTHERS
-from megatron_pp_ext.schedule.placement import Placement
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 
 REFUSED = (
+    # Megatron's own conditions (TransformerConfig), which it checks only when the model is built.
+    Refusal(
+        "--expert-model-parallel-size 1",
+        "tokens then stay on their rank, and nothing is to be hidden",
+        "set it to 2 or more",
+        lambda args: args.expert_model_parallel_size < 2,
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type allgather",
+        "it gathers the tokens of all ranks in one piece",
+        "choose alltoall or flex",
+        lambda args: args.moe_token_dispatcher_type not in ("alltoall", "flex"),
+    ),
+    Refusal(
+        "training in full precision",
+        "Megatron plans its layers in half precision alone",
+        "add --bf16 or --fp16",
+        lambda args: not (args.bf16 or args.fp16),
+    ),
+    Refusal(
+        "--recompute-granularity full",
+        "a plan takes apart the layers that it would compute again as a whole",
+        "choose selective, or leave one of the two out",
+        lambda args: args.recompute_granularity == "full",
+    ),
+    Refusal(
+        "--recompute-modules moe",
+        "its tokens would have to leave twice",
+        "choose others, such as core_attn",
+        lambda args: "moe" in (getattr(args, "recompute_modules", None) or ()),
+    ),
+    Refusal("--moe-shared-expert-overlap", "a plan runs shared experts beside the attention"),
+    Refusal(
+        "--mtp-num-layers above 1",
+        "a plan knows one prediction",
+        "set it to 1",
+        lambda args: (args.mtp_num_layers or 0) > 1,
+    ),
+    # What schedules cannot do with pairs.
     Refusal("--pipeline-vocabulary", "its exchanges have no place within a pair"),
     Refusal("--pipeline-profile-steps", "it measures forwards and backwards that run alone"),
     Refusal("--rehearse-pipeline", "a rank alone has nobody to exchange tokens with"),
@@ -22,10 +60,10 @@ def requested(args: Namespace) -> bool:
     return bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
 
 
-def refuse(args: Namespace, name: str, placement: Placement, from_file: Schedule | None) -> None:
-    """Raise ValueError where the schedule ``name`` cannot have the pairs that ``args`` request, or must not.
+def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> None:
+    """Raise ValueError where schedule ``name`` cannot have the pairs that ``args`` request, or must not.
 
-    Megatron plans its layers only where a rank has several chunks (``TransformerConfig``).
+    ``from_file`` is the schedule where ``name`` is that of a file.
     """
     if not requested(args):
         if from_file is not None and from_file.paired:
@@ -33,29 +71,16 @@ def refuse(args: Namespace, name: str, placement: Placement, from_file: Schedule
                 f"--pipeline-schedule {name} has pairs (OVERLAP_F_B), which Megatron runs with {FLAG}; add it"
             )
         return
+    if from_file is not None and not from_file.paired:
+        raise ValueError(
+            f"{FLAG} needs pairs, and --pipeline-schedule {name} has none; write (3F1;3B0)OVERLAP_F_B for "
+            "two actions that run together, or leave the flag out"
+        )
+    is_other = name in {other.name for other in OTHERS}
+    if is_other or (not name.startswith(CSV_PREFIX) and catalog.entry(name).make_paired is None):
+        *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+        raise ValueError(
+            f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; choose "
+            f"{', '.join(names)} or {last}, or leave the flag out"
+        )
     refuse_first(args, REFUSED, by=FLAG)
-    if name in {other.name for other in OTHERS}:
-        raise ValueError(
-            f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; {_others()}"
-        )
-    if name.startswith(CSV_PREFIX):
-        if from_file is not None and not from_file.paired:
-            raise ValueError(
-                f"{FLAG} needs pairs, and --pipeline-schedule {name} has none; write (3F1;3B0)OVERLAP_F_B "
-                "for two actions that run together, or leave the flag out"
-            )
-        return
-    if catalog.entry(name).make_paired is None:
-        raise ValueError(
-            f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; {_others()}"
-        )
-    if placement.chunks == 1:
-        raise ValueError(
-            f"{FLAG} does not support --pipeline-schedule {name}: Megatron plans its layers only where a "
-            f"rank has several chunks; {_others()}"
-        )
-
-
-def _others() -> str:
-    names = [name for name, entry in catalog.ENTRIES.items() if entry.make_paired and entry.chunks > 1]
-    return f"choose {' or '.join(names)}, or leave the flag out"

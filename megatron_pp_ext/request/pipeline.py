@@ -131,7 +131,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
     _require_meaning(args)
     request = _read_schedule(args, chunks, microbatches)
-    pairs.refuse(args, request.schedule, request.placements[0], request.from_file)
+    pairs.refuse(args, request.schedule, request.from_file)
     request = replace(request, is_paired=pairs.requested(args))
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if refusals.can_predict(args, one))
@@ -160,6 +160,7 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
             **{**vars(args), "pipeline_schedule": name, "pipeline_model_parallel_size": request.ranks}
         )
         try:
+            pairs.refuse(described, name)
             vocabulary_flag.refuse(described)
             refusals.refuse(described, request.placements[0], request.splits_backward)
             found.append(name)

@@ -172,7 +172,8 @@ def _run_pair(
     forward, backward = (step.action for step in steps)
     activation, gradient = (_take(step, rank, handed_over, channels, None) for step in steps)
     output: torch.Tensor | None
-    with recorder.during(forward), recorder.during(backward):
+    # The forward is recorded within the backward, so that it is the first of the two in the record.
+    with recorder.during(backward), recorder.during(forward):
         if pairs is not None:
             output, input_gradient = pairs.run(forward, activation, backward, gradient)
         else:

@@ -199,8 +199,8 @@ def _check_pairs(schedule: Schedule) -> None:
             left.remove(action)
             if action.kind is not Kind.F or behind is None or behind.kind not in (Kind.I, Kind.B):
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} begins a pair, and {behind or 'nothing'} stands behind it: a pair "
-                    "is an F with an I or a B behind it"
+                    f"rank {rank}: {action} begins a pair, and {behind or 'nothing'} stands behind it: a "
+                    "pair is an F with an I or a B behind it"
                 )
     if left:
         raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")

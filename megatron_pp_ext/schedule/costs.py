@@ -117,8 +117,8 @@ class Costs:
         _require_finite("Costs.message", self.message, positive=False)
         if not 0.5 <= self.pair <= 1:
             raise ValueError(
-                f"Costs.pair is {self.pair}, but a pair takes half to all of the sum of its actions: give 0.5 "
-                "to 1"
+                f"Costs.pair is {self.pair}, but a pair takes half to all of the sum of its actions: give "
+                "0.5 to 1"
             )
 
     def seconds(self, action: Action) -> float:
@@ -132,6 +132,23 @@ class Costs:
     def of_pair(self, forward: float, backward: float) -> float:
         """Return how long a pair takes whose actions take so many seconds alone; never less than either."""
         return max(self.pair * (forward + backward), forward, backward)
+
+    @property
+    def at_their_shortest(self) -> Self:
+        """The costs with every action as short as it is where it runs in a pair: its part of the pair's time.
+
+        A rank is busy for no less than the sum of these, and no action ends sooner after its start.
+        """
+        stages = tuple(
+            replace(
+                stage,
+                forward=self.pair * stage.forward,
+                input_gradient=self.pair * stage.input_gradient,
+                weight_gradient=self.pair * stage.weight_gradient,
+            )
+            for stage in self.stages
+        )
+        return replace(self, stages=stages)
 
     def kept(self, action: Action) -> float:
         """Return the activations that ``action`` keeps from its start on."""

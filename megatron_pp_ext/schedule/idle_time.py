@@ -49,8 +49,9 @@ def gaps(step: RecordedStep) -> list[list[Gap]]:
                 for need in needs(action, placement)
                 if need in ended and placement.rank_of(need.stage) != rank
             ]
-            yield Gap(since, start, max(sent, default=None))
-            since = end
+            # The second action of a pair begins with the first.
+            yield Gap(since, start if since is None else max(start, since), max(sent, default=None))
+            since = end if since is None else max(end, since)
 
     return [list(of_rank(rank, record.events)) for rank, record in enumerate(step.records)]
 

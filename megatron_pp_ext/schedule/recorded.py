@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple, Self
 
@@ -66,6 +67,11 @@ class RankRecord(NamedTuple):
     clock_error: float = 0.0
     device_bytes: int | None = None
 
+    @property
+    def paired(self) -> frozenset[Action]:
+        """The forwards that ran in a pair with the action behind them, which began before they ended."""
+        return frozenset(event.action for event, behind in pairwise(self.events) if behind.start < event.end)
+
     def moved(self, seconds: float, clock_error: float) -> Self:
         """Return the record on a clock that is ``seconds`` ahead, with an error of up to ``clock_error``."""
         return self._replace(
@@ -89,6 +95,11 @@ class RecordedStep:
     records: tuple[RankRecord, ...]
     units: Units = SECONDS
 
+    @property
+    def paired(self) -> frozenset[Action]:
+        """The forwards that ran in pairs; see ``Schedule.paired``."""
+        return frozenset().union(*(record.paired for record in self.records))
+
     def timeline(self) -> Timeline:
         """Return the step on a clock that starts at 0, with the median seconds of each stage as costs."""
         start = min(record.events[0].start for record in self.records)
@@ -96,7 +107,7 @@ class RecordedStep:
         microbatches = 1 + max(action.microbatch for order in orders for action in order)
         seconds = kind_seconds(self.records, median)
         return Timeline(
-            Schedule(self.name, self.placement, microbatches, orders),
+            Schedule(self.name, self.placement, microbatches, orders, self.paired),
             Costs(
                 tuple(stage_costs(stage, seconds) for stage in range(self.placement.stages)),
                 vocabulary=vocabulary_costs(self.records) if self.placement.shares_vocabulary else None,
@@ -109,12 +120,20 @@ class RecordedStep:
 
 
 def kind_seconds(records: Iterable[RankRecord], statistic: Callable[[list[float]], float]) -> KindSeconds:
-    """Return ``statistic`` of the seconds of all actions in ``records``, for each stage and kind."""
-    found: dict[tuple[int, Kind], list[float]] = {}
+    """Return ``statistic`` of the seconds of all actions in ``records``, for each stage and kind.
+
+    Where a stage does some of a kind in pairs, only those count that it does alone.
+    """
+    alone: dict[tuple[int, Kind], list[float]] = {}
+    in_pairs: dict[tuple[int, Kind], list[float]] = {}
     for record in records:
-        for (stage, kind, _), start, end, *_ in record.events:
-            found.setdefault((stage, kind), []).append(end - start)
-    return {key: statistic(values) for key, values in found.items()}
+        paired = record.paired
+        is_second = False
+        for action, start, end, *_ in record.events:
+            found = in_pairs if is_second or action in paired else alone
+            is_second = action in paired
+            found.setdefault((action.stage, action.kind), []).append(end - start)
+    return {key: statistic(values) for key, values in (in_pairs | alone).items()}
 
 
 def stage_costs(

@@ -30,6 +30,11 @@ def on_own_cores(step: RecordedStep) -> RecordedStep:
                     f"the step of {step.name} has no processor times, which are recorded on CPUs only: show "
                     "it without --processor-time, or record it on CPUs"
                 )
+            if record.paired:
+                raise ValueError(
+                    f"the step of {step.name} has pairs, whose two actions share one processor time: show it "
+                    "without --processor-time"
+                )
             seconds[event.action] = event.processor_seconds
     recorded = set(map(delivers, seconds))
 

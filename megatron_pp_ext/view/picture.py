@@ -134,18 +134,24 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
     boxes: dict[str, list[_Box]] = defaultdict(list)
     labels: dict[tuple[str, str], _Box] = defaultdict(list)
     edges: list[_Box] = []
+    paired = timeline.schedule.paired
     for rank, events in enumerate(timeline.events):
         boxes[_IDLE].append(_box(0, timeline.makespan, rank))
-        for (stage, kind, microbatch), start, end in events:
+        is_second = False
+        for action, start, end in events:
+            stage, kind, microbatch = action
+            # The forward of a pair is drawn above its backward.
+            top, bottom = 0.5 * is_second, 1 - 0.5 * (action in paired)
+            is_second = action in paired
             chunk = placement.chunk_of(stage)
             left = start - timeline.start
             width = (end - start) / len(parts(kind))
             for index, part in enumerate(parts(kind)):
                 corner = left + index * width
-                boxes[colour(part, chunk)].append(_box(corner, corner + width, rank))
+                boxes[colour(part, chunk)].append(_box(corner, corner + width, rank, top, bottom))
             label = str(microbatch)
             if font >= _SMALLEST_FONT and (len(label) + 0.4) * font * _DIGIT <= (end - start) * scale:
-                centre = left + (end - start) / 2, rank + _ACTIONS / 2
+                centre = left + (end - start) / 2, rank + _ACTIONS * (top + bottom) / 2
                 labels[label, ink(chunk)].append(centre)
             if scale * (end - start) > 3:
                 edges.append([(left, rank), (left, rank + _ACTIONS)])
@@ -156,9 +162,10 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
         write_labels(axes, label, places, font, text_colour)
 
 
-def _box(left: float, right: float, rank: int) -> _Box:
-    top, bottom = rank, rank + _ACTIONS
-    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+def _box(left: float, right: float, rank: int, top: float = 0.0, bottom: float = 1.0) -> _Box:
+    """Return a box in the row of ``rank``, from ``top`` to ``bottom`` as parts of the row's height."""
+    above, below = rank + _ACTIONS * top, rank + _ACTIONS * bottom
+    return [(left, above), (right, above), (right, below), (left, below)]
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:

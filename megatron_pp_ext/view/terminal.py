@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megatron_pp_ext.schedule.idle_time import extent, idle_times
 from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.simulate import Event, Timeline
 from megatron_pp_ext.view.colours import colour, ink, parts
 
 _END = 32
@@ -23,8 +23,8 @@ class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
     A column is as long as the shortest action, or longer where the timeline would not fit; it shows what the
-    rank does in the middle of it.  Chunks after the first have darker colours.  Of many ranks only the first
-    and the last are shown.
+    rank does in the middle of it.  In a pair, columns show its forward and its backward in turn.  Chunks
+    after the first have darker colours.  Of many ranks only the first and the last are shown.
     """
 
     timeline: Timeline
@@ -54,16 +54,21 @@ class Sketch:
     def _line(self, rank: int, column: float) -> Text:
         placement = self.timeline.schedule.placement
         line = Text(no_wrap=True)
+        paired = self.timeline.schedule.paired
         following = iter(self.timeline.events[rank])
         event = next(following, None)
+        other: Event | None = None
         for index in range(round(self.timeline.makespan / column + 0.499)):
             middle = self.timeline.start + (index + 0.5) * column
             while event is not None and event.end <= middle:
-                event = next(following, None)
+                event, other = next(following, None), None
+            if event is not None and event.action in paired:
+                event, other = next(following), event
             if event is None or event.start > middle:
                 line.append("·", style="dim")
                 continue
-            kind, chunk = event.action.kind, placement.chunk_of(event.action.stage)
+            shown = event.action if other is None or index % 2 else other.action
+            kind, chunk = shown.kind, placement.chunk_of(shown.stage)
             style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
             line.append(str(kind), style=style)
         return line

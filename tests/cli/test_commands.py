@@ -24,6 +24,7 @@ KEYS = [
     "peak_activation",
     "peak_messages",
     "lower_bound",
+    "pairs",
     "digest",
     "time_unit",
 ]

@@ -42,6 +42,11 @@ FEATURES = {
         "--moe-router-topk 2 --disable-bias-linear",
         (f"{FORWARD}: {EXCHANGE}", f"{BACKWARD}: {EXCHANGE}"),
     ),
+    "pairs": Feature(
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall "
+        "--moe-router-topk 2 --disable-bias-linear --bf16 --overlap-moe-expert-parallel-comm",
+        (rf"\dF\d\+\dB\d: {EXCHANGE}", f"{FORWARD}: {EXCHANGE}", f"{BACKWARD}: {EXCHANGE}"),
+    ),
     "context": Feature(
         "--context-parallel-size 2 --global-batch-size 4", (f"{FORWARD}: {GATHER}", f"{BACKWARD}: {SCATTER}")
     ),
@@ -77,6 +82,9 @@ JOBS = [
     ("data", "zb-h1"),
     ("experts", "v-half"),
     ("experts", "zb-h1"),
+    ("pairs", "1f1b"),
+    ("pairs", "interleaved"),
+    ("pairs", "dualpipe-v"),
     ("context", "v-zb"),
     ("context", "1f1b"),
     ("tied", "v-half"),

@@ -64,7 +64,7 @@ def test_tokens_and_outputs_of_a_step(forwards: Forwards) -> None:
     assert one.inputs.tokens.item() == sum(TOKENS)
     assert [output.tolist() for output in handed_on] == [[2.0] * 4] * 3
     assert not any(output.requires_grad for output in handed_on)
-    kept = [output for _, output in one._in_flight.values()]
+    kept = [output for _, output in one.in_flight.values()]
     assert [output.numel() for output in kept] == [1] * 3
     assert all(output.requires_grad for output in kept)
 
@@ -79,5 +79,5 @@ def test_the_first_microbatch_is_announced(forwards: Forwards) -> None:
 def test_an_evaluation_keeps_nothing(forwards: Forwards) -> None:
     one = stage(forwards, forward_only=True)
     handed_on = run(one)
-    assert not one._in_flight
+    assert not one.in_flight
     assert not any(output.requires_grad for output in handed_on)

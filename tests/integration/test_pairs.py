@@ -5,9 +5,23 @@ plan cuts the graph of a layer where its tokens leave for other ranks, which cha
 gradients are stock's to the last bit.
 """
 
-import pytest
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
+import pytest
+from megatron.core.models.common import model_chunk_schedule_plan
+
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.idle_time import idle_times
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import trace_file
 from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.flags import assert_refused
+from tests.support.training import initialize_by_layer, since, train
 
 PAIRS = "--overlap-moe-expert-parallel-comm"
 EXPERTS = (
@@ -52,10 +66,127 @@ def in_pairs(model: str, schedule: str, *more: str):
     return ours, stock(world_size, *plain.split(), *more)
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved"])
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_stock(model: str, schedule: str) -> None:
     assert_same_bits(*in_pairs(model, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
+def test_what_runs_together_is_seen(schedule: str, tmp_path: Path) -> None:
+    """A trace shows both halves of every pair at one time, and the peaks that were predicted."""
+    file = tmp_path / "trace.json"
+    world_size, flags = MODELS["experts"]
+    train(world_size, [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--pipeline-trace", str(file)])
+    step = trace_file.read(file)
+    expected = catalog.build(schedule, 2, 4, paired=True)
+    shown = step.timeline()
+    assert shown.schedule.orders == expected.orders
+    assert shown.schedule.paired == expected.paired
+    peaks = simulate(expected, Costs.unit(expected.placement)).peak_activations
+    assert tuple(record.peak_microbatches for record in step.records) == peaks
+    for idle in idle_times(step):
+        assert min(idle) >= 0
+
+
+def _count_plans(chunks: list) -> Any:
+    """Count from now on what Megatron runs by plans: pairs, forwards alone, backwards alone."""
+    plan = model_chunk_schedule_plan.TransformerModelChunkSchedulePlan
+    stock_run = plan.run
+
+    def run(forward: Any, backward: Any, **options: Any) -> Any:
+        COUNTED[forward is not None, backward is not None] += 1
+        return stock_run(forward, backward, **options)
+
+    plan.run = staticmethod(run)
+    initialize_by_layer(chunks)
+
+
+COUNTED: Counter[tuple[bool, bool]] = Counter()
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
+def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
+    world_size, flags = MODELS["experts"]
+    words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "1"]
+    runs = train(world_size, words, initialize=_count_plans, grab=lambda chunks: Counter(COUNTED))
+    expected = catalog.build(schedule, 2, 4, paired=True)
+    for rank, order in enumerate(expected.orders):
+        pairs = len(expected.paired.intersection(order))
+        forwards = sum(action.kind is Kind.F for action in order) - pairs
+        counted = {(True, True): pairs, (True, False): forwards, (False, True): forwards}
+        for replica in runs[2 * rank : 2 * rank + 2]:
+            assert replica.grabbed == counted
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """DualPipeV's pairs, written down; in each of them only the input's gradient is computed."""
+    schedule = catalog.build("dualpipe-v", 2, 4, paired=True)
+    halved = schedule.with_halved_backwards
+    file = tmp_path / "halved.csv"
+    csv_file.write(halved, file)
+    assert any(
+        order[at + 1].kind is Kind.I
+        for order in halved.orders
+        for at, a in enumerate(order)
+        if a in halved.paired
+    )
+    ours, theirs = in_pairs("experts", f"csv:{file}")
+    assert_same_bits(ours, theirs)
+
+
+def test_evaluations_are_stocks() -> None:
+    evaluated = ("--eval-iters", "2", "--eval-interval", "2")
+    ours, theirs = in_pairs("experts", "dualpipe-v", *evaluated)
+    assert ours.validation == theirs.validation
+    assert ours.validation
+
+
+PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+
+
+def test_one_prediction_is_stocks_own_in_pairs() -> None:
+    """The prediction's plan adds its gradients in another order than a whole backward: so stock has it too."""
+    world_size, flags = MODELS["experts"]
+    theirs = stock(world_size, *flags.split(), *CHUNKS.split(), PAIRS, *PREDICTION)
+    ours, _ = in_pairs("experts", "interleaved", *PREDICTION)
+    assert "mtp_1 loss" in ours.logged[0]
+    assert_same_bits(ours, theirs)
+
+
+WORDS = f"{TWO} {EXPERTS} {PAIRS} --pipeline-schedule"
+REFUSED = {
+    "v-half": "v-half, whose order has no pairs; choose 1f1b, interleaved or dualpipe-v, or leave",
+    "flex --pipeline-memory-limit 0.5": "flex, whose order has no pairs; choose 1f1b",
+    "pipedream": "pipedream, whose order has no pairs",
+    "1f1b --expert-model-parallel-size 1": "--expert-model-parallel-size 1: tokens then stay",
+    "1f1b --moe-token-dispatcher-type allgather": "--moe-token-dispatcher-type allgather: it gathers",
+    "1f1b --recompute-granularity full --recompute-method uniform": "granularity full: a plan",
+    "1f1b --recompute-granularity selective --recompute-modules moe": "--recompute-modules moe: its tokens",
+    "1f1b --moe-shared-expert-overlap": "--moe-shared-expert-overlap: a plan runs",
+    "1f1b --mtp-num-layers 2": "--mtp-num-layers above 1: a plan knows one",
+    "dualpipe-v --pipeline-vocabulary shared": "--pipeline-vocabulary: its exchanges",
+    "dualpipe-v --pipeline-profile-steps 1-2": "--pipeline-profile-steps: it measures",
+}
+
+
+@pytest.mark.parametrize("schedule", REFUSED)
+def test_refused_in_one_line(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(
+        monkeypatch, f"{WORDS} {schedule}", f"{PAIRS} does not support .*{re.escape(REFUSED[schedule])}"
+    )
+
+
+def test_full_precision_and_files_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = WORDS.replace("--bf16 ", "")
+    assert_refused(monkeypatch, f"{full} 1f1b", "does not support training in full precision: .* add --bf16")
+    file = tmp_path / "schedule.csv"
+    csv_file.write(catalog.build("1f1b", 2, 8), file)
+    assert_refused(monkeypatch, f"{WORDS} csv:{file}", "needs pairs, and .* has none; write")
+    csv_file.write(catalog.build("1f1b", 2, 8, paired=True), file)
+    assert_refused(
+        monkeypatch, f"{TWO} --pipeline-schedule csv:{file}", f"has pairs .* runs with {PAIRS}; add it"
+    )
 
 
 def test_stock_in_pairs_is_stock_without() -> None:
