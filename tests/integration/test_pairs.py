@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.flags import assert_refused
-from tests.support.training import initialize_by_layer, since, train
+from tests.support.training import initialize_by_layer, train
 
 PAIRS = "--overlap-moe-expert-parallel-comm"
 EXPERTS = (

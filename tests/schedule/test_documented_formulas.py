@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,23 @@ def test_the_numbers_in_the_readme_are_those_of_the_schedules() -> None:
         timeline = simulate(catalog.build(name, p, m), Costs.per_rank(p, catalog.entry(name).chunks))
         assert timeline.makespan == pytest.approx(float(makespan)), name
         assert max(timeline.peak_microbatches) == float(peak), name
+
+
+def test_makespans_of_pairs():
+    """The table of docs/pairs.md, and what it says of V-ZB, which has none."""
+    text = (ROOT / "docs" / "pairs.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \| (.+) \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    for name, microbatches, cells in rows:
+        schedule = catalog.build(name, 8, int(microbatches), paired=True)
+        costs = of_a_rank(schedule.placement.chunks)
+        shown = [simulate(schedule, replace(costs, pair=pair)).makespan for pair in (1.0, 0.9, 0.8, 0.7)]
+        peak = max(simulate(schedule, costs).peak_microbatches)
+        assert [f"{number:.1f}" for number in shown] + [f"{peak:g}"] == cells.split(" | ")
+    without = [simulate(catalog.build("v-zb", 8, m), of_a_rank(2)).makespan for m in (16, 32)]
+    (stated,) = re.findall(r"takes (\S+) for 16 microbatches and (\S+) for 32", text)
+    assert tuple(f"{number:.1f}" for number in without) == stated
+
+
+def of_a_rank(chunks):
+    return Costs.per_rank(8, chunks, forward=2, input_gradient=2.2, weight_gradient=1.4, hop=0.05)
