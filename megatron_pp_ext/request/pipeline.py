@@ -127,7 +127,8 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
         if ranks == 1:
             return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
         stock = named(stock_schedule(args), ranks, microbatches, None if chunks == 1 else chunks)
-        return replace(stock, data=data, is_stock=True)
+        is_paired = pairs.requested(args) and stock.placement.chunks > 1
+        return replace(stock, data=data, is_stock=True, is_paired=is_paired)
     require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
     _require_meaning(args)
     request = _read_schedule(args, chunks, microbatches)
@@ -153,6 +154,11 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
 
     ValueError, with the reason that rules out the first, where none is left.
     """
+    if pairs.requested(args):
+        raise ValueError(
+            f"{pairs.FLAG} is not weighed by a search yet: leave it out, and ask mpp estimate for a schedule "
+            "with it"
+        )
     found, reason = [], ""
     for name in names:
         request = named(name, 2, 1, limit=1.0 if name == FLEX else None)
@@ -160,7 +166,6 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
             **{**vars(args), "pipeline_schedule": name, "pipeline_model_parallel_size": request.ranks}
         )
         try:
-            pairs.refuse(described, name)
             vocabulary_flag.refuse(described)
             refusals.refuse(described, request.placements[0], request.splits_backward)
             found.append(name)

@@ -146,7 +146,7 @@ PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 
 
 def test_one_prediction_is_stocks_own_in_pairs() -> None:
-    """The prediction's plan adds its gradients in another order than a whole backward: so stock has it too."""
+    """The prediction's plan adds its gradients in another order than a whole backward, in stock too."""
     world_size, flags = MODELS["experts"]
     theirs = stock(world_size, *flags.split(), *CHUNKS.split(), PAIRS, *PREDICTION)
     ours, _ = in_pairs("experts", "interleaved", *PREDICTION)

@@ -54,7 +54,11 @@ def test_row(row: Row) -> None:
     assert_same_gradients(ours, theirs, later=tolerance(row))
 
 
-@pytest.mark.parametrize("row", every_level_once(ROWS), ids=lambda row: " ".join(row.values()))
+WITHOUT_PAIRS = [row for row in ROWS if row["schedule"] != "in-pairs"]
+"""A shared vocabulary has no place within a pair."""
+
+
+@pytest.mark.parametrize("row", every_level_once(WITHOUT_PAIRS), ids=lambda row: " ".join(row.values()))
 def test_row_with_a_shared_vocabulary(row: Row) -> None:
     """Every feature once more beside a vocabulary that all ranks share, which sums in another order."""
     ranks, flags, schedule = job(row)
@@ -85,5 +89,5 @@ def test_every_pair_is_in_a_row() -> None:
 
 
 def test_rows_are_few() -> None:
-    """Each costs two training runs; the two longest factors alone make 36."""
-    assert len(ROWS) <= 42
+    """Each costs two training runs; the two longest factors make 37, and pairs need jobs of their own."""
+    assert len(ROWS) <= 48

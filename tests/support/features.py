@@ -46,7 +46,10 @@ LAYOUTS = {
 
 SCHEDULES = {
     name: f"--pipeline-schedule {name}" for name in ("1f1b", "zb-h1", "v-half", "v-zb", "interleaved")
-} | {"flex": "--pipeline-schedule flex --pipeline-memory-limit 1.25"}
+} | {
+    "flex": "--pipeline-schedule flex --pipeline-memory-limit 1.25",
+    "in-pairs": "--pipeline-schedule dualpipe-v --overlap-moe-expert-parallel-comm",
+}
 
 MICROBATCHES = {
     "8": (8,),
@@ -112,6 +115,18 @@ EXCLUDED: dict[Pair, str] = {
     (("dispatcher", "all-to-all"), ("layout", "pp2-tp2")): "Megatron wants --sequence-parallel with experts",
     (("dispatcher", "all-to-all"), ("model", "gpt-tied")): "tokens are dispatched to experts",
     (("dispatcher", "all-to-all"), ("model", "llama-like")): "tokens are dispatched to experts",
+    **{
+        ((factor, level), ("schedule", "in-pairs")): "pairs hide what experts on several ranks send"
+        for factor, levels in (
+            ("layout", LAYOUTS.keys() - {"pp2-ep2"}),
+            ("model", {"gpt-tied", "llama-like"}),
+        )
+        for level in levels
+    },
+    (("dispatcher", "all-gather"), ("schedule", "in-pairs")): "Megatron plans layers of the other dispatcher",
+    (("precision", "fp32"), ("schedule", "in-pairs")): "Megatron plans layers in half precision",
+    (("recompute", "uniform"), ("schedule", "in-pairs")): "Megatron plans layers that it takes apart",
+    (("recompute", "block"), ("schedule", "in-pairs")): "Megatron plans layers that it takes apart",
 }
 """Two choices that make no job, with the reason."""
 

@@ -223,7 +223,8 @@ class LayerCosts:
         args = self._args
         sent = args.moe_router_topk * self.hidden_bytes
         # Tokens travel to the experts and back, and are put in order before and after either way.
-        moving = 2 * self._kernels.shuffle(sent) + self._kernels.copy(8 * sent)
+        exchange = self._kernels.shuffle(sent)
+        moving = 2 * exchange + self._kernels.copy(8 * sent)
         here = args.num_experts / args.expert_model_parallel_size
         share = self._sizes.share / (args.expert_tensor_parallel_size or self._sizes.share)
         return replace(
@@ -234,4 +235,5 @@ class LayerCosts:
             parameters=0.0,
             expert_parameters=one.parameters * share * here,
             fp8_parameters=one.fp8_parameters * share * here,
+            exchanged_seconds=exchange,
         )

@@ -96,6 +96,7 @@ DEFAULTS: dict[str, Any] = {
     "grad_reduce_in_bf16": False,
     "accumulate_allreduce_grads_in_fp32": False,
     "overlap_grad_reduce": False,
+    "overlap_moe_expert_parallel_comm": False,
     "overlap_param_gather": False,
     "recompute_granularity": None,
     "recompute_method": None,

@@ -14,6 +14,9 @@ class Part:
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``hidden_in_whole`` less than I and W: collectives of I run behind W.
+    ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
+    an I two.  A pair of a forward and a backward (``Schedule.paired``) takes ``hidden_in_pair`` less than
+    both.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
@@ -37,6 +40,8 @@ class Part:
     parameters: float = 0.0
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
+    exchanged_seconds: float = 0.0
+    hidden_in_pair: float = 0.0
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -55,6 +60,8 @@ class Part:
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
+            self.exchanged_seconds + other.exchanged_seconds,
+            self.hidden_in_pair + other.hidden_in_pair,
         )
 
     def times(self, count: int) -> "Part":
@@ -76,12 +83,19 @@ class Part:
             count * self.parameters,
             count * self.expert_parameters,
             count * self.fp8_parameters,
+            count * self.exchanged_seconds,
+            count * self.hidden_in_pair,
         )
 
     @property
     def forward_operations(self) -> float:
         """The operations of one forward."""
         return self.weight_operations + self.activation_operations
+
+    @property
+    def backward_seconds(self) -> float:
+        """The seconds of both halves of the backward, one after the other."""
+        return self.input_gradient_seconds + self.weight_gradient_seconds
 
     def recomputed(self, kept: float) -> Self:
         """Return the costs if only ``kept`` bytes outlive the forward, which is repeated for I."""

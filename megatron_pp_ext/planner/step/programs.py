@@ -47,12 +47,18 @@ def splits_backward(name: str) -> bool:
 
 @lru_cache(maxsize=512)
 def program(
-    name: str, ranks: int, microbatches: int, chunks: int, shares_vocabulary: bool = False
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    shares_vocabulary: bool = False,
+    is_paired: bool = False,
 ) -> Program:
     """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for.
 
-    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary.  The schedule is
-    not checked: the tests have proved every one of the catalogue.
+    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; with ``is_paired``
+    forwards and backwards run in pairs, for schedules that have them.  The schedule is not checked: the tests
+    have proved every one of the catalogue.
     """
     if ranks == 1:
         alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
@@ -62,4 +68,4 @@ def program(
     build = catalog.entry(name).build
     if shares_vocabulary:
         return Program(share(lambda count: build(ranks, count, chunks), microbatches))
-    return Program(build(ranks, microbatches, chunks))
+    return Program(build(ranks, microbatches, chunks, is_paired))

@@ -141,7 +141,11 @@ def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
         has_experts = _experts_by_layer(args)
         attention = costs.attention()
         kinds = {True: costs.experts, False: costs.mlp}
-        made = {kind: attention + kinds[kind]() for kind in set(has_experts)}
+        behind = {kind: kinds[kind]() for kind in set(has_experts)}
+        made = {
+            kind: attention + replace(one, hidden_in_pair=hidden_in_pair(attention, one))
+            for kind, one in behind.items()
+        }
         return [made[kind] for kind in has_experts]
     known = {"*": costs.attention, "-": costs.mlp, "E": costs.experts}
     unknown = sorted(set(letters) - set(known) - {"|"})
@@ -152,6 +156,24 @@ def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
         )
     parts = {letter: known[letter]() for letter in set(letters) - {"|"}}
     return [parts[letter] for letter in letters if letter != "|"]
+
+
+def hidden_in_pair(attention: Part, mlp: Part) -> float:
+    """Return the seconds that a pair of a forward and a backward of one layer hides.
+
+    Megatron runs an exchange of tokens beside each of four computations: the attention of the forward, the
+    experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
+    megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
+    hidden.
+    """
+    exchange = mlp.exchanged_seconds
+    computations = (
+        attention.forward_seconds,
+        mlp.forward_seconds - 2 * exchange,
+        mlp.backward_seconds - 2 * exchange,
+        attention.backward_seconds,
+    )
+    return sum(min(exchange, max(0.0, seconds)) for seconds in computations)
 
 
 def _experts_by_layer(args: Namespace) -> list[bool]:

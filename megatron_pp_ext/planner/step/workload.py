@@ -106,7 +106,11 @@ class Workload:
         hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
         shared = shared_vocabulary(args, model, hop) if shares else None
         self.costs = Costs(
-            tuple(_once(partial(Part.costs, is_split=is_split), self.parts)), hop, message, shared
+            tuple(_once(partial(Part.costs, is_split=is_split), self.parts)),
+            hop,
+            message,
+            shared,
+            pair=_pair(self.parts) if args.overlap_moe_expert_parallel_comm else 1.0,
         )
 
     @cached_property
@@ -171,8 +175,7 @@ class Workload:
 
     def backward_seconds(self, rank: int) -> float:
         """Return the seconds of the whole backward of one microbatch on a rank."""
-        part = self.by_rank[rank]
-        return part.input_gradient_seconds + part.weight_gradient_seconds
+        return self.by_rank[rank].backward_seconds
 
     def operations(self, microbatches: int) -> float:
         """Return the model operations of a step on all ranks, without those of recomputation."""
@@ -197,6 +200,12 @@ class Workload:
             gathering=back if is_sharded else 0.0,
             update=touched / system.copy_bytes_per_second,
         )
+
+
+def _pair(parts: Sequence[Part]) -> float:
+    """Return what a pair takes, as a part of its two actions, on average over the stages."""
+    alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
+    return max(0.5, 1 - sum(part.hidden_in_pair for part in parts) / alone)
 
 
 @cache
