@@ -87,9 +87,8 @@ def schedule(
     each, and a chunk takes its part of them.
     """
     name = catalog.canonical(name)
-    if times.pair_time is not None and (name == FLEX or shared_vocabulary):
-        other = "flex" if name == FLEX else "--shared-vocabulary"
-        raise ValueError(f"--pair-time and {other} do not go together: leave one out")
+    if times.pair_time is not None and shared_vocabulary:
+        raise ValueError("--pair-time and --shared-vocabulary do not go together: leave one out")
     if name == FLEX and shared_vocabulary:
         raise ValueError("--shared-vocabulary is for named schedules, not for flex: leave one out")
     if name == FLEX:

@@ -15,11 +15,13 @@ from dataclasses import astuple, dataclass, replace
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, cut_for, least_limits, rooms_beside_messages
 from megatron_pp_ext.compiler.search import cache
+from megatron_pp_ext.compiler.search.pairing import in_pairs
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
 from megatron_pp_ext.compiler.search.proposals import Proposal, from_families, from_search
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -72,11 +74,12 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.  ``turn`` is entered where the schedule is not in the cache.
+    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` say that a
+    pair takes less than its two actions (``Costs.pair``), the schedule may have pairs.
 
-    The schedule is never longer than one of a published family, with one of the placements, that keeps
-    the limit with its own messages counted.  Raises ValueError for arguments that do not fit together and
-    InfeasibleLimit, with the least feasible limit, where no order fits.
+    The schedule is never longer than one of a published family, with pairs or without and with one of the
+    placements, that keeps the limit with its own messages counted.  Raises ValueError for arguments that do
+    not fit together and InfeasibleLimit, with the least feasible limit, where no order fits.
     """
     if ranks < 2 or microbatches < 1 or trials < 0:
         raise ValueError(
@@ -94,10 +97,11 @@ def compile_schedule(
     if not feasible:
         raise InfeasibleLimit(_infeasible(least, limits, costs))
 
-    bounds, problems = [], []
+    bounds, problems, least_times = [], [], []
     for placement, cut in feasible:
         rooms = rooms_beside_messages(placement, microbatches, cut, limits)
         bounds.append(lower_bound(placement, microbatches, cut, rooms))
+        least_times.append(lower_bound(placement, microbatches, cut, rooms, paired=True))
         problems.append(problem_of(placement, microbatches, cut, rooms))
     spelled = [_as_json(*cut) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
@@ -107,10 +111,12 @@ def compile_schedule(
             found = _kept(name, feasible, microbatches, limits)  # somebody may have compiled it meanwhile
             if found is None:
                 found = _shortest(feasible, problems, bounds, limits, trials)
+                if costs.pair < 1:
+                    found = _with_pairs(found, feasible, microbatches, limits)
                 check(found[0].schedule)
                 cache.store(name, found[0].schedule, found[1])
     timeline, origin = found
-    return Compiled(timeline, min(*bounds, timeline.makespan), origin)
+    return Compiled(timeline, min(*least_times, timeline.makespan), origin)
 
 
 def frontier(
@@ -187,7 +193,8 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
 def _as_json(placement: Placement, costs: Costs) -> list[object]:
     """Return the inputs in a form, for JSON, that is equal exactly when they are."""
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
-    shared = [float(value).hex() for value in (costs.hop, costs.message)]
+    pair = [costs.pair] if costs.pair < 1 else []
+    shared = [float(value).hex() for value in (costs.hop, costs.message, *pair)]
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 
@@ -240,6 +247,32 @@ def _shortest(
                 best = timeline, f"{proposal.origin}, {proposal.problem.placement.shape} placement"
     assert best is not None
     return best
+
+
+def _with_pairs(
+    found: tuple[Timeline, str],
+    cuts: Sequence[tuple[Placement, Costs]],
+    microbatches: int,
+    limits: Sequence[float],
+) -> tuple[Timeline, str]:
+    """Return the shortest of what was ``found``, the same in pairs, and the families that have pairs."""
+    best, origin = found
+    costs = dict(cuts)
+    proposals = [(in_pairs(best.schedule, best.costs), f"{origin}, in pairs")]
+    for name, entry in catalog.ENTRIES.items():
+        for placement, cut in costs.items():
+            if entry.make_paired is None or entry.shape is not placement.shape:
+                continue
+            if not entry.accepts(placement.chunks):
+                continue
+            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
+            timeline = simulate(replace(family, name=FLEX), cut)
+            proposals.append((timeline, f"{name} in pairs, {placement.shape} placement"))
+    for timeline, by in proposals:
+        fits = all(map(at_most, timeline.peak_memory, limits))
+        if fits and timeline.makespan < best.makespan * (1 - TOLERANCE):
+            best, origin = timeline, by
+    return best, origin
 
 
 def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:

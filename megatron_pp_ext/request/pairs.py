@@ -5,7 +5,7 @@ from argparse import Namespace
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.names import CSV_PREFIX, OTHERS
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 
@@ -60,6 +60,12 @@ def requested(args: Namespace) -> bool:
     return bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
 
 
+def has_no_pairs(name: str) -> bool:
+    """Whether schedule ``name`` is of the catalogue and has no order with pairs."""
+    is_named = name != FLEX and not name.startswith(CSV_PREFIX)
+    return is_named and catalog.entry(name).make_paired is None
+
+
 def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> None:
     """Raise ValueError where schedule ``name`` cannot have the pairs that ``args`` request, or must not.
 
@@ -76,8 +82,12 @@ def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> Non
             f"{FLAG} needs pairs, and --pipeline-schedule {name} has none; write (3F1;3B0)OVERLAP_F_B for "
             "two actions that run together, or leave the flag out"
         )
-    is_other = name in {other.name for other in OTHERS}
-    if is_other or (not name.startswith(CSV_PREFIX) and catalog.entry(name).make_paired is None):
+    if name == FLEX and args.pipeline_costs is None:
+        raise ValueError(
+            f"{FLAG} with --pipeline-schedule {name} needs to know what a pair takes; give --pipeline-costs "
+            'a file with a "pair", the part of the sum of its two actions, or leave the flag out'
+        )
+    if name in (AUTO, *FLUSH_FREE) or has_no_pairs(name):
         *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
         raise ValueError(
             f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; choose "

@@ -7,7 +7,7 @@ a step first needs one for its number of microbatches.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from filelock import FileLock, Timeout
 
@@ -67,6 +67,8 @@ def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
     name = request.schedule
     if name in (FLEX, AUTO):
         costs = costs_of(request.finest.stages)
+        if not request.is_paired:
+            costs = replace(costs, pair=1.0)
         return _automatic(request, costs) if name == AUTO else _compiled(request, costs)
     if request.from_file is not None:
         return _from_file(request.from_file, name)

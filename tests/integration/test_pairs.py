@@ -7,6 +7,8 @@ gradients are stock's to the last bit.
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ import pytest
 from megatron.core.models.common import model_chunk_schedule_plan
 
 from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import costs_file as costs_json
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import idle_times
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
-from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.comparison import Result, assert_same_bits, run, stock
 from tests.support.flags import assert_refused
 from tests.support.training import initialize_by_layer, train
 
@@ -57,12 +60,15 @@ MODELS = {
 }
 
 
-def in_pairs(model: str, schedule: str, *more: str):
-    """Return what trains in pairs, and stock's interleaved schedule without any overlap."""
+def in_pairs(model: str, schedule: str, *more: str, beside: Sequence[str] = ()) -> tuple[Result, Result]:
+    """Return what trains in pairs, and stock's interleaved schedule without any overlap.
+
+    ``more`` are flags of both, and ``beside`` those beside the schedule.
+    """
     world_size, flags = MODELS[model]
     plain = flags if "virtual" in flags else f"{flags} {CHUNKS}"
     words = [*flags.replace("--num-layers-per-virtual-pipeline-stage 1", "").split(), *more]
-    ours = run(world_size, [*words, PAIRS, "--pipeline-schedule", schedule])
+    ours = run(world_size, [*words, PAIRS, "--pipeline-schedule", schedule, *beside])
     return ours, stock(world_size, *plain.split(), *more)
 
 
@@ -135,6 +141,28 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     assert_same_bits(ours, theirs)
 
 
+def costs_file(folder: Path, pair: float) -> str:
+    path = folder / "costs.json"
+    costs_json.write(replace(Costs.per_rank(2, 2), pair=pair), path)
+    return str(path)
+
+
+def test_flex_chooses_pairs_where_they_pay(tmp_path: Path) -> None:
+    costs = costs_file(tmp_path, pair=0.7)
+    file = tmp_path / "trace.json"
+    flex = ("--pipeline-memory-limit", "1.25", "--pipeline-costs", costs, "--pipeline-trace", str(file))
+    assert_same_bits(*in_pairs("experts", "flex", beside=flex))
+    assert trace_file.read(file).paired
+
+
+def test_flex_has_no_pairs_without_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    flex = ["--pipeline-memory-limit", "1.25", "--pipeline-costs", costs_file(tmp_path, pair=0.7)]
+    words = [*MODELS["experts"][1].split(), "--pipeline-schedule", "flex", *flex, "--train-iters", "1"]
+    train(4, [*words, "--pipeline-trace", str(file)])
+    assert not trace_file.read(file).paired
+
+
 def test_evaluations_are_stocks() -> None:
     evaluated = ("--eval-iters", "2", "--eval-interval", "2")
     ours, theirs = in_pairs("experts", "dualpipe-v", *evaluated)
@@ -157,7 +185,7 @@ def test_one_prediction_is_stocks_own_in_pairs() -> None:
 WORDS = f"{TWO} {EXPERTS} {PAIRS} --pipeline-schedule"
 REFUSED = {
     "v-half": "v-half, whose order has no pairs; choose 1f1b, interleaved or dualpipe-v, or leave",
-    "flex --pipeline-memory-limit 0.5": "flex, whose order has no pairs; choose 1f1b",
+    "auto": "auto, whose order has no pairs; choose 1f1b",
     "pipedream": "pipedream, whose order has no pairs",
     "1f1b --expert-model-parallel-size 1": "--expert-model-parallel-size 1: tokens then stay",
     "1f1b --moe-token-dispatcher-type allgather": "--moe-token-dispatcher-type allgather: it gathers",
@@ -174,6 +202,13 @@ REFUSED = {
 def test_refused_in_one_line(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(
         monkeypatch, f"{WORDS} {schedule}", f"{PAIRS} does not support .*{re.escape(REFUSED[schedule])}"
+    )
+
+
+def test_flex_needs_to_know_what_a_pair_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex = f"{WORDS} flex --pipeline-memory-limit 0.5"
+    assert_refused(
+        monkeypatch, flex, 'needs to know what a pair takes; give --pipeline-costs a file with a "pair"'
     )
 
 

@@ -27,10 +27,10 @@ MARGIN = 0.05
 """The memory that allocators leave unused and that is not modelled (kernels' workspace), as a fraction of the
 memory that comes and goes in a step: activations, messages and the loss's workspace."""
 
-
 _UNPROVED = (
     "a pair takes {:.2f} of its forward and backward; no published run in pairs was compared with this"
 )
+"""The note of an estimate in pairs; it takes ``Costs.pair``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,62 @@
+"""Pairs for an order that has none: which forwards run together with the backward behind them.
+
+A pair is shorter than its two actions (``Costs.pair``), but it waits for the inputs of both, and what waits
+for either output waits for its end.  So more pairs are not always better.  Here every forward with a backward
+behind it begins as a pair; pairs in which ranks would wait for each other are dissolved, and then those
+without which the step is shorter.  The order of actions, and with it the memory, stays as it is.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, needs
+from megatron_pp_ext.schedule.check import walk
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+_ACTIONS = 200_000
+"""The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
+
+
+def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return ``schedule``, which has no pairs, with those that shorten it; simulated with ``costs``."""
+    best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
+    attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
+    # A pair that stands late has less behind it that its dissolution could shorten.
+    for pair in sorted(best.schedule.paired, key=lambda action: (action.microbatch, action.stage))[:attempts]:
+        fewer = simulate(_with(schedule, best.schedule.paired - {pair}), costs)
+        if fewer.makespan < best.makespan:
+            best = fewer
+    return best
+
+
+def _with(schedule: Schedule, paired: frozenset[Action]) -> Schedule:
+    return replace(schedule, paired=paired)
+
+
+def _adjacent(schedule: Schedule) -> frozenset[Action]:
+    """Return the forwards that have an I or a B of another microbatch right behind them."""
+    return frozenset(
+        action
+        for order in schedule.orders
+        for action, behind in pairwise(order)
+        if action.kind is Kind.F
+        and behind.kind in (Kind.I, Kind.B)
+        and action.microbatch != behind.microbatch
+    )
+
+
+def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset[Action]:
+    """Return ``paired`` without those in which ranks wait for each other.
+
+    Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
+    """
+    total = sum(map(len, schedule.orders))
+    while True:
+        done = [0] * schedule.ranks
+        for rank, _, _ in walk(schedule.orders, lambda action: needs(action, schedule.placement), paired):
+            done[rank] += 1
+        if sum(done) == total:
+            return paired
+        stuck = {order[at] for order, at in zip(schedule.orders, done, strict=True) if at < len(order)}
+        paired -= stuck
