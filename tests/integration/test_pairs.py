@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from megatron.core.models.common import model_chunk_schedule_plan
+from megatron.core.utils import get_model_config
 
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule import costs_file as costs_json
@@ -139,6 +140,19 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     )
     ours, theirs = in_pairs("experts", f"csv:{file}")
     assert_same_bits(ours, theirs)
+
+
+def test_one_chunk_stays_one_chunk() -> None:
+    """Megatron checks pairs as if the one chunk were a virtual stage, and then knows of none."""
+    world_size, flags = MODELS["experts"]
+    words = [*flags.split(), PAIRS, "--pipeline-schedule", "1f1b", "--train-iters", "1"]
+    for rank in train(world_size, words, grab=_pairs_and_virtual_stages):
+        assert rank.grabbed == (True, None)
+
+
+def _pairs_and_virtual_stages(chunks: list[Any]) -> tuple[bool, int | None]:
+    config = get_model_config(chunks[0])
+    return config.overlap_moe_expert_parallel_comm, config.virtual_pipeline_model_parallel_size
 
 
 def costs_file(folder: Path, pair: float) -> str:
