@@ -1,6 +1,7 @@
 """--overlap-moe-expert-parallel-comm beside a schedule: its forwards and backwards run in pairs."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule import catalog
@@ -66,6 +67,24 @@ def has_no_pairs(name: str) -> bool:
     return is_named and catalog.entry(name).make_paired is None
 
 
+def with_pairs(args: Namespace, names: Sequence[str]) -> list[str]:
+    """Return those of ``names`` that a search may run in pairs; ValueError where none is left.
+
+    ``flex`` is left out, since training would need a file of costs.  So are the conditions on sizes, which a
+    search chooses.
+    """
+    found = [name for name in names if name != FLEX and not has_no_pairs(name)]
+    if not found:
+        raise ValueError(f"{FLAG} leaves none of {', '.join(names)}: {_choice()}")
+    refuse_first(args, [one for one in REFUSED if not one.flag.startswith("--expert-model")], by=FLAG)
+    return found
+
+
+def _choice() -> str:
+    *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+    return f"choose {', '.join(names)} or {last}, or leave the flag out"
+
+
 def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> None:
     """Raise ValueError where schedule ``name`` cannot have the pairs that ``args`` request, or must not.
 
@@ -88,9 +107,7 @@ def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> Non
             'a file with a "pair", the part of the sum of its two actions, or leave the flag out'
         )
     if name in (AUTO, *FLUSH_FREE) or has_no_pairs(name):
-        *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
         raise ValueError(
-            f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; choose "
-            f"{', '.join(names)} or {last}, or leave the flag out"
+            f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; {_choice()}"
         )
     refuse_first(args, REFUSED, by=FLAG)

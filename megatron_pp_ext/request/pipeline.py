@@ -154,12 +154,9 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
 
     ValueError, with the reason that rules out the first, where none is left.
     """
-    if pairs.requested(args):
-        raise ValueError(
-            f"{pairs.FLAG} is not weighed by a search yet: leave it out, and ask mpp estimate for a schedule "
-            "with it"
-        )
     found, reason = [], ""
+    if pairs.requested(args):
+        names = pairs.with_pairs(args, names)
     for name in names:
         request = named(name, 2, 1, limit=1.0 if name == FLEX else None)
         described = Namespace(

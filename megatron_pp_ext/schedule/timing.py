@@ -36,12 +36,13 @@ class Span:
 class CriticalPath:
     """The actions that follow each other without a wait up to the last end, which is ``makespan``.
 
-    ``work[s]`` are the numbers of F, I and W of stage s among them; a whole backward is an I and a W.  With
-    any other costs the same actions still wait for each other, so that no makespan is below their sum.
+    ``work[s]`` are the numbers of F, I and W of stage s among them; a whole backward is an I and a W, and an
+    action in a pair counts as ``Costs.pair``.  With any other costs of the stages the same actions still wait
+    for each other, so that no makespan is below their sum.
     """
 
     makespan: float
-    work: tuple[tuple[int, int, int], ...]
+    work: tuple[tuple[float, float, float], ...]
 
 
 class ScheduleTimer:
@@ -117,22 +118,19 @@ class ScheduleTimer:
         return _times(self._needs, self._durations(costs), _wires(costs))
 
     def critical_path(self, costs: Costs) -> CriticalPath:
-        """The critical path with ``costs``; among several, the one that stays on its ranks.
-
-        Raises ValueError for a schedule with pairs, whose makespan is no sum of actions.
-        """
-        if self._pairs:
-            raise ValueError(
-                f"schedule {self.schedule.name!r} has pairs, whose critical path is no sum of actions: ask "
-                "for its makespan"
-            )
+        """The critical path with ``costs``; among several, the one that stays on its ranks."""
         durations, wires = self._durations(costs), _wires(costs)
         starts, ends = _times(self._needs, durations, wires)
         makespan = max(ends)
-        step, counts = ends.index(makespan), [0] * len(durations)
+        step, counts = ends.index(makespan), [0.0] * len(durations)
+        halves = {place: pair for pair, place in self._pairs.items()}
         while step:
             before, sender, _, work = self._needs[step - 1]
-            counts[work] += 1
+            if work in halves:
+                for half in halves[work]:
+                    counts[half] += costs.pair
+            else:
+                counts[work] += 1
             step = before if ends[before] == starts[step] else sender
         by_stage = batched(counts[: len(_KINDS) * len(costs.stages)], len(_KINDS))
         return CriticalPath(makespan, tuple((f, i + b, w + b) for f, i, w, b in by_stage))

@@ -49,7 +49,7 @@ def estimated(candidate, where):
     is_split = splits_backward(candidate.schedule)
     work = Workload(args, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
-    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary)
+    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.is_paired)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)
 
 
@@ -89,6 +89,29 @@ def test_schedules_that_are_nearly_as_fast_stand_behind_the_fastest():
     found = searched_as_exhaustively(space(batch=48, fixed=tuple(sizes), **sizes), 60e9, top=4)
     assert all(one.candidate.pipeline == 4 for one in found.best)
     assert any(found.alike.values())
+
+
+IN_PAIRS = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 4096, "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": True,
+}  # fmt: skip
+
+
+def test_pairs_are_searched_as_everything_else():
+    """With Megatron's flag every candidate has experts on several ranks and a schedule in pairs."""
+    where = space(gpus=8, batch=16, schedules=("1f1b", "interleaved", "dualpipe-v"),
+                  fixed=("context_parallel_size",), **IN_PAIRS)  # fmt: skip
+    found = searched_as_exhaustively(where, 60e9, top=4)
+    assert {one.candidate.is_paired for one in found.best} == {True}
+    rounded = rounding.relative(eps=rounding.FLOAT64)
+    hidden = set()
+    for candidate in everything(where):
+        assert candidate.expert > 1 and candidate.pipeline > 1
+        work, step = estimated(candidate, where)
+        hidden.add(work.costs.pair < 1)
+        bound = bounds(work, candidate.microbatches)[splits_backward(candidate.schedule)]
+        assert step.step_seconds >= bound * (1 - rounded)
+    assert hidden == {True}
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)

@@ -95,5 +95,10 @@ def test_refusals() -> None:
         ValueError, match="v-half, whose order has no pairs; choose 1f1b, interleaved or dual"
     ):
         estimated("v-half", **{FLAG: True})
-    with pytest.raises(ValueError, match="not weighed by a search yet: leave it out, and ask mpp estimate"):
-        permitted(described(**{FLAG: True}), ["1f1b", "dualpipe-v"])
+    with pytest.raises(
+        ValueError, match="leaves none of v-half, flex: choose 1f1b, interleaved or dualpipe-v"
+    ):
+        permitted(described(**{FLAG: True}), ["v-half", "flex"])
+    with pytest.raises(ValueError, match="does not support --moe-token-dispatcher-type allgather"):
+        permitted(described(moe_token_dispatcher_type="allgather", **{FLAG: True}), ["1f1b"])
+    assert permitted(described(**{FLAG: True}), ["1f1b", "v-half", "dualpipe-v"]) == ["1f1b", "dualpipe-v"]

@@ -39,7 +39,8 @@ class Candidate:
 
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them.  ``limit`` is the
-    memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.
+    memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.  ``is_paired`` says whether forwards
+    and backwards run in pairs, by a flag that the user gives.
     """
 
     tensor: int
@@ -56,6 +57,7 @@ class Candidate:
     limit: float | None = None
     expert_tensor: int | None = None
     layout: str | None = None
+    is_paired: bool = False
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.request import vocabulary_flag
+from megatron_pp_ext.request import pairs, vocabulary_flag
 from megatron_pp_ext.request.layers import spread
 from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
@@ -48,7 +48,11 @@ class Space:
                         continue
                     for expert, own in self._experts(tensor, data * context):
                         sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
-                        cut = Candidate(*sizes, Recompute("none"), expert_tensor=own)
+                        cut = Candidate(
+                            *sizes, Recompute("none"), expert_tensor=own, is_paired=pairs.requested(args)
+                        )
+                        if cut.is_paired and (expert == 1 or pipeline == 1):
+                            continue
                         if _is_legal(cut.described(args), self.gpus // pipeline):
                             yield cut
 
@@ -71,6 +75,8 @@ class Space:
         found = [Recompute("none")]
         if is_unfused:
             found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+        if cut.is_paired:
+            return found
         if not args.num_experts and not args.add_bias_linear:  # see refuse_endless_recomputation
             found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2

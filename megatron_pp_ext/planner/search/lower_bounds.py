@@ -22,7 +22,8 @@ from megatron_pp_ext.schedule.placement import Shape
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
 
-    In every placement stage r is the first one of rank r.
+    In every placement stage r is the first one of rank r.  Where actions may run in pairs, each takes its
+    part of the pair's time at least.
     """
     shared = work.costs.vocabulary
     scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
@@ -35,7 +36,8 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
         head += stage.forward + hop
         tail += stage.input_gradient + stage.weight_gradient + hop
     around = max(wait.update for wait in work.waits) + work.tied_seconds
-    return whole + around, split + around
+    pair = work.costs.pair
+    return pair * whole + around, pair * split + around
 
 
 def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) -> tuple[float, float]:
@@ -59,7 +61,9 @@ def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) ->
     else:
         whole = microbatches * shortest + (ranks - 1) / 2 * stages.shortest_stage()
     around = sum(wait.update for wait in waits) / ranks + work.tied_seconds
-    return max(whole, microbatches * (max(shortest, busiest) + others)) + around, split + around
+    whole = max(whole, microbatches * (max(shortest, busiest) + others))
+    pair = work.costs.pair
+    return pair * whole + around, pair * split + around
 
 
 def mean_memory(work: Workload, microbatches: int, margin: float, order: Program | None = None) -> RankMemory:

@@ -70,5 +70,5 @@ def _is_split(candidate: Candidate) -> bool:
 def order_of(candidate: Candidate, most: int | None = None) -> Program:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
-    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
     return program(candidate.schedule, *sizes)
