@@ -177,6 +177,21 @@ def test_flex_has_no_pairs_without_the_flag(tmp_path: Path) -> None:
     assert not trace_file.read(file).paired
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe-v"])
+def test_uneven_stages(schedule: str) -> None:
+    """Dense layers before experts, and no layer beside the loss: a pair is as long as its longer half."""
+    world_size, flags = MODELS["dense-beside"]
+    layouts = {"1f1b": "Et*5|t*3L", "dualpipe-v": "Et*3|t|t*3|tL"}
+    words = [*flags.split(), "--pipeline-model-parallel-layout"]
+    ours = run(world_size, [*words, layouts[schedule], PAIRS, "--pipeline-schedule", schedule])
+    assert_same_bits(ours, in_pairs("dense-beside", schedule)[1])
+
+
+def test_a_layout_is_chosen_for_pairs() -> None:
+    flags = ("--pipeline-model-parallel-layout", "auto")
+    assert_same_bits(*in_pairs("dense-beside", "interleaved", beside=flags))
+
+
 def test_evaluations_are_stocks() -> None:
     evaluated = ("--eval-iters", "2", "--eval-interval", "2")
     ours, theirs = in_pairs("experts", "dualpipe-v", *evaluated)
