@@ -2,8 +2,9 @@
 
 Each seam names the place, the parameters that it has since which release, the hook that goes there, and what
 the hook is for.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.  Those that only a machine
-without a GPU needs are in ``cpu_seams``, those that mend the training loop in ``loop_seams``, those of seeds
-by layer in ``seed_seams``, and those that only record in ``record_seams``.  This imports Megatron.
+without a GPU needs are in ``cpu_seams``, those that mend the training loop in ``loop_seams``, those of pairs
+in ``pair_seams``, those of seeds by layer in ``seed_seams``, and those that only record in ``record_seams``.
+This imports Megatron.
 """
 
 from megatron_pp_ext.integration.cpu_seams import CPU
@@ -15,13 +16,13 @@ from megatron_pp_ext.integration.hooks import (
     local_linear,
     memory_report,
     mirrored_chunks,
-    one_chunk_pairs,
     resumed_learning_rate,
     skipped_steps,
     stage_data,
     stage_optimizer,
 )
 from megatron_pp_ext.integration.loop_seams import LOOP
+from megatron_pp_ext.integration.pair_seams import PAIRS
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.record_seams import RECORDS
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
@@ -47,6 +48,7 @@ def schedule_seams() -> tuple[Seam, ...]:
         *PLACEMENT,
         *LAYER_SEEDS,
         *SCHEDULE,
+        *PAIRS,
         *UPDATES,
         *CHECKPOINTS,
         *RECORDS,
@@ -220,12 +222,6 @@ SCHEDULE = (
         {CORE_0_17: "self param"},
         data_parallel.count_when_complete,
         "reduction of a gradient once its second half is in",
-    ),
-    Seam(
-        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        {CORE_0_17: "self"},
-        one_chunk_pairs.check_as_one_virtual_stage,
-        "pairs of forwards and backwards under schedules of one chunk a rank",
     ),
 )
 """The step: which actions run in which order, with the backward in two halves."""

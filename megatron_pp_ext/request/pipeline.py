@@ -137,7 +137,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if refusals.can_predict(args, one))
     request = replace(request, placements=suited or request.placements)
-    is_split = request.splits_backward or args.pipeline_profile_steps is not None
+    is_split = request.splits_backward or request.is_paired or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
     refusals.refuse_prediction(args, request.placements[0])
     request = replace(

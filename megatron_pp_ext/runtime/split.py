@@ -40,6 +40,7 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self.meter: ActivationMeter | None = None
         self._slot: Owner | None = None
+        self._runs_in_parts = False
         self._work: dict[Owner, list[WeightWork]] = {}
 
     @property
@@ -48,18 +49,32 @@ class WeightGradientStore:
         return self._slot is not None
 
     @contextmanager
-    def collecting(self, slot: Owner) -> Iterator[None]:
-        """Keep for ``slot`` the weight gradients that are deferred inside."""
+    def collecting(self, slot: Owner, in_parts: bool = False) -> Iterator[None]:
+        """Keep for ``slot`` the weight gradients that are deferred inside.
+
+        With ``in_parts`` they do not outlive the context: each ``run_part`` inside runs those that are there,
+        and the end runs the others.
+        """
         if self._slot is not None:
             raise RuntimeError(f"{slot} cannot collect weight gradients while {self._slot} does")
         if slot in self._work:
             raise RuntimeError(f"{slot} has weight gradients from an earlier backward that never ran")
-        self._slot = slot
+        self._slot, self._runs_in_parts = slot, in_parts
         self._work[slot] = []
         try:
             yield
+            self.run_part()
         finally:
-            self._slot = None
+            self._slot, self._runs_in_parts = None, False
+            if in_parts:
+                del self._work[slot]
+
+    def run_part(self) -> None:
+        """Run what the slot that collects in parts has so far; nothing where none does."""
+        if self._slot is not None and self._runs_in_parts:
+            work = self._work[self._slot]
+            self._work[self._slot] = []
+            _run(work)
 
     def defer(self, work: WeightWork, *tensors: torch.Tensor) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
@@ -74,20 +89,23 @@ class WeightGradientStore:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
 
-    @torch.no_grad()
     def run(self, slot: Owner) -> None:
         """Run the work that ``slot`` left, in its order, and release its tensors one by one.
 
         KeyError if the slot's backward has not run.
         """
-        todo = self._work.pop(slot)
-        todo.reverse()
-        while todo:
-            todo.pop()()
+        _run(self._work.pop(slot))
 
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""
         return len(self._work)
+
+
+@torch.no_grad()
+def _run(work: list[WeightWork]) -> None:
+    work.reverse()
+    while work:
+        work.pop()()
 
 
 STORE = WeightGradientStore()

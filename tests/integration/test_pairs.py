@@ -16,6 +16,7 @@ import pytest
 from megatron.core.models.common import model_chunk_schedule_plan
 from megatron.core.utils import get_model_config
 
+from megatron_pp_ext.runtime import split
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule import costs_file as costs_json
 from megatron_pp_ext.schedule.actions import Kind
@@ -124,6 +125,38 @@ def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
         counted = {(True, True): pairs, (True, False): forwards, (False, True): forwards}
         for replica in runs[2 * rank : 2 * rank + 2]:
             assert replica.grabbed == counted
+
+
+def _note_parts(chunks: list[Any]) -> None:
+    """Note how many weight gradients each ``backward_dw`` of a plan computes."""
+    run_part = split.STORE.run_part
+
+    def noting() -> None:
+        slot = split.STORE._slot
+        PARTS.append(len(split.STORE._work.get(slot, ())) if slot else 0)
+        run_part()
+
+    split.STORE.run_part = noting
+    initialize_by_layer(chunks)
+
+
+PARTS: list[int] = []
+
+
+def test_weight_gradients_come_where_plans_have_a_place() -> None:
+    """Those of two experts, with two products each, and then those of the attention's two.
+
+    The output layer's, on the last rank, comes with the first of them.
+    """
+    world_size, flags = MODELS["experts"]
+    words = [*flags.split(), PAIRS, "--pipeline-schedule", "1f1b", "--train-iters", "1"]
+    runs = train(world_size, words, initialize=_note_parts, grab=lambda chunks: list(PARTS))
+    schedule = catalog.build("1f1b", 2, 4, paired=True)
+    for rank, order in enumerate(schedule.orders):
+        pairs = len(schedule.paired.intersection(order))
+        of_a_pair = [4 + rank, 2, *(4, 2) * 3]
+        counted = [number for number in runs[2 * rank].grabbed if number]
+        assert counted == of_a_pair * pairs
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:

@@ -190,10 +190,18 @@ class ModelStage:
             STORE.run(Owner(self._stage, microbatch))
 
     @contextmanager
-    def during_backward(self, kind: Kind, microbatch: int) -> Iterator[None]:
-        """Surround an I or a B: data parallelism counts it, and an I leaves its weight gradients."""
+    def during_backward(self, kind: Kind, microbatch: int, in_pair: bool = False) -> Iterator[None]:
+        """Surround an I or a B: data parallelism counts it, and an I leaves its weight gradients.
+
+        A B in a pair computes them where the plans of its layers have a place for them.
+        """
+        in_parts = in_pair and kind is Kind.B
+        collects = kind is Kind.I or in_parts
         owner = Owner(self._stage, microbatch)
-        with self._counted(kind, microbatch), STORE.collecting(owner) if kind is Kind.I else nullcontext():
+        with (
+            self._counted(kind, microbatch),
+            STORE.collecting(owner, in_parts) if collects else nullcontext(),
+        ):
             yield
 
     def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:

@@ -5,6 +5,9 @@ Megatron takes a layer apart into attention, dispatch, experts and combination
 parts of a forward and of a backward in turn: what one of them computes hides what the other sends to the
 experts of other ranks.  Which halves meet, and in which order, is the schedule's (``Schedule.paired``).
 
+The weight gradients of a B in a pair come where a plan calls ``backward_dw``: behind the input gradients of
+the experts, while tokens travel (``hooks.planned_weights``).
+
 A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and backwards
 that stand alone are therefore run by plans too, as in Megatron's own schedule.
 """
@@ -94,7 +97,8 @@ class PlannedPairs:
         ahead, behind = self._stages[forward.stage], self._stages[backward.stage]
         ahead.before_forward(forward.microbatch, activation)
         # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-        with behind.during_backward(backward.kind, backward.microbatch), ahead.at_work():
+        counted = behind.during_backward(backward.kind, backward.microbatch, in_pair=True)
+        with counted, ahead.at_work():
             output, tokens, input_gradient = ahead.combined(
                 **ahead.forward_half(forward.microbatch, activation),
                 **behind.backward_half(backward.microbatch, gradient),
