@@ -98,3 +98,32 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     halves(layer(input).square().sum())
     assert layer.weight.grad is None
     assert input.grad is not None and layer.bias.grad is not None
+
+
+def test_work_in_parts() -> None:
+    """Each part runs what came before it, in its order, and the end runs the rest and leaves nothing."""
+    order: list[object] = []
+    with STORE.collecting(SLOT, in_parts=True):
+        for number in range(4):
+            STORE.defer(lambda number=number: order.append(number))
+            if number in (1, 2):
+                order.append("part")
+                STORE.run_part()
+    assert order == ["part", 0, 1, "part", 2, 3]
+    assert len(STORE) == 0
+    # Neither a whole slot nor none is run in parts.
+    STORE.run_part()
+    with STORE.collecting(SLOT):
+        STORE.defer(lambda: order.append("whole"))
+        STORE.run_part()
+        assert "whole" not in order
+    STORE.run(SLOT)
+    assert order[-1] == "whole"
+
+
+def test_a_failure_leaves_no_slot_that_runs_in_parts() -> None:
+    with pytest.raises(ZeroDivisionError), STORE.collecting(SLOT, in_parts=True):
+        STORE.defer(lambda: None)
+        raise ZeroDivisionError
+    assert len(STORE) == 0
+    assert not STORE.is_collecting
