@@ -42,6 +42,12 @@ RECORDS = (
         "--pipeline-trace of gradient reduction",
     ),
     Seam(
+        "megatron.core.pipeline_parallel.utils:ScheduleNode.stream_acquire_context",
+        {CORE_0_17: "self name"},
+        action_recording.record_exchange,
+        "--pipeline-trace of exchanges of tokens",
+    ),
+    Seam(
         "megatron.training.training:train_step",
         {
             CORE_0_17: _TRAIN_STEP,

@@ -11,7 +11,7 @@ from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, TokenExchange
 
 _Mark = float | torch.Event
 """A moment, as seconds on this machine's clock or as a place in the device's queue of work."""
@@ -41,10 +41,11 @@ class StepRecorder:
         self._events: list[_Event] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
         self._reducing: dict[Hashable, _Mark] = {}
+        self._exchanges: list[tuple[str, _Mark, _Mark]] = []
 
     def forget(self) -> None:
         """Drop what is recorded and start new peaks; tensors that are alive stay counted."""
-        self._events, self._reductions, self._reducing = [], [], {}
+        self._events, self._reductions, self._reducing, self._exchanges = [], [], {}, []
         self._origin = None
         self.meter.reset_peak()
 
@@ -77,6 +78,13 @@ class StepRecorder:
         seconds = clock_offset.processor_seconds() - worked if self._origin is None else None
         self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes, seconds))
 
+    @contextmanager
+    def exchange(self, name: str) -> Iterator[None]:
+        """Record the exchange of tokens inside, on the stream that is the current one."""
+        start = self._mark()
+        yield
+        self._exchanges.append((name, start, self._mark()))
+
     def reduction_started(self, bucket: Hashable) -> None:
         """Record that the reduction of ``bucket``, any name for it, has begun; only the first call counts."""
         self._reducing.setdefault(bucket, self._mark())
@@ -103,6 +111,10 @@ class StepRecorder:
                 for chunk, start, end in self._reductions
             ),
             device_bytes=torch.cuda.max_memory_allocated() or None,
+            exchanges=tuple(
+                TokenExchange(name, self._seconds(start), self._seconds(end))
+                for name, start, end in self._exchanges
+            ),
         )
 
     def _mark(self) -> _Mark:

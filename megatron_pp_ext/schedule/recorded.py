@@ -51,13 +51,22 @@ class Reduction(NamedTuple):
     end: float
 
 
+class TokenExchange(NamedTuple):
+    """One exchange of tokens with the experts of other ranks, by its name in Megatron; times in seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
 class RankRecord(NamedTuple):
     """The record of one rank in one step.
 
     ``peak_microbatches`` counts the (stage, microbatch) pairs that kept any activations, as a schedule's
     peak does, and ``peak_bytes`` is the size of these.  The rank's times may differ from the clock of the
     first rank by ``clock_error`` seconds.  ``device_bytes`` is the most that the device's allocator has held
-    at once since the process began, None on a CPU.
+    at once since the process began, None on a CPU.  ``exchanges`` are those of pairs, where the halves run by
+    Megatron's plans of layers.
     """
 
     events: tuple[Measured, ...]
@@ -66,6 +75,7 @@ class RankRecord(NamedTuple):
     reductions: tuple[Reduction, ...] = ()
     clock_error: float = 0.0
     device_bytes: int | None = None
+    exchanges: tuple[TokenExchange, ...] = ()
 
     @property
     def paired(self) -> frozenset[Action]:
@@ -79,6 +89,7 @@ class RankRecord(NamedTuple):
             reductions=tuple(
                 r._replace(start=r.start + seconds, end=r.end + seconds) for r in self.reductions
             ),
+            exchanges=tuple(e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.exchanges),
             clock_error=clock_error,
         )
 

@@ -2,15 +2,16 @@
 
 The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
 each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
-the one on another rank that waits for its output.  Each reduction of gradients is a pair ("b", "e"), which
-may overlap anything.  Times are in microseconds, for recorded steps on the clock of the first rank, from
-which each rank's clock may differ by its ``clock_errors``, in seconds.  A simulated step has a second of the
-trace for each 1 of its times, whose unit the file names.  Both can be read back.
+the one on another rank that waits for its output.  Each reduction of gradients, and each exchange of tokens
+between experts in schedules with pairs, is two events ("b", "e"), which may overlap anything.  Times are in
+microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may differ by
+its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its times, whose
+unit the file names.  Both can be read back.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from megatron_pp_ext.schedule.recorded import (
     RankRecord,
     RecordedStep,
     Reduction,
+    TokenExchange,
     Units,
 )
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
+
+_EXCHANGE = "exchange"
+"""The category of exchanges of tokens."""
 
 type _Curve = Sequence[tuple[float, float]]
 """The live activations of a rank: (time, amount from then on)."""
@@ -76,6 +81,7 @@ def read(path: Path) -> RecordedStep:
         placement = Placement(*shape, shares_vocabulary=pipeline.get("shares_vocabulary", False))
         events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
         reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
+        exchanges: list[list[TokenExchange]] = [[] for _ in range(placement.ranks)]
         started: dict[int, dict[str, Any]] = {}
         for event in content["traceEvents"]:
             if event["ph"] == "X":
@@ -85,7 +91,10 @@ def read(path: Path) -> RecordedStep:
             elif event["ph"] == "e":
                 begin = started.pop(event["id"])
                 seconds = (begin["ts"] / 1e6, event["ts"] / 1e6)
-                reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
+                if event["cat"] == _EXCHANGE:
+                    exchanges[event["pid"]].append(TokenExchange(event["name"], *seconds))
+                else:
+                    reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
         if not all(events):
             raise ValueError("a rank did nothing")
         peaks = zip(pipeline["peak_bytes"], pipeline["peak_microbatches"], strict=True)
@@ -94,8 +103,10 @@ def read(path: Path) -> RecordedStep:
             pipeline["schedule"],
             placement,
             tuple(
-                RankRecord(tuple(rank), *peak, tuple(reduced), *others)
-                for rank, peak, reduced, others in zip(events, peaks, reductions, rest, strict=True)
+                RankRecord(tuple(rank), *peak, tuple(reduced), *others, tuple(exchanged))
+                for rank, peak, reduced, others, exchanged in zip(
+                    events, peaks, reductions, rest, exchanges, strict=True
+                )
             ),
             Units(*pipeline.get("units", SECONDS)),
         )
@@ -156,7 +167,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += _reductions(records)
+    events += _beside_actions(records)
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
@@ -183,10 +194,16 @@ def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
                 yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}
 
 
-def _reductions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """Yield two events for each reduction of gradients and each exchange of tokens."""
     numbers = count()
     for rank, record in enumerate(records):
-        for chunk, start, end in record.reductions:
-            event = {"name": f"reduce chunk {chunk}", "cat": "reduction", "id": next(numbers), "pid": rank}
-            yield {**event, "tid": rank, "ph": "b", "ts": start * 1e6, "args": {"chunk": chunk}}
-            yield {**event, "tid": rank, "ph": "e", "ts": end * 1e6}
+        reductions = (
+            (f"reduce chunk {chunk}", "reduction", {"chunk": chunk}, start, end)
+            for chunk, start, end in record.reductions
+        )
+        exchanges = ((name, _EXCHANGE, dict[str, int](), start, end) for name, start, end in record.exchanges)
+        for name, category, about, start, end in chain(reductions, exchanges):
+            event = {"name": name, "cat": category, "id": next(numbers), "pid": rank, "tid": rank}
+            yield {**event, "ph": "b", "ts": start * 1e6, "args": about}
+            yield {**event, "ph": "e", "ts": end * 1e6}

@@ -7,7 +7,7 @@ gradients are stock's to the last bit.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from megatron.core.utils import get_model_config
 from megatron_pp_ext.runtime import split
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule import costs_file as costs_json
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import idle_times
+from megatron_pp_ext.schedule.recorded import RankRecord
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support.comparison import Result, assert_same_bits, run, stock
@@ -95,6 +96,23 @@ def test_what_runs_together_is_seen(schedule: str, tmp_path: Path) -> None:
     assert tuple(record.peak_microbatches for record in step.records) == peaks
     for idle in idle_times(step):
         assert min(idle) >= 0
+    for record in step.records:
+        _require_exchanges_within(record, shown.schedule.paired)
+
+
+def _require_exchanges_within(record: RankRecord, paired: Collection[Action]) -> None:
+    """Every half of a pair exchanges tokens twice in each of its layers, within the pair."""
+    ends = {event.action: event.end for event in record.events}
+    starts = {event.action: event.start for event in record.events}
+    ranks, chunks = 2, len({event.action.stage for event in record.events})
+    layers = 8 // (ranks * chunks)
+    for forward in paired & ends.keys():
+        within = [e for e in record.exchanges if starts[forward] < e.start and e.end < ends[forward]]
+        counted = Counter(e.name for e in within)
+        names = [
+            f"{what} {way}" for what in ("moe_dispatch", "moe_combine") for way in ("forward", "backward")
+        ]
+        assert counted == dict.fromkeys(names, layers)
 
 
 def _count_plans(chunks: list) -> Any:

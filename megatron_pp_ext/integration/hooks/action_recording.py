@@ -1,4 +1,4 @@
-"""Reports actions and gradient reductions from inside Megatron to the recorder of the running step.
+"""Reports actions, reductions and exchanges from inside Megatron to the recorder of the running step.
 
 The executor reports the actions of our schedules.  Stock's schedules have none, so their actions are reported
 where they call ``forward_step`` and ``backward_step``.
@@ -6,7 +6,7 @@ where they call ``forward_step`` and ``backward_step``.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ _recorder: StepRecorder | None = None
 
 _backward_of: dict[int, Action] = {}
 """Stock's backwards, by the identity of their forward's output: it is all that ``backward_step`` gets."""
+
+_EXCHANGES = ("moe_dispatch", "moe_combine")
+"""The names of a plan's exchanges, which the direction follows."""
 
 _chunk_of: dict[int, int] = {}
 """The chunk of each group of gradient buckets, by the group's identity."""
@@ -46,6 +49,25 @@ def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> It
         _recorder = None
         _backward_of.clear()
         _chunk_of.clear()
+
+
+def record_exchange(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Report the exchanges of tokens in Megatron's plans of layers.
+
+    Seam: ``ScheduleNode.stream_acquire_context`` in ``megatron.core.pipeline_parallel.utils``, in which the
+    current stream is the exchange's.
+    """
+
+    @functools.wraps(stock)
+    @contextmanager
+    def stream_acquire_context(self: Any, name: str | None = None) -> Iterator[None]:
+        recorded: AbstractContextManager[None] = nullcontext()
+        if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
+            recorded = _recorder.exchange(name)
+        with stock(self, name), recorded:
+            yield
+
+    return stream_acquire_context
 
 
 def record_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
