@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple, Self
+from typing import Self
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
@@ -26,30 +27,6 @@ from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 PLACES = ("first", "middle", "last")
 """The names of ranks for --ranks, beside their numbers and ``all``."""
-
-
-class Collective(NamedTuple):
-    """A collective within an action of a chunk, over a group of ``ranks`` ranks that are ``stride`` apart.
-
-    ``kind`` is that of the action.  ``operation`` is ``all_reduce``, ``gather`` (also for a reduce-scatter)
-    or ``all_to_all``.  ``size`` is the bytes of the whole tensor.
-    """
-
-    chunk: int
-    kind: str
-    operation: str
-    size: int
-    ranks: int
-    stride: int
-
-    def seconds(self, system: System) -> float:
-        """Return how long every rank of the group waits for it."""
-        take = {
-            "all_reduce": system.all_reduce_seconds,
-            "gather": system.gather_seconds,
-            "all_to_all": system.all_to_all_seconds,
-        }
-        return take[self.operation](self.size, self.ranks, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +161,7 @@ def put_together(
 
     Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
     the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
+    A pair hides all that its tokens travel, as if no exchange were longer than the computation beside it.
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
@@ -212,7 +190,13 @@ def put_together(
     if system is not None:
         link = system.node if world <= system.gpus_per_node else system.network
         hop = link.seconds(message)
-    timeline = simulate(schedule, Costs(stages, hop, message, _vocabulary(found.values(), system, hop)))
+    hidden = sum(
+        _exchanged(found[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
+        for stage in range(placement.stages)
+    )
+    vocabulary = _vocabulary(found.values(), system, hop)
+    pair = _pair(stages, hidden) if schedule.paired else 1.0
+    timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(
@@ -268,6 +252,21 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
         input_gradient=costs.input_gradient + _waits(measured, system, chunk, Kind.I, Kind.B),
         weight_gradient=costs.weight_gradient + _waits(measured, system, chunk, Kind.W),
     )
+
+
+def _exchanged(measured: RankRehearsal, chunk: int, system: System | None) -> float:
+    """Return the seconds that a microbatch's tokens travel between experts, there and back, both ways."""
+    return sum(
+        one.seconds(system)
+        for one in measured.collectives
+        if system is not None and one.chunk == chunk and one.operation == "all_to_all"
+    )
+
+
+def _pair(stages: Sequence[StageCosts], hidden: float) -> float:
+    """Return what a pair takes, as a part of its two actions, which hide ``hidden`` seconds in all stages."""
+    alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
+    return max(0.5, 1 - hidden / alone)
 
 
 def _vocabulary(found: Iterable[RankRehearsal], system: System | None, hop: float) -> VocabularyCosts | None:

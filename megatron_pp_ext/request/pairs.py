@@ -52,7 +52,6 @@ REFUSED = (
     # What schedules cannot do with pairs.
     Refusal("--pipeline-vocabulary", "its exchanges have no place within a pair"),
     Refusal("--pipeline-profile-steps", "it measures forwards and backwards that run alone"),
-    Refusal("--rehearse-pipeline", "a rank alone has nobody to exchange tokens with"),
 )
 
 

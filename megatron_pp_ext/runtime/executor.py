@@ -118,7 +118,7 @@ def execute(
     ``stages`` maps the numbers of this rank's stages to the stages.  On return all actions have
     run, all messages have left, and the gradients are in the parameters.  Without ``flush`` messages may
     stay in flight, for a later step to take.  ``vocabulary`` is this rank's part of it, where ranks share it.
-    ``pairs`` runs the pairs of the plan; without it their actions run one after the other.
+    ``pairs`` runs the pairs of the plan; without it their actions run, and are recorded, one after the other.
     """
     if (plan.loss_stage is None) is not (vocabulary is None):
         raise ValueError("a plan needs a vocabulary exactly where its ranks share one; give both or neither")
@@ -172,12 +172,14 @@ def _run_pair(
     forward, backward = (step.action for step in steps)
     activation, gradient = (_take(step, rank, handed_over, channels, None) for step in steps)
     output: torch.Tensor | None
-    # The forward is recorded within the backward, so that it is the first of the two in the record.
-    with recorder.during(backward), recorder.during(forward):
-        if pairs is not None:
+    if pairs is not None:
+        # The forward is recorded within the backward, so that it is the first of the two in the record.
+        with recorder.during(backward), recorder.during(forward):
             output, input_gradient = pairs.run(forward, activation, backward, gradient)
-        else:
+    else:
+        with recorder.during(forward):
             output = _perform(forward, stages[forward.stage], activation)
+        with recorder.during(backward):
             input_gradient = _perform(backward, stages[backward.stage], gradient)
     for step, produced in zip(steps, (output, input_gradient), strict=True):
         _hand_on(step, produced, rank, handed_over, channels)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
 from megatron_pp_ext.jobs.failure import reason
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.request import layers, pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Shape
@@ -34,6 +34,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--microbatch-group-size-per-virtual-pipeline-stage": 1,
+    pairs.FLAG: 0,
 }
 """The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""
 

@@ -98,7 +98,7 @@ JOBS = [
 
 HARDWARE = [
     Setting(queues, stream_a_pair=stream_a_pair)
-    for queues, stream_a_pair in product((1, 2, 8), (True, False))
+    for queues, stream_a_pair in product((1, 2, 8, 32), (True, False))
 ]
 
 

@@ -318,6 +318,11 @@ def test_full_precision_and_files_are_refused(monkeypatch: pytest.MonkeyPatch, t
     )
 
 
+def test_cuda_graphs_are_refused_as_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = f"{WORDS} 1f1b --cuda-graph-impl local"
+    assert_refused(monkeypatch, graphs, "1f1b does not support --cuda-graph-impl: graphs are captured")
+
+
 def test_stock_in_pairs_is_stock_without() -> None:
     """What is compared above is what Megatron's own combined schedule computes."""
     world_size, flags = MODELS["experts"]

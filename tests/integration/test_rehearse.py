@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes
-from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
+from megatron_pp_ext.planner.collective import Collective
+from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.request.measurements import refuse_rehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
@@ -81,6 +83,34 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
         # In fp32 a gradient is as large as its weight, and Adam keeps two numbers and a counter of each.
         assert found[rank].gradient_bytes == found[rank].weight_bytes
         assert found[rank].optimizer_bytes == pytest.approx(2 * found[rank].weight_bytes, rel=0.01)
+
+
+def test_a_pair_is_rehearsed_action_by_action(tmp_path: Path) -> None:
+    """In the order of the real run, and with the exchanges that a pair hides.
+
+    A pair gives back what its backward kept while its forward goes on, so that the real peak is no higher.
+    """
+    flags = (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --overlap-moe-expert-parallel-comm "
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --bf16 "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    found = rehearse(flags, tmp_path)
+    file = tmp_path / "trace.json"
+    training.train(4, [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)])
+    real = trace_file.read(file)
+    schedule = csv_file.read(tmp_path / "0.csv")
+    assert schedule.paired
+    assert (schedule.orders, schedule.paired) == (real.timeline().schedule.orders, real.paired)
+    for rank, record in enumerate(real.records):
+        assert {len(row) for row in found[rank].ratios} == {len(schedule.orders[rank])}
+        assert found[rank].peak_activation_bytes >= record.peak_bytes
+        exchanged = Counter(
+            (one.chunk, one.kind) for one in found[rank].collectives if one.operation == "all_to_all"
+        )
+        # Two layers a chunk: tokens and their probabilities leave, and tokens come back.
+        assert set(exchanged.values()) == {2 * 3}
+        assert {kind for _, kind in exchanged} >= {"F"}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.planner.rehearsal import (
-    Collective,
-    RankRehearsal,
-    chosen_ranks,
-    put_together,
-    stand_in,
-)
+from megatron_pp_ext.planner.collective import Collective
+from megatron_pp_ext.planner.rehearsal import RankRehearsal, chosen_ranks, put_together, stand_in
 from megatron_pp_ext.planner.system import Link, System
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
@@ -151,6 +146,36 @@ def test_a_system_adds_messages_and_collectives() -> None:
     assert within.hop == 0.5 + 1000 / 1000
     assert within.stages[1] == StageCosts(2.25, 2, 2.125, 10.0, 4.0)
     assert put_together(found, SCHEDULE, system, 16).timeline.costs.hop == 2.0 + 1000 / 100
+
+
+def test_a_pair_hides_the_exchanges_of_tokens() -> None:
+    """Those of both actions; another collective takes its time, and without a system nothing does."""
+    links = Link(1e3, 0.0)
+    system = System(
+        "test", 8, 1e9, {"bf16": [[1, 1, 1, 1e12]]}, 1e12, links, links, peak_rates={"bf16": 1e12}
+    )
+    schedule = catalog.build("1f1b", 2, 8, paired=True)
+    exchanges = [Collective(0, kind, "all_to_all", 100, 2, 1) for kind in "FFBB"]
+    found = {
+        rank: replace(
+            measured(0),
+            rank=rank,
+            digest=schedule.digest,
+            layers=(1, 1),
+            stages=(StageCosts(1, 1, 1, 1.0),),
+            collectives=(*exchanges, Collective(0, "F", "gather", 100, 2, 1)),
+        )
+        for rank in range(2)
+    }
+    hidden = sum(exchange.seconds(system) for exchange in exchanges)
+    gathered = found[0].collectives[-1].seconds(system)
+    assert hidden > 0 and gathered > 0
+    costs = put_together(found, schedule, system, 2).timeline.costs
+    assert costs.pair == pytest.approx(1 - hidden / (3 + hidden + gathered))
+    assert put_together(found, schedule, None, 2).timeline.costs.pair == 1
+    alone = catalog.build("1f1b", 2, 8)
+    other = {rank: replace(one, digest=alone.digest) for rank, one in found.items()}
+    assert put_together(other, alone, system, 2).timeline.costs.pair == 1
 
 
 def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:

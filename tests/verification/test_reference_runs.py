@@ -27,6 +27,7 @@ def stock(flags: str) -> str:
         ("--pipeline-schedule v-half --bf16", "--bf16"),
         ("--pipeline-schedule=flex --pipeline-memory-limit 0.5 --bf16", "--bf16"),
         ("--num-virtual-stages-per-pipeline-rank 2 --pipeline-allow-waits --bf16", "--bf16"),
+        ("--pipeline-schedule 1f1b --overlap-moe-expert-parallel-comm --bf16", "--bf16"),
         ("--pipeline-layer-seeds", "--pipeline-layer-seeds"),
         ("--pipeline-model-parallel-layout Et|tt", "--pipeline-model-parallel-layout Et|tt"),
         ("--pipeline-model-parallel-layout=E|(t|)*2t*2L", "--pipeline-model-parallel-layout Et|tttL"),

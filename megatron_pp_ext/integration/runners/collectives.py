@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pp_ext.planner.rehearsal import Collective
+from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement

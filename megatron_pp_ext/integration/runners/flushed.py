@@ -11,9 +11,9 @@ from megatron_pp_ext.integration.runners.message_groups import message_channels,
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, PlannedStage
+from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, PlannedStage, planned_stages
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.executor import Recorder, execute
+from megatron_pp_ext.runtime.executor import Pairs, Recorder, execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import catalog
@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 class FlushedRunner(PipelineRunner):
     """Builds a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
 
-    A subclass may override ``_schedule``, ``_phase``, ``_channels`` and ``_make_exchanges``.
+    A subclass may override ``_schedule``, ``_phase``, ``_channels``, ``_pairs`` and ``_make_exchanges``.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
@@ -50,6 +50,10 @@ class FlushedRunner(PipelineRunner):
         """Return the channels of one step for messages of ``shape`` in the pipeline ``group``."""
         return message_channels(group, self._directions(group), shape, config)
 
+    def _pairs(self, stages: Mapping[int, PlannedStage]) -> Pairs | None:
+        """Return what runs the pairs of ``stages``; None lets their actions run one after the other."""
+        return PlannedPairs(stages)
+
     def _make_exchanges(self, group: dist.ProcessGroup) -> Exchanges:
         """Return the exchanges of a vocabulary that the pipeline ``group`` shares; all ranks call it once."""
         return vocabulary_exchanges(group)
@@ -60,10 +64,10 @@ class FlushedRunner(PipelineRunner):
         plan = self._plan(inputs.microbatches, inputs.forward_only, group)
         is_paired = any(step.is_paired for step in plan.steps)
         stages: Mapping[int, ModelStage]
-        pairs = None
+        pairs: Pairs | None = None
         if is_paired:
-            stages = planned = model_stages(inputs, self.pipeline.placement, plan, PlannedStage)
-            pairs = PlannedPairs(planned)
+            stages = planned = planned_stages(inputs, self.pipeline.placement, plan)
+            pairs = self._pairs(planned)
         else:
             stages = model_stages(inputs, self.pipeline.placement, plan, ModelStage)
         channels = self._channels(group, shape, inputs.config)

@@ -20,8 +20,10 @@ import torch
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel.utils import set_streams
 
-from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
+from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.placement import Placement
 
 _NO_FORWARD = {"forward_step_func": None, "data_iterator": None, "f_model": None, "input_tensor": None}
 _NO_BACKWARD = dict.fromkeys(("b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad"))
@@ -76,15 +78,19 @@ class PlannedStage(ModelStage):
         return input_gradient
 
 
+def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, PlannedStage]:
+    """Return the stages of this rank, by number, for one step; Megatron has its streams from here on."""
+    # Older releases have streams of one priority alone.
+    options = {"high_priority": getattr(inputs.config, "high_priority_a2a_comm_stream", False)}
+    set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
+    return model_stages(inputs, placement, plan, PlannedStage)
+
+
 class PlannedPairs:
     """Runs pairs of planned stages; an ``executor.Pairs``."""
 
     def __init__(self, stages: Mapping[int, PlannedStage]) -> None:
         self._stages = stages
-        config = next(iter(stages.values())).inputs.config
-        # Older releases have streams of one priority alone.
-        options = {"high_priority": getattr(config, "high_priority_a2a_comm_stream", False)}
-        set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
 
     def run(
         self,

@@ -18,6 +18,9 @@ _EVEN = ("pipeline", "microbatches")
 _PLAIN = 0.6
 """How often another factor is plain, so that of thirty a dozen are not."""
 
+_SELDOM = {"pairs": 0.85}
+"""How often those are plain that leave others little choice."""
+
 
 def draw(seed: int, number: int) -> Row:
     """Return case ``number`` of ``seed``, counted from 0: a level for each factor, and a schedule.
@@ -31,7 +34,8 @@ def draw(seed: int, number: int) -> Row:
     schedule = names[number % TOGETHER % len(names)]
     own = Random(f"{seed} {number} {schedule}")
     measures = own.choice(["none", "none", "none", "trace", "profile"])
-    if measures == "profile" and (schedule.startswith("csv") or row["sharing"] != "none"):
+    unmeasured = schedule.startswith("csv") or row["sharing"] != "none" or row["pairs"] != "none"
+    if measures == "profile" and unmeasured:
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     return {**row, "schedule": schedule, "measures": measures, "resume": resume}
@@ -47,7 +51,7 @@ def _job(random: Random) -> dict[str, str]:
         ]
         plain = levels(factor)[0]
         others = [level for level in legal if level != plain]
-        share = 1 / len(legal) if factor in _EVEN else _PLAIN
+        share = 1 / len(legal) if factor in _EVEN else _SELDOM.get(factor, _PLAIN)
         stays = plain in legal and (not others or random.random() < share)
         row[factor] = plain if stays else random.choice(others)
     return row

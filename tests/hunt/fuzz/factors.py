@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 
+from megatron_pp_ext.request import pairs
+
 Row = Mapping[str, str]
 """Factor -> level.  The first level of a factor is its plain one, and adds the least."""
 
@@ -10,6 +12,7 @@ DATA = "{data}"
 """Stands in flags for the folder in which ``samples`` has written data."""
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
+    "pairs": {"none": "", "all": pairs.FLAG},
     "parallel": {
         "none": "",
         "dp2": "",
@@ -54,6 +57,11 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "--moe-router-load-balancing-type seq_aux_loss",
         "alltoall": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
         "--moe-router-load-balancing-type none --moe-router-pre-softmax",
+        "alltoall-shared": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--moe-shared-expert-intermediate-size 32 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
+        "alltoall-drops": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+        "--moe-expert-capacity-factor 1.0",
         "shared": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
         "--moe-shared-expert-intermediate-size 32",
         "biased": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
@@ -156,6 +164,21 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("eight ranks are enough", {"pipeline": "3 4", "parallel": "dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2"}),
     ("experts want --sequence-parallel", {"parallel": "tp2", "experts": OTHERS}),
     ("expert parallelism needs experts", {"parallel": "ep2 tp2-sp-ep2", "experts": "none"}),
+    (
+        "pairs hide what experts on several ranks send",
+        {"pairs": OTHERS, "parallel": "none dp2 tp2 tp2-sp cp2 dp4 tp2-sp-dp2 tp2-sp-cp2"},
+    ),
+    (
+        "Megatron plans layers of the dispatcher alltoall",
+        {"pairs": OTHERS, "experts": "none aux sequence shared biased alternating"},
+    ),
+    ("Megatron plans layers in half precision", {"pairs": OTHERS, "precision": "fp32"}),
+    (
+        "Megatron plans layers that it takes apart",
+        {"pairs": OTHERS, "recompute": "uniform block distributed experts"},
+    ),
+    ("a plan knows one prediction", {"pairs": OTHERS, "prediction": "two"}),
+    ("pairs have no place for the exchanges of a shared vocabulary", {"pairs": OTHERS, "sharing": OTHERS}),
     ("experts have no biases in Megatron's local layers", {"experts": OTHERS, "biases": "yes"}),
     ("a prediction has logits of its own", {"sharing": OTHERS, "prediction": OTHERS}),
     ("prediction needs rotated or no positions", {"prediction": OTHERS, "position": "learned"}),

@@ -1,12 +1,15 @@
 """From a drawn row to the flags of its runs."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.compiler.search.pairing import in_pairs
+from megatron_pp_ext.schedule import costs_file, csv_file
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.verification.reference_runs import stock_flags
@@ -25,6 +28,9 @@ _RANKS_OF_A_STAGE = {"none": 1, "dp4": 4, "tp2-sp-dp2": 4, "tp2-sp-cp2": 4}
 
 _REPLICAS = {"dp2": 2, "ep2": 2, "dp4": 4, "tp2-sp-dp2": 2}
 _PREDICTIONS = {"none": 0, "one": 1, "two": 2}
+_PAIR = 0.6
+"""What a pair takes of the sum of its halves: so little that most pairs shorten a step."""
+
 _GROWING = (2, 4, 6)
 _CHECKPOINTS = {
     "sync": "",
@@ -76,11 +82,15 @@ def resumed(row: Row, data: Path, folder: Path) -> list[str]:
 
 
 def file_of(row: Row, name: str) -> Schedule:
-    """The random order that ``name``, such as "csv v 2", stands for."""
+    """The random order that ``name``, such as "csv v 2", stands for; in pairs if those of the row are."""
     kind, shape, chunks = name.split()
     random = Random(f"{row['seed']} {name}")
     placement = Placement(Shape(shape), int(row["pipeline"]), int(chunks))
-    return random_schedule(random, placement, microbatches(row)[-1], "F" if kind == CSV_ANY_ORDER else "FIW")
+    in_turn = "F" if kind == CSV_ANY_ORDER else "FIW"
+    schedule = random_schedule(random, placement, microbatches(row)[-1], in_turn)
+    if row["pairs"] == "none":
+        return schedule
+    return in_pairs(schedule, replace(Costs.unit(placement), pair=_PAIR)).schedule
 
 
 def microbatches(row: Row) -> tuple[int, ...]:
@@ -152,6 +162,12 @@ def _schedule(row: Row, name: str, folder: Path) -> Sequence[str]:
     flags = ["--pipeline-schedule", kind]
     if kind == FLEX:
         flags += ["--pipeline-memory-limit", details.pop(0)]
+        if row["pairs"] != "none":
+            file = folder / "costs.json"
+            costs_file.write(
+                replace(Costs.per_rank(int(row["pipeline"]), int(row["chunks"])), pair=_PAIR), file
+            )
+            flags += ["--pipeline-costs", str(file)]
     chunks = details[0] if details else ""
     if chunks and kind != AUTO and row["cut"] != "layout":
         flags += ["--num-virtual-stages-per-pipeline-rank", chunks]

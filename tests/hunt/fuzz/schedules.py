@@ -7,11 +7,12 @@ A name is that of the catalogue, with a number of chunks where it is not the usu
 from collections.abc import Iterator
 from random import Random
 
+from megatron_pp_ext.request import pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Shape
 from tests.hunt.fuzz.factors import Row
-from tests.hunt.fuzz.job import CSV, CSV_ANY_ORDER
+from tests.hunt.fuzz.job import CSV, CSV_ANY_ORDER, file_of
 
 LIMITS = (0.4, 1.6)
 """Of ``flex``, as fractions of what 1F1B keeps; a limit that is too low for the job is refused."""
@@ -19,16 +20,20 @@ LIMITS = (0.4, 1.6)
 
 def drawn(row: Row, random: Random) -> list[str]:
     """The schedules that the job of ``row`` can run under, in a random order."""
-    names = list(_of_catalogue(row))
-    for chunks in _compiled_chunks(row):
-        names += [f"{FLEX} {random.uniform(*LIMITS):.3f}{chunks}" for _ in range(2)]
-    if not row["precision"].startswith("fp16") and row["chunks"] in "12":
+    has_pairs = row["pairs"] != "none"
+    names = [name for name in _of_catalogue(row) if not (has_pairs and pairs.has_no_pairs(name.split()[0]))]
+    # In pairs flex needs the costs of its stages, whose number another cut would change.
+    if not has_pairs or (row["chunks"] != "1" and row["cut"] == "even"):
+        for chunks in _compiled_chunks(row):
+            names += [f"{FLEX} {random.uniform(*LIMITS):.3f}{chunks}" for _ in range(2)]
+    if not has_pairs and not row["precision"].startswith("fp16") and row["chunks"] in "12":
         names.append(AUTO)
     # A file has no place for a shared vocabulary.
     if row["microbatches"] != "growing" and row["sharing"] == "none":
         placements = list(_placements(row))
         kinds = [CSV] if row["dropout"] == "on" else [CSV, CSV_ANY_ORDER]
-        names += [f"{random.choice(kinds)} {random.choice(placements)}" for _ in range(3)]
+        files = [f"{random.choice(kinds)} {random.choice(placements)}" for _ in range(3)]
+        names += [name for name in files if not has_pairs or file_of(row, name).paired]
     names = list(dict.fromkeys(names))
     random.shuffle(names)
     return names
