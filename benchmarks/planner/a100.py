@@ -12,7 +12,7 @@ from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step import error_band
 from reference.training_runs import PublishedRun
 
-_RATES, _NETWORKS = (0.75, 0.78, 0.81, 0.84, 0.87), (0.15, 0.25, 0.35, 0.5, 0.7)
+_RATES, _NETWORKS = (0.78, 0.81, 0.84, 0.87, 0.9), (0.15, 0.25, 0.35, 0.5)
 """The shares that are tried: of the best rate of products in bf16, and of the network's rate."""
 
 _CAUSES = {
