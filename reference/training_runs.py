@@ -34,10 +34,11 @@ class PublishedRun:
     """A job in the planner's names, the GPUs that it ran on, and what was measured.
 
     ``seconds`` are those of a step, or None where the source has none; ``memory`` is in GB as printed, and
-    ``ran_out`` says that it did not fit.  ``network`` is a GPU's bytes a second to other nodes where it is
-    not that of the shipped system.  ``more_bytes`` are what the framework keeps for each weight of a rank
-    beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves open what memory
-    holds.
+    ``ran_out`` says that it did not fit.  ``node`` and ``network`` are a GPU's bytes a second within a node
+    and to other nodes where they are not those of the shipped system.  ``framework`` has what the framework
+    does unlike Megatron (``planner/step/frameworks.py``), and ``more_bytes`` are what it keeps for each
+    weight of a rank beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves
+    open what memory holds.
     """
 
     source: str
@@ -48,7 +49,9 @@ class PublishedRun:
     seconds: float | None
     memory: float | None
     ran_out: bool
+    node: float | None
     network: float | None
+    framework: Mapping[str, bool]
     more_bytes: float
     is_judged_by_memory: bool
 
@@ -80,7 +83,9 @@ def _run(group: Mapping[str, Any], row: Mapping[str, Any], models: Mapping[str, 
         seconds=_seconds(row, shape),
         memory=row.get("mem_gb"),
         ran_out=bool(row.get("oom")),
+        node=group.get("node_bytes_per_second_per_gpu"),
         network=group.get("network_bytes_per_second_per_gpu"),
+        framework=group.get("framework", {}),
         more_bytes=group.get("more_bytes_per_weight", {}).get(row["precision"], 0),
         is_judged_by_memory=not group.get("memory_not_judged"),
     )

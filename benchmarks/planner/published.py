@@ -13,7 +13,10 @@ from reference.published_runs import MegatronRun
 
 
 def megatron_step(run: MegatronRun, selective: bool) -> Estimate:
-    """Estimate a step; recomputation is either ``selective``, with sequence parallelism, or full without."""
+    """Estimate a step; recomputation is either ``selective``, with sequence parallelism, or full without.
+
+    Megatron of 2022 divided messages among tensor-parallel ranks.
+    """
     args = describe(
         {
             "num_layers": run.layers,
@@ -34,6 +37,7 @@ def megatron_step(run: MegatronRun, selective: bool) -> Estimate:
             "recompute_method": None if selective else "uniform",
         }
     )
+    args.scatter_gather_tensors_in_pipeline = True
     machine = system.read("a100-80g")
     return estimate_request(args, machine, for_world(args, 8 * run.pipeline))
 

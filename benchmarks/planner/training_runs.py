@@ -1,6 +1,6 @@
 """How far are estimated steps and memory from published training runs?
 
-python -m benchmarks.planner.training_runs          # 1 minute of a core
+python -m benchmarks.planner.training_runs          # 3 minutes of a core
 python -m benchmarks.planner.training_runs --keep   # also writes planner/validation.json: the error bands
 
 Writes results/training_runs.md and results/training_runs.png.
@@ -8,91 +8,31 @@ Writes results/training_runs.md and results/training_runs.png.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Annotated
 
 import typer
 
+from benchmarks.planner import a100
+from benchmarks.planner.judged import (
+    Judged,
+    all_judged,
+    by_kind,
+    error,
+    grouped,
+    machine_of,
+    timed,
+)
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search.best_first import HEADROOM
 from megatron_pp_ext.planner.step import error_band
-from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_state import weight_size
-from megatron_pp_ext.planner.system import Link, System
-from megatron_pp_ext.request.pipeline import for_world
-from reference.training_runs import PublishedRun, runs
 
 VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"
 
 _SWEEP = 4
 """The fewest jobs of one model, batch and number of GPUs whose order is judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A published run with its estimate."""
-
-    run: PublishedRun
-    kind: str
-    estimate: Estimate
-
-    @property
-    def ratio(self) -> float:
-        """The estimated seconds of a step for each one measured."""
-        assert self.run.seconds is not None
-        return self.estimate.step_seconds / self.run.seconds
-
-    @property
-    def bytes(self) -> float:
-        """What the fullest rank keeps, with what the run's framework adds."""
-        fullest = self.estimate.fullest
-        weights = fullest.weights / weight_size(describe(dict(self.run.model)))
-        return fullest.total + self.run.more_bytes * weights
-
-
-def machine_of(run: PublishedRun) -> System:
-    """Return the shipped system that ``run`` was on, with the run's own network where it has one."""
-    machine = system.read(run.gpu)
-    if run.network is None:
-        return machine
-    return replace(machine, network=Link(run.network, machine.network.latency_seconds))
-
-
-def judged(run: PublishedRun) -> Judged:
-    """Estimate ``run``."""
-    args, machine = describe(dict(run.model)), machine_of(run)
-    found = estimate_request(args, machine, for_world(args, run.gpus))
-    return Judged(run, error_band.kind_of(args, machine, run.gpus), found)
-
-
-@cache
-def all_judged() -> tuple[Judged, ...]:
-    """Return every run that can be described, with its estimate."""
-    return tuple(map(judged, runs()))
-
-
-def timed(every: Iterable[Judged]) -> list[Judged]:
-    """Return those whose source has the time of a step."""
-    return [one for one in every if one.run.seconds]
-
-
-def by_kind(every: Iterable[Judged]) -> dict[str, list[Judged]]:
-    """Return the runs of each kind that has any, in the order of ``error_band.KINDS``."""
-    found: dict[str, list[Judged]] = {kind: [] for kind in error_band.KINDS}
-    for one in every:
-        found[one.kind].append(one)
-    return {kind: rows for kind, rows in found.items() if rows}
-
-
-def error(every: Sequence[Judged]) -> float:
-    """Return the mean of the absolute relative errors."""
-    return mean(abs(one.ratio - 1) for one in every)
 
 
 def validation(every: Iterable[Judged]) -> dict[str, dict[str, float]]:
@@ -116,7 +56,7 @@ def baseline(every: Sequence[Judged]) -> dict[str, float]:
     """
     errors = {}
     for kind, rows in by_kind(every).items():
-        devices = _grouped(rows, lambda one: one.run.gpu).values()
+        devices = grouped(rows, lambda one: one.run.gpu).values()
         best = {ones[0].run.gpu: median(map(_rate, ones)) for ones in devices}
         errors[kind] = mean(abs(_rate(one) / best[one.run.gpu] - 1) for one in rows)
     return errors
@@ -200,6 +140,19 @@ def kinds() -> str:
     return f"{table(head, rows)}\n\nRank correlation within sweeps: {correlation:.2f} ({jobs} jobs)."
 
 
+def sources() -> str:
+    """The same errors by source, for kinds with several sources."""
+    rows: list[Row] = []
+    for kind, found in by_kind(timed(all_judged())).items():
+        by_source = grouped(found, lambda one: one.run.source)
+        if len(by_source) > 1:
+            rows += [
+                (kind, source, len(ones), f"{error(ones):.1%}", f"{mean(one.ratio for one in ones) - 1:+.1%}")
+                for source, ones in by_source.items()
+            ]
+    return table(("kind", "source", "runs", "error", "mean"), rows)
+
+
 def memory() -> str:
     """Whether jobs fit, with the headroom that a search keeps, and the bytes of the fullest rank."""
     found = verdicts(all_judged())
@@ -207,7 +160,7 @@ def memory() -> str:
     measured = [one for one in all_judged() if one.run.memory]
     rows = [
         (source, len(ones), f"{mean(one.bytes / 1e9 / (one.run.memory or 1) for one in ones) - 1:+.1%}")
-        for source, ones in _grouped(measured, lambda one: one.run.source).items()
+        for source, ones in grouped(measured, lambda one: one.run.source).items()
     ]
     text = f"Right about {len(found) - len(wrong)} of {len(found)} runs."
     if wrong:
@@ -229,13 +182,6 @@ def _estimated(one: Judged) -> tuple[str, str]:
     return f"{one.estimate.step_seconds:.3f}", f"{one.ratio - 1:+.1%}"
 
 
-def _grouped(every: Iterable[Judged], key: Callable[[Judged], str]) -> Mapping[str, list[Judged]]:
-    found = defaultdict(list)
-    for one in every:
-        found[key(one)].append(one)
-    return found
-
-
 def draw(path: Path) -> None:
     """Draw estimated against measured seconds, a colour for each kind and a mark for each device."""
     from matplotlib.figure import Figure
@@ -243,7 +189,7 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
     for kind, found in by_kind(timed(all_judged())).items():
-        for gpu, ones in _grouped(found, lambda one: one.run.gpu).items():
+        for gpu, ones in grouped(found, lambda one: one.run.gpu).items():
             mark = {"h100": "o", "a100-80g": "^", "b200": "s"}[gpu]
             axes.scatter(
                 [one.run.seconds for one in ones],
@@ -265,7 +211,13 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-PARTS = {"Errors by kind": kinds, "Memory": memory, "Every run": each}
+PARTS = {
+    "Errors by kind": kinds,
+    "Errors by source": sources,
+    **a100.PARTS,
+    "Memory": memory,
+    "Every run": each,
+}
 
 
 def main(

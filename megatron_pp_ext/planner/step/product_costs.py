@@ -2,9 +2,10 @@
 
 from argparse import Namespace
 
+from megatron_pp_ext.planner.step.frameworks import fuses_gradients, hides_sums
 from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import uses_fp8, weight_size
+from megatron_pp_ext.planner.step.model_state import gradient_size, uses_fp8, weight_size
 
 
 class ActivationSizes:
@@ -37,6 +38,8 @@ class ProductCosts:
         self._sizes, self._kernels = sizes, kernels
         self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
         self._is_fp8 = uses_fp8(args)
+        self._hides_sums, self._fuses = hides_sums(args), fuses_gradients(args)
+        self._gradient = gradient_size(args)
 
     def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
         """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
@@ -66,6 +69,7 @@ class ProductCosts:
         summing = gathering if self._is_cut else 2 * gathering
         hidden = min(summing, product.weight_gradient_seconds)
         if not self._is_cut:
+            hidden = hidden if self._hides_sums else 0.0
             return product + Part(input_gradient_seconds=summing, hidden_in_whole=hidden)
         again = max(0.0, gathering - product.input_gradient_seconds)
         return product + Part(
@@ -91,8 +95,10 @@ class ProductCosts:
         seconds = (
             kernels.product(each, made, read, is_output=is_output),
             kernels.product(each, read, made, is_output=is_output),
-            kernels.product(read, made, each, adds=True, is_output=is_output),
+            kernels.product(read, made, each, adds=self._fuses, is_output=is_output),
         )
+        # A gradient that its product does not add is read with the buffer, which is written.
+        adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
         casts = (0.0, 0.0) if is_output else (kernels.cast(tokens * read), kernels.cast(tokens * made))
         waiting = 1.0 if is_output else sizes.waiting
@@ -102,7 +108,7 @@ class ProductCosts:
             weight_operations=2 * tokens * hidden * inner,
             forward_seconds=experts * seconds[0] + casts[0],
             input_gradient_seconds=experts * seconds[1] + casts[1],
-            weight_gradient_seconds=experts * seconds[2],
+            weight_gradient_seconds=experts * (seconds[2] + adding),
             after_input_gradient=copies * (kept + sizes.cut(width)) * waiting,
             parameters=hidden * inner + bias,
             fp8_parameters=hidden * inner if self._is_fp8 and not is_output else 0.0,

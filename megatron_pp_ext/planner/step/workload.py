@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
+from megatron_pp_ext.planner.step.frameworks import divides_messages
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_part import Part
@@ -27,7 +28,7 @@ from megatron_pp_ext.planner.step.stage_parts import (
     stage_parts,
     vocabulary_part,
 )
-from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.planner.system import Link, System
 from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
@@ -59,6 +60,17 @@ def message_bytes(args: Namespace, hidden_bytes: float) -> float:
     """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
     is_wider = getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16)
     return 2 * hidden_bytes if is_wider else hidden_bytes
+
+
+def hop_seconds(args: Namespace, system: System, link: Link, size: float) -> float:
+    """Return the seconds of a message of ``size`` bytes on ``link``.
+
+    Where tensor-parallel ranks send parts of it, they gather it behind.
+    """
+    if not divides_messages(args):
+        return link.seconds(size)
+    ranks = args.tensor_model_parallel_size
+    return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
 
 
 def model_on(args: Namespace, system: System) -> Pieces:
@@ -103,7 +115,7 @@ class Workload:
         is_near = (placement.ranks - 1) * stride < system.gpus_per_node
         self._hop_link = system.node if is_near else system.between_nodes
         message = message_bytes(args, model.hidden_bytes)
-        hop = self._hop_link.seconds(message) if placement.ranks > 1 else 0.0
+        hop = hop_seconds(args, system, self._hop_link, message) if placement.ranks > 1 else 0.0
         shared = shared_vocabulary(args, model, hop) if shares else None
         self.costs = Costs(
             tuple(_once(partial(Part.costs, is_split=is_split), self.parts)),

@@ -1,0 +1,87 @@
+"""Published training runs beside their estimates."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import mean
+
+from megatron_pp_ext.planner import system
+from megatron_pp_ext.planner.step import error_band
+from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_state import weight_size
+from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.request.pipeline import for_world
+from reference.training_runs import PublishedRun, runs
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A published run with its estimate."""
+
+    run: PublishedRun
+    kind: str
+    estimate: Estimate
+
+    @property
+    def ratio(self) -> float:
+        """The estimated seconds of a step for each one measured."""
+        assert self.run.seconds is not None
+        return self.estimate.step_seconds / self.run.seconds
+
+    @property
+    def bytes(self) -> float:
+        """What the fullest rank keeps, with what the run's framework adds."""
+        fullest = self.estimate.fullest
+        weights = fullest.weights / weight_size(describe(dict(self.run.model)))
+        return fullest.total + self.run.more_bytes * weights
+
+
+def machine_of(run: PublishedRun, machine: System | None = None) -> System:
+    """Return ``machine``, by default the shipped one that ``run`` was on, with the run's own links."""
+    machine = machine or system.read(run.gpu)
+    for name, rate in (("node", run.node), ("network", run.network)):
+        if rate is not None:
+            machine = replace(machine, **{name: Link(rate, getattr(machine, name).latency_seconds)})
+    return machine
+
+
+def judged(run: PublishedRun, machine: System | None = None) -> Judged:
+    """Estimate ``run``, on ``machine`` in place of the shipped system if one is given."""
+    args, machine = describe(dict(run.model)), machine_of(run, machine)
+    vars(args).update(run.framework)
+    found = estimate_request(args, machine, for_world(args, run.gpus))
+    return Judged(run, error_band.kind_of(args, machine, run.gpus), found)
+
+
+@cache
+def all_judged() -> tuple[Judged, ...]:
+    """Return every run that can be described, with its estimate."""
+    return tuple(map(judged, runs()))
+
+
+def timed(every: Iterable[Judged]) -> list[Judged]:
+    """Return those whose source has the time of a step."""
+    return [one for one in every if one.run.seconds]
+
+
+def by_kind(every: Iterable[Judged]) -> dict[str, list[Judged]]:
+    """Return the runs of each kind that has any, in the order of ``error_band.KINDS``."""
+    found: dict[str, list[Judged]] = {kind: [] for kind in error_band.KINDS}
+    for one in every:
+        found[one.kind].append(one)
+    return {kind: rows for kind, rows in found.items() if rows}
+
+
+def error(every: Sequence[Judged]) -> float:
+    """Return the mean of the absolute relative errors."""
+    return mean(abs(one.ratio - 1) for one in every)
+
+
+def grouped[Key](every: Iterable[Judged], key: Callable[[Judged], Key]) -> Mapping[Key, list[Judged]]:
+    """Return the runs of each key, in the order in which the keys come up."""
+    found = defaultdict(list)
+    for one in every:
+        found[key(one)].append(one)
+    return found
