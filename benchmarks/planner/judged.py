@@ -41,10 +41,12 @@ class Judged:
 def machine_of(run: PublishedRun, machine: System | None = None) -> System:
     """Return ``machine``, by default the shipped one that ``run`` was on, with the run's own links."""
     machine = machine or system.read(run.gpu)
-    for name, rate in (("node", run.node), ("network", run.network)):
-        if rate is not None:
-            machine = replace(machine, **{name: Link(rate, getattr(machine, name).latency_seconds)})
-    return machine
+    node, network = _link(run.node, machine.node), _link(run.network, machine.network)
+    return replace(machine, node=node, network=network)
+
+
+def _link(rate: float | None, shipped: Link) -> Link:
+    return shipped if rate is None else Link(rate, shipped.latency_seconds)
 
 
 def judged(run: PublishedRun, machine: System | None = None) -> Judged:

@@ -10,7 +10,7 @@ from argparse import Namespace
 def divides_messages(args: Namespace) -> bool:
     """Whether tensor-parallel ranks each send a part of an activation that all have, and gather it behind.
 
-    Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines still do.  Under
+    Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
     sequence parallelism ranks have parts anyway.
     """
     is_whole = args.tensor_model_parallel_size > 1 and not args.sequence_parallel
@@ -20,7 +20,7 @@ def divides_messages(args: Namespace) -> bool:
 def hides_sums(args: Namespace) -> bool:
     """Whether the tensor-parallel sum of an input gradient runs behind the product for the weight gradient.
 
-    Forks of Megatron from before November 2021 do not do so.
+    The fork of Megatron that trained BLOOM does not do so (Megatron-DeepSpeed, megatron/mpu/layers.py).
     """
     return bool(getattr(args, "async_tensor_model_parallel_allreduce", True))
 
