@@ -42,6 +42,7 @@ _REFUSED = (
         "--ddp-average-in-collective", "gradients are summed over the replicas of a stage", "leave it out"
     ),
     Refusal("--data-parallel-random-init", "it counts as many replicas in all stages", "leave it out"),
+    Refusal("--create-all-gather-group", "its groups have as many replicas in all stages", "leave it out"),
     Refusal("--use-tp-pp-dp-mapping", "ranks go by stage, then by replica", "leave it out"),
     Refusal(
         "--dataloader-type cyclic",
