@@ -28,14 +28,16 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.module_stage import ModuleStage
-from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure
 from tests.support.ranks import run_ranks
 
 RANKS, UPDATES = 4, 10
+STAGES = Replicas.straight(RANKS)
 TIMES = Times(forward=0.010, input_gradient=0.010, weight_gradient=0.010, message_bytes=8 << 10)
 BACKWARD = TIMES.input_gradient + TIMES.weight_gradient
 MODEL = (
@@ -89,13 +91,14 @@ def sleep_through(rank: int, flushes: bool, interval: int) -> float:
     with recorder.step():
         for update in range(UPDATES + 1):
             if flushes:
-                schedule = one_f_one_b.build(RANKS, interval)
+                orders = one_f_one_b.build(RANKS, interval).orders
             else:
-                schedule = pipedream.step(RANKS, interval, update, UPDATES + 2 + RANKS)
-            execute(plan_rank(schedule, rank), {rank: stage}, channels, recorder, flush=flushes)
+                orders = pipedream.step(STAGES, interval, update, UPDATES + 2 + RANKS)
+            plan = plan_orders(orders, RANKS, STAGES.rank_of, rank)
+            execute(plan, {rank: stage}, channels, recorder, flush=flushes)
     dist.barrier()  # without a flush messages may be in flight, and go with the channels
     # The first update fills the pipeline; the others are its steady state.
-    events = recorder.record.events[-UPDATES * len(plan_rank(schedule, rank).steps) :]
+    events = recorder.record.events[-UPDATES * len(plan.steps) :]
     return 1e3 * (events[-1].end - events[0].start) / (UPDATES * interval)
 
 

@@ -3,7 +3,6 @@
 import json as json_format
 import math
 import re
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,23 +66,21 @@ def partition(
     Weight versions, microbatches in flight and --state-per-weight count against --memory.
     """
     from megatron_pp_ext.partition import profile_file
-    from megatron_pp_ext.partition.layout import has_layout, layout_of
+    from megatron_pp_ext.partition.layout import layout_of, replicas_flag
     from megatron_pp_ext.partition.partitioner import partition as best_partition
 
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else memory
     model = profile_file.read(profile)
-    best = partial(
-        best_partition, model, machines, cost=cost, memory=limit, state_per_weight=state_per_weight
+    found = best_partition(
+        model, machines, cost=cost, straight=straight, memory=limit, state_per_weight=state_per_weight
     )
-    found = best(straight=straight)
-    if layout and not has_layout(found):
-        replicated, found = found, best(straight=True)
-        _explain_straight(replicated, found)
     if json is not None:
         write_whole(json, json_format.dumps(found.record(model), indent=1) + "\n")
     if layout:
         typer.echo(layout_of(found, model))
+        if flag := replicas_flag(found):
+            typer.echo(f"the stages have different numbers of replicas: add {flag}", err=True)
     else:
         _show(found, model)
 
@@ -115,19 +112,9 @@ def _levels(workers: int | None, bandwidth: float | None, levels: str | None) ->
     return found
 
 
-def _explain_straight(replicated: "Partition", straight: "Partition") -> None:
-    """Print why the layout is not the best partition's, to stderr, so that stdout has only the layout."""
-    slower = straight.bottleneck_seconds / replicated.bottleneck_seconds
-    typer.echo(
-        f"the best partition has {'-'.join(map(str, replicated.replicas))} replicas, which no layout can "
-        "express: Megatron gives every stage as many data-parallel ranks as every other. The best straight "
-        f"one: {straight.bottleneck_seconds:.4g} s between microbatches, {slower:.2f} times the replicated "
-        "one's",
-        err=True,
-    )
-
-
 def _show(found: "Partition", model: "Profile") -> None:
+    from megatron_pp_ext.partition.layout import is_megatrons, training_flags
+
     names = ("replicas", "seconds", "in flight", "bytes a worker")
     table = Table("stage", Column("layers", overflow="fold"), *names, box=SIMPLE_HEAD)
     for number, stage in enumerate(found.stages):
@@ -145,3 +132,5 @@ def _show(found: "Partition", model: "Profile") -> None:
     console.print(f"between microbatches   {found.bottleneck_seconds:.6g} s, NOAM {found.noam}")
     console.print(f"data parallelism       {found.data_parallel_seconds:.6g} s: speedup {found.speedup:.3g}")
     console.print(f"one worker             {found.single_worker_seconds:.6g} s")
+    if len(found.stages) > 1 and is_megatrons(model):
+        typer.echo(f"train it with          {training_flags(found, model)}")

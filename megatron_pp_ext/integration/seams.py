@@ -1,9 +1,10 @@
 """Every place where this package enters Megatron-LM, grouped by what it is for.
 
-Each seam names the place, the parameters that it has since which release, the hook that goes there, and what
-the hook is for.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.  Those that only a machine
-without a GPU needs are in ``cpu_seams``, those that mend the training loop in ``loop_seams``, those of pairs
-in ``pair_seams``, those of seeds by layer in ``seed_seams``, and those that only record in ``record_seams``.
+Each seam names the place, the parameters that it has since which release, the hook that goes there, and
+what the hook is for. ``patching`` checks and replaces them, ``mpp doctor`` lists them. Those that only a
+machine without a GPU needs are in ``cpu_seams``, those that mend the training loop in ``loop_seams``,
+those of pairs in ``pair_seams``, those of replicated stages in ``replica_seams``, those of seeds by layer
+in ``seed_seams``, and those that only record in ``record_seams``.
 This imports Megatron.
 """
 
@@ -16,6 +17,7 @@ from megatron_pp_ext.integration.hooks import (
     local_linear,
     memory_report,
     mirrored_chunks,
+    replicated_ranks,
     resumed_learning_rate,
     skipped_steps,
     stage_data,
@@ -26,6 +28,7 @@ from megatron_pp_ext.integration.pair_seams import PAIRS
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.record_seams import RECORDS
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
+from megatron_pp_ext.integration.replica_seams import REPLICAS
 from megatron_pp_ext.integration.request import parser, same_request, validation
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.seed_seams import LAYER_SEEDS
@@ -50,6 +53,7 @@ def schedule_seams() -> tuple[Seam, ...]:
         *SCHEDULE,
         *PAIRS,
         *UPDATES,
+        *REPLICAS,
         *CHECKPOINTS,
         *RECORDS,
         *MEMORY_REPORT,
@@ -165,8 +169,8 @@ PLACEMENT = (
             CORE_0_19: f"{_MODEL_PARALLEL_UP_TO_EXPERTS}gtp_remat_size expert_gtp_remat_size "
             f"{_MODEL_PARALLEL_UP_TO_SHARP_GROUP}rank_offset local_world_size",
         },
-        mirrored_chunks.embed_on_first_rank,
-        "under a V the first rank has both ends of the model",
+        lambda stock: replicated_ranks.initialize_replicas(mirrored_chunks.embed_on_first_rank(stock)),
+        "under a V the first rank has both ends of the model; replicas have groups of their own",
     ),
     Seam(
         "megatron.training.training:get_model",

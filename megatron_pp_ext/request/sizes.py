@@ -2,12 +2,19 @@
 
 from argparse import Namespace
 
+from megatron_pp_ext.request import replicas
+
 
 def data_parallel_size(args: Namespace, world_size: int) -> int:
-    """The data-parallel size on ``world_size`` ranks.
+    """The data-parallel size on ``world_size`` ranks; 1 where stages have numbers of replicas of their own.
 
     ValueError, with the nearest numbers that work, where the parallel sizes do not divide ranks or model.
     """
+    replicated = replicas.requested(args)
+    if replicated:
+        replicas.require_world(args, replicated, world_size)
+        require_divisible(args, args.tensor_model_parallel_size)
+        return 1
     ranks = args.pipeline_model_parallel_size
     model = args.tensor_model_parallel_size * ranks * args.context_parallel_size
     if world_size % model:

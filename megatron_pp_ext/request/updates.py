@@ -8,8 +8,10 @@ an update would empty the pipeline every time, which these schedules exist to av
 from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron_pp_ext.request import replicas
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
 
 
@@ -17,12 +19,14 @@ from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
 class Updates:
     """The updates of a pipeline that never flushes, one every ``interval`` microbatches.
 
-    With ``waits`` the stages may wait for each other at every update, as under Megatron's own schedules.
+    ``replicas`` are those of its stages.  With ``waits`` the stages may wait for each other at every update,
+    as under Megatron's own schedules.
     """
 
     interval: int
     weights: Weights
     waits: bool
+    replicas: Replicas
 
 
 _WAITING = (
@@ -77,36 +81,41 @@ def read(args: Namespace, microbatches: int) -> Updates:
     ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
     an update.
     """
-    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
-    interval = _interval(name, ranks, args.pipeline_update_interval, microbatches)
+    name = args.pipeline_schedule
+    replicated = replicas.requested(args)
+    stages = replicated or Replicas.straight(args.pipeline_model_parallel_size)
+    interval = _interval(name, stages, args.pipeline_update_interval, microbatches)
     refuse_first(args, _NEVER)
+    if replicated:
+        replicas.refuse(args, replicated, microbatches)
     if not args.pipeline_allow_waits:
-        refuse_first(args, _WAITING, ", or allow it with --pipeline-allow-waits")
+        allowed = "" if replicated else ", or allow it with --pipeline-allow-waits"
+        refuse_first(args, _WAITING, allowed)
     if name == TWO_VERSIONS:
         weights = Weights.PREVIOUS
     else:
         weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
-    return Updates(interval, weights, args.pipeline_allow_waits)
+    return Updates(interval, weights, args.pipeline_allow_waits, stages)
 
 
-def _interval(name: str, ranks: int, requested: int | None, microbatches: int) -> int:
+def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:
     """The microbatches between two updates; ``requested`` is --pipeline-update-interval.
 
     ValueError unless they are the ``microbatches`` of a global batch, and enough for the schedule.
     """
     if requested is not None and requested < 1:
         raise ValueError(f"--pipeline-update-interval is {requested}, but must be 1 or more")
-    interval = requested or (microbatches if name == TWO_VERSIONS else 1)
+    interval = requested or (microbatches if name == TWO_VERSIONS else stages.full_round)
     if interval != microbatches:
         raise ValueError(
             f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
             f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
             f"--pipeline-update-interval to {microbatches}"
         )
-    if name == TWO_VERSIONS and interval < ranks:
+    if name == TWO_VERSIONS and interval < stages.ranks:
         raise ValueError(
             f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
-            f"{ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
+            f"{stages.ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
         )
     return interval
 

@@ -72,12 +72,18 @@ def test_layout_is_all_that_is_printed(mpp):
     assert (result.exit_code, result.stdout, result.stderr) == (0, "Et*2|t*2|t*2|L\n", "")
 
 
-def test_layout_of_replicas_says_why_not(mpp):
-    best = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout")
-    assert best.exit_code == 0, best.output
-    straight = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout --straight")
-    assert best.stdout == straight.stdout
-    assert "replicas, which no layout can express" in best.stderr
+def test_flags_that_train_replicas(mpp):
+    """The layout alone on stdout, and the flag for the replicas; all flags behind the table."""
+    found = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --layout")
+    assert (found.exit_code, found.stdout) == (0, "Et*3|t*3L\n")
+    assert found.stderr.endswith("add --pipeline-replicas 2-3\n")
+    shown = mpp("partition gpt.json --workers 5 --bandwidth 1e9").stdout
+    assert shown.endswith(
+        "--pipeline-schedule pipedream --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout 'Et*3|t*3L' --pipeline-replicas 2-3\n"
+    )
+    assert "--pipeline-replicas" not in mpp("partition gpt.json --workers 2 --bandwidth 1e9").stdout
+    assert "train it" not in mpp("partition vgg16.txt --workers 2 --bandwidth 1e9").stdout
 
 
 def test_profile_shows_and_converts(mpp, tmp_path):

@@ -19,6 +19,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message, posted_receives
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.simulate import Timeline, peak_messages, simulate
@@ -144,9 +145,9 @@ def test_a_pipeline_that_never_flushes_receives_no_more_than_1f1b(ranks: int, in
     counted = [most - SENDS_AHEAD - 1 for most in peak_messages(catalog.build("1f1b", ranks, full))]
     waiting = [0] * ranks
     for update in range(6):
-        step = pipedream.step(ranks, interval, update, 6)
-        for rank, posted in enumerate(posted_receives(step.orders, ranks, lambda stage, _: stage)):
-            for action, arrivals in zip((*step.orders[rank], None), posted, strict=True):
+        step = pipedream.step(Replicas.straight(ranks), interval, update, 6)
+        for rank, posted in enumerate(posted_receives(step, ranks, lambda stage, _: stage)):
+            for action, arrivals in zip((*step[rank], None), posted, strict=True):
                 waiting[rank] += len(arrivals)
                 assert waiting[rank] <= counted[rank]
                 if action is not None:

@@ -72,12 +72,12 @@ def test_messages_have_megatrons_patience_and_options(
     args = megatron_arguments.parse_args()
     made = []
     monkeypatch.setattr(message_groups, "get_args", lambda: args)
-    monkeypatch.setattr(message_groups.dist, "get_process_group_ranks", lambda group: [1, 3])
     monkeypatch.setattr(
         message_groups, "direction_groups", lambda *given, **named: made.append((given, named))
     )
-    message_groups.message_groups(None)
-    assert made == [(([1, 3], timedelta(minutes=3)), {"options": GroupOptions(max_ctas=16)})]
+    message_groups.message_groups([1, 3], [(0, 1)])
+    options = GroupOptions(max_ctas=16)
+    assert made == [(([1, 3], timedelta(minutes=3)), {"options": options, "edges": [(0, 1)]})]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Megatron makes NCCL's own options")

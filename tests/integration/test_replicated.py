@@ -1,137 +1,159 @@
-"""Replicated stages of Megatron's own layers: the gradients of one process."""
+"""Stages with different numbers of replicas, against one process that keeps every version of the weights."""
 
-from functools import partial
+import math
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 
-from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, last_actions
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
-from megatron_pp_ext.integration.runners.replicated_groups import process_groups
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
-from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.plan import plan_orders
-from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.families import round_robin
+from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.request import launch_flags
+from megatron_pp_ext.integration.runners import flush_free
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training
-from tests.support.ranks import run_ranks
+from tests.support.flags import assert_refused
+from tests.support.flags import read as read_flags
+from tests.support.ranks import RankError, run_ranks
+from tests.support.samples import samples_of
+from tests.support.without_flush import ADAM, MODEL, SGD, UNTIED, flags_of, noted, reference, run
 
-MICROBATCHES, LENGTH, WORDS, WIDTH = 6, 8, 32, 16
-
-
-def tokens(microbatch: int) -> torch.Tensor:
-    return torch.randint(WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(microbatch))
-
-
-def model(stages: int, groups: ProcessGroupCollection) -> torch.nn.Module:
-    """This rank's stage of a GPT of six layers, its weights by layer."""
-    stage = groups.pp.rank()
-    config = TransformerConfig(
-        num_layers=6,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        calculate_per_token_loss=True,  # gradients are summed over replicas, and the loss is a sum
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        WORDS,
-        LENGTH,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
-        share_embeddings_and_output_weights=False,
-        pg_collection=groups,
-    )
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunk = DistributedDataParallel(config, settings, gpt, pg_collection=groups)
-    training.initialize_by_layer([chunk])
-    return chunk
+FEW = ("--num-layers", "4", "--train-iters", "8")
+EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
 
 
-def forward_step(iterator, chunk):
-    """Sum the losses of one microbatch."""
-    ids = next(iterator)
-    positions = torch.arange(LENGTH).unsqueeze(0)
-    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
-    output = chunk(ids, positions, mask, labels=ids.roll(-1, 1))
-    return output, lambda losses: (losses.sum(), torch.tensor(LENGTH), {"loss": losses.sum().detach()})
-
-
-def train(rank: int, counts: tuple[int, ...]) -> dict:
-    """One step; gradients by global name, reduced over the stage's replicas."""
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    base = ProcessGroupCollection.use_mpu_process_groups()
-    if len(counts) == 1:
-        base.pp = dist.new_group([rank])
-        orders = [[Action(0, kind, j) for j in range(MICROBATCHES) for kind in (Kind.F, Kind.B)]]
-        stages, rank_of = 1, lambda stage, microbatch: 0
-        mine, groups = range(MICROBATCHES), base
-    else:
-        replicas = Replicas(counts)
-        orders = round_robin.orders(replicas, MICROBATCHES)
-        stages, rank_of = replicas.stages, replicas.rank_of
-        groups = process_groups(replicas, base)
-        replica = rank - replicas.first_rank(groups.pp.rank())
-        mine = range(replica, MICROBATCHES, counts[groups.pp.rank()])
-    chunk = model(stages, groups)
-    stage, config = groups.pp.rank(), chunk.config
-    inputs = StepInputs(
-        forward_step_func=forward_step,
-        model=[chunk],
-        iterators=[map(tokens, mine)],
-        microbatches=MICROBATCHES,
-        config=config,
-        cp_size=1,
-        data_parallel=DataParallel([chunk], config, False, False),
-        forward_only=False,
-        collect_non_loss_data=False,
-        first_val_step=None,
-    )
-    plan = plan_orders(orders, stages, rank_of, rank)
-    last = last_actions(plan)[stage]
-    runs = ModelStage(inputs, stage, 0, vp_stage=None, is_last=stage == stages - 1, last=last)
-    everyone = list(range(dist.get_world_size()))
-    shape = (LENGTH, 1, WIDTH)
-    channels = Channels(everyone, *direction_groups(everyone), shape, torch.float32, torch.device("cpu"))
-    chunk.zero_grad_buffer()
-    execute(plan, {stage: runs}, channels)
-    chunk.finish_grad_sync()
-    return {
-        "gradients": {name: p.main_grad.clone() for name, p in training.global_parameters([chunk])},
-        "losses": sorted(loss["loss"].item() for loss in inputs.losses),
-    }
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict:
-    return run_ranks(partial(train, counts=(1,)), 1)[0]
-
-
-@pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2, 1)])
-def test_gradients_are_those_of_one_process(counts: tuple[int, ...], alone: dict) -> None:
-    ranks = run_ranks(partial(train, counts=counts), sum(counts))
-    losses = sorted(loss for rank in ranks for loss in rank["losses"])
-    assert losses == alone["losses"]
+@pytest.mark.parametrize(
+    ("replicas", "interval", "rule", "optimizer"),
+    [
+        ("2-1", 2, "latest", (*SGD, *EVALUATED)),
+        ("1-2", 2, "latest", ADAM),
+        ("3-1", 3, "same", SGD),
+        ("2-1", 4, "previous", SGD),
+    ],
+)
+def test_parameters_after_eight_updates(replicas: str, interval: int, rule: str, optimizer: tuple) -> None:
+    counts = [*map(int, replicas.split("-"))]
+    expected = reference(replicas, interval, rule, (*FEW, *optimizer))
+    ranks = run(sum(counts), (*MODEL, *FEW, *optimizer, *flags_of(replicas, interval, rule)))
+    # Each replica has one gradient, and two have one sum; more are added up in another order.
+    is_exact = interval == max(counts) == 2
+    within = 0 if is_exact else rounding.relative()
+    assert ranks[-1]["losses"] == pytest.approx(expected["losses"], rel=within)
+    assert ranks[-1]["validation"] == pytest.approx(expected["validation"], rel=within)
+    assert bool(expected["validation"]) is (EVALUATED[0] in optimizer)
     for rank in ranks:
-        for name, gradient in rank["gradients"].items():
-            expected = alone["gradients"][name]
-            rounding.assert_gradients_close(gradient, expected, terms=MICROBATCHES * LENGTH, name=name)
-    assert {name for rank in ranks for name in rank["gradients"]} == alone["gradients"].keys()
+        for name, value in rank["parameters"].items():
+            if is_exact:
+                assert torch.equal(value, expected["parameters"][name]), name
+            else:
+                rounding.assert_gradients_close(value, expected["parameters"][name], name=name)
+    assert {name for rank in ranks for name in rank["parameters"]} == expected["parameters"].keys()
+
+
+def test_tensor_parallel_replicas() -> None:
+    """The norm of a stage's gradients is summed over its tensor-parallel ranks, once for all replicas."""
+    flags = (*MODEL, *SGD, *FEW, "--train-iters", "3", "--tensor-model-parallel-size", "2")
+    alone = run(2, (*flags, "--global-batch-size", "2"), ("2-1", 2, "latest"))[0]
+    ranks = run(6, (*flags, *flags_of("2-1", 2, "latest")))
+    assert ranks[-1]["losses"] == alone["losses"]
+    for stages in (0, 4), (3, 5):
+        norms = [math.hypot(*both) for both in zip(*(ranks[rank]["norms"] for rank in stages), strict=True)]
+        assert norms == pytest.approx(alone["norms"], rel=rounding.relative())
+
+
+def test_a_killed_run_is_resumed_by_itself_and_by_stock(tmp_path: Path) -> None:
+    """Each sample is read once, and the first update behind a checkpoint is stock's own step."""
+    folder = str(tmp_path / "ckpt")
+    saves = ("--save", folder, "--save-interval", "3", "--ckpt-format", "torch_dist")
+    loads = ("--load", folder, "--train-iters", "4", "--override-opt_param-scheduler")
+    stock = cpu.with_cpu_flags(
+        [*training.TINY, "--mock-data", *MODEL, *FEW, *ADAM, "--global-batch-size", "2"]
+    )
+    ours = [*stock, *flags_of("2-1", 2, "latest")]
+
+    def train(name: str, ranks: int, argv: list[str], dies_at: int | None = None) -> list[dict]:
+        return run_ranks(noted, ranks, argv, str(tmp_path / name), dies_at)
+
+    train("stock", 1, stock)
+    with pytest.raises(RankError, match="killed"):
+        train("killed", 3, [*ours, *saves], 5)
+    resumed = train("resumed", 3, [*ours, *loads])
+    (by_stock,) = train("by stock", 1, [*stock, *loads])
+    for rank in resumed:
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, by_stock["parameters"][name]), name
+
+    expected, killed, loaded = (samples_of(tmp_path / name) for name in ("stock.0", "killed.2", "resumed.2"))
+    assert {step: killed[step] for step in range(3)} | loaded == {step: expected[step] for step in range(4)}
+    assert samples_of(tmp_path / "by stock.0") == {3: expected[3]}
+    assert [len(samples) for samples in expected.values()] == [2] * 8
+
+
+def test_all_that_exchange_messages_meet_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a communicator at the first message of two ranks, and their hosts wait for that."""
+    monkeypatch.setattr(flush_free, "message_groups", lambda ranks, edges: (ranks, edges))
+    monkeypatch.setattr(flush_free, "ranks_of_pipeline", lambda group: [4, 5, 6, 7])
+    monkeypatch.setattr(flush_free.dist, "get_rank", lambda: 6)
+    place = flush_free._Place(Replicas((1, 2, 1)), None)
+    assert place.stage == 1
+    assert place.message_groups() == ([4, 5, 6, 7], [(0, 1), (0, 2), (1, 3), (2, 3)])
+
+
+REPLICATED = (
+    f"{UNTIED} --pipeline-model-parallel-size 2 --global-batch-size 3 --pipeline-schedule pipedream "
+    "--pipeline-replicas 3-1"
+)
+REFUSED = {
+    f"{REPLICATED} --pipeline-replicas 3-": "--pipeline-replicas is '3-', but must have a number above 0",
+    f"{REPLICATED} --pipeline-replicas 0-4": "'0-4', but must have .* above 0 for each stage, as in 3-1",
+    f"{REPLICATED} --pipeline-replicas 2-1-1": "2-1-1 is for 3 stages, but .* is 2; set that to 3, or give 2",
+    f"{REPLICATED} --pipeline-replicas 2-1": r"2-1 takes 3 x .* 1 = 3 ranks, but there are 4; start as many",
+    f"{REPLICATED} --tensor-model-parallel-size 2": r"3-1 takes 4 x .* 2 = 8 ranks, but there are 4",
+    f"{REPLICATED} --global-batch-size 4 --pipeline-update-interval 4": (
+        r"--global-batch-size: 4 microbatch\(es\) cannot be .* replicas 3-1; take a multiple of 3 x micro"
+    ),
+    f"{REPLICATED} --pipeline-schedule 1f1b": "replicas 3-1 has no meaning for .* 1f1b; leave it out",
+    "--pipeline-model-parallel-size 2 --pipeline-replicas 3-1": "3-1 has no meaning for Megatron's own sched",
+    f"{REPLICATED} --pipeline-schedule pipedream-2bw": "as it has pipeline ranks, 4, but got 3; raise",
+    f"{REPLICATED} --fp16": "does not support --fp16: .*; use --bf16$",
+    f"{REPLICATED} --pipeline-allow-waits": "replicas does not support --pipeline-allow-waits: it sums",
+    f"{REPLICATED} --log-params-norm": "--log-params-norm: it sums over a pipeline",
+    f"{REPLICATED} --num-experts 4": "--num-experts: the losses of routers",
+    f"{REPLICATED} --context-parallel-size 2": "--context-parallel-size: a replica has tensor-parallel ranks",
+    f"{REPLICATED} --overlap-grad-reduce": "--overlap-grad-reduce: .* at different places of the schedule",
+    f"{REPLICATED} --use-distributed-optimizer": "--use-distributed-optimizer: its checkpoints, and the norm",
+    f"{REPLICATED} --ddp-average-in-collective": "--ddp-average-in-collective: gradients are summed",
+    f"{REPLICATED} --data-parallel-random-init": "--data-parallel-random-init: it counts as many replicas",
+    f"{REPLICATED} --create-all-gather-group": "--create-all-gather-group: its groups have as many replicas",
+    f"{REPLICATED} --use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping: ranks go by stage",
+    f"{REPLICATED} --dataloader-type cyclic": "--dataloader-type cyclic: it shares out samples as if",
+    f"{REPLICATED} --full-validation --multiple-validation-sets": "--full-validation: it shares out samples",
+    f"{REPLICATED} --pipeline-trace trace.json": "--pipeline-trace: a trace has one rank for each stage",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refused_in_one_line(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(monkeypatch, flags, REFUSED[flags])
+
+
+def test_batches_of_an_evaluation_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not training.has_flag("--eval-global-batch-size"):
+        pytest.skip("this Megatron has no --eval-global-batch-size")
+    assert_refused(
+        monkeypatch, f"{REPLICATED} --eval-global-batch-size 4", "--eval-global-batch-size: 4 micro"
+    )
+    read_flags(monkeypatch, f"{REPLICATED} --eval-global-batch-size 6")
+
+
+def test_what_the_flags_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = read_flags(monkeypatch, REPLICATED)
+    assert pipeline.updates.replicas.counts == (3, 1)
+    assert (pipeline.updates.interval, pipeline.request.data, pipeline.request.microbatches) == (3, 1, 3)
+
+
+def test_the_planner_does_not_know_replicas() -> None:
+    words = [*training.TINY, *REPLICATED.split()]
+    with pytest.raises(
+        ValueError, match="the replicas of --pipeline-replicas are not modelled: leave it out"
+    ):
+        launch_flags.read_flags(words)

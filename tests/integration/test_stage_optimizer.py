@@ -6,6 +6,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks import stage_optimizer
 from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear
 
 
@@ -13,8 +14,8 @@ from megatron_pp_ext.schedule.placement import linear
     ("updates", "waits"),
     [
         (None, True),
-        (Updates(1, Weights.LATEST, waits=True), True),
-        (Updates(1, Weights.LATEST, waits=False), False),
+        (Updates(1, Weights.LATEST, True, Replicas.straight(2)), True),
+        (Updates(1, Weights.LATEST, False, Replicas.straight(2)), False),
     ],
 )
 def test_a_stage_keeps_its_own_value(updates: Updates | None, waits: bool) -> None:

@@ -21,9 +21,10 @@ from megatron_pp_ext.request.refusals import refuse
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from tests.support import training
 from tests.support.flags import assert_refused, read
@@ -275,9 +276,13 @@ def test_every_schedule_that_is_built_begins_with_microbatch_0(tmp_path, monkeyp
 def test_without_a_flush_a_run_begins_with_microbatch_0_and_no_update_ever_sees_it_again(interval):
     """Later updates, in which nobody is first, add to what Megatron zeroed before them."""
     ranks, updates = 4, 5
-    require_first_first(pipedream.step(ranks, interval, 0, updates))
-    for update in range(1, updates):
-        step = pipedream.step(ranks, interval, update, updates)
+    steps = [
+        Schedule("pipedream", linear(ranks), interval, orders)
+        for update in range(updates)
+        for orders in [pipedream.step(Replicas.straight(ranks), interval, update, updates)]
+    ]
+    require_first_first(steps[0])
+    for step in steps[1:]:
         assert all(action.microbatch for action in step if action.kind is Kind.F)
 
 

@@ -18,7 +18,7 @@ from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.families import round_robin
+from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
@@ -114,6 +114,24 @@ def test_replicated_stages(counts):
         launches = record_plans(plans_of_ranks)
         for setting in SETTINGS:
             assert circle(launches, setting) == "", (microbatches, setting)
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2), (1, 2, 1), (3, 2), (2, 1, 3)])
+def test_replicas_that_reduce_gradients_at_every_update(counts):
+    """Behind the last action of an update, and before the first of the next, with messages in flight."""
+    replicas, updates = Replicas(counts), 4
+    stages = [tuple(replicas.ranks_of(stage)) for stage in range(replicas.stages)]
+    for interval in (replicas.full_round, 2 * replicas.full_round):
+        steps = [pipedream.step(replicas, interval, update, updates) for update in range(updates)]
+        plans_of_ranks = [
+            [plan_orders(step, replicas.stages, replicas.rank_of, rank) for step in steps]
+            for rank in range(replicas.ranks)
+        ]
+        launches = record_plans(plans_of_ranks, reduced_between=stages)
+        assert all(sum(isinstance(e, Collective) for e in rank) == updates for rank in launches)
+        assert strictest(launches) == "", interval
+        for setting in SETTINGS:
+            assert circle(launches, setting) == "", (interval, setting)
 
 
 @pytest.mark.parametrize("seed", range(8))

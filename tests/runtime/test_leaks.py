@@ -14,12 +14,13 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import Stage, execute
 from megatron_pp_ext.runtime.module_stage import ModuleStage
-from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE, SplitLinear
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support.ranks import run_ranks
 
 RANKS, MICROBATCHES, STEPS, WARM_UP = 2, 2, 500, 100
@@ -121,7 +122,8 @@ def _flush(plan, stages, channels, recorder, step: int) -> None:
 
 
 def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> None:
-    about = {"stage": rank, "ranks": RANKS, "interval": MICROBATCHES}
+    replicas = Replicas.straight(RANKS)
+    about = {"stage": rank, "replicas": replicas, "interval": MICROBATCHES}
     weights = pipedream.Weights.PREVIOUS
     versioned = VersionedStage(stage, versions, partial(pipedream.version, weights, **about))
     # Every hundred steps the pipeline runs empty: what is left then is left for ever.
@@ -129,10 +131,10 @@ def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> N
     ends = done == total - 1
     if done == 0:
         versions.newest = 0
-    plan = plan_rank(pipedream.step(RANKS, MICROBATCHES, done, total), rank)
+    plan = plan_orders(pipedream.step(replicas, MICROBATCHES, done, total), RANKS, replicas.rank_of, rank)
     with recorder.step():
         execute(plan, {rank: versioned}, channels, recorder, flush=ends)
-    kept = () if ends else pipedream.versions_kept(weights, done + 1, rank, RANKS, MICROBATCHES)
+    kept = () if ends else pipedream.versions_kept(weights, done + 1, **about)
     versions.update_follows(kept)
 
 

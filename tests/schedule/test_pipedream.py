@@ -1,62 +1,93 @@
-"""PipeDream's steps are 1F1B, cut where a rank updates its weights."""
+"""PipeDream's steps are 1F1B (1F1B-RR with replicas), cut where a rank updates its weights."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
+from megatron_pp_ext.schedule.actions import Kind, delivers, needs
+from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.placement import linear
+
+REPLICAS = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(lambda counts: Replicas(tuple(counts)))
 
 
 @settings(deadline=None)
-@given(st.integers(2, 8), st.integers(1, 9), st.integers(1, 6))
-def test_the_steps_of_a_run_are_1f1b_without_a_flush(ranks: int, interval: int, updates: int) -> None:
-    steps = [pipedream.step(ranks, interval, update, updates) for update in range(updates)]
-    whole = one_f_one_b.build(ranks, interval * updates)
-    for rank in range(ranks):
-        order = [action for step in steps for action in step.orders[rank]]
-        if updates * interval >= ranks - rank:
-            assert tuple(order) == whole.orders[rank]
+@given(REPLICAS, st.integers(1, 3), st.integers(1, 6))
+def test_the_steps_of_a_run_are_one_schedule_without_a_flush(replicas, rounds, updates) -> None:
+    interval = rounds * replicas.full_round
+    steps = [pipedream.step(replicas, interval, update, updates) for update in range(updates)]
+    whole = round_robin.orders(replicas, interval * updates)
+    for rank, order in enumerate(whole):
+        if len(replicas.turns(rank, interval * updates)) > replicas.warm_up(replicas.stage_of(rank)):
+            assert tuple(action for step in steps for action in step[rank]) == order
     for number, step in enumerate(steps):
-        for order in step.orders:
-            backwards = [action.microbatch for action in order if action.kind is Kind.B]
-            assert backwards == list(range(number * interval, (number + 1) * interval))
+        for stage in range(replicas.stages):
+            done = [a.microbatch for r in replicas.ranks_of(stage) for a in step[r] if a.kind is Kind.B]
+            assert sorted(done) == list(range(number * interval, (number + 1) * interval))
+
+
+@settings(deadline=None)
+@given(REPLICAS, st.integers(1, 3))
+def test_no_action_needs_one_of_a_later_update(replicas, rounds) -> None:
+    """So the replicas of a stage can wait for each other at every update."""
+    updates, placement = 5, linear(replicas.stages)
+    steps = [
+        pipedream.step(replicas, rounds * replicas.full_round, update, updates) for update in range(updates)
+    ]
+    done: set = set()
+    for step in steps:
+        done |= {delivers(action) for order in step for action in order}
+        for order in step:
+            for action in order:
+                assert done.issuperset(needs(delivers(action), placement)), (replicas, action)
 
 
 def test_versions_of_the_paper() -> None:
     """PipeDream: n - s versions on stage s; 2BW: two; vertical sync: everywhere as many as on the first."""
-    ranks = 4
-    for stage in range(ranks):
-        behind = ranks - 1 - stage
-        assert len(pipedream.versions_kept(Weights.LATEST, 50, stage, ranks, 1)) == behind
-        assert len(pipedream.versions_kept(Weights.SAME, 50, stage, ranks, 1)) == ranks - 1
-        assert len(pipedream.versions_kept(Weights.PREVIOUS, 50, stage, ranks, 4)) == 1
+    stages = 4
+    straight = Replicas.straight(stages)
+    for stage in range(stages):
+        behind = stages - 1 - stage
+        assert len(pipedream.versions_kept(Weights.LATEST, 50, stage, straight, 1)) == behind
+        assert len(pipedream.versions_kept(Weights.SAME, 50, stage, straight, 1)) == stages - 1
+        assert len(pipedream.versions_kept(Weights.PREVIOUS, 50, stage, straight, 4)) == 1
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Weights), st.integers(2, 8), st.integers(1, 9), st.data())
-def test_most_versions_are_those_of_the_fullest_update(weights, ranks, interval, data) -> None:
-    stage = data.draw(st.integers(0, ranks - 1))
-    counts = [len(pipedream.versions_kept(weights, update, stage, ranks, interval)) for update in range(40)]
-    assert pipedream.most_versions(weights, stage, ranks, interval) == max(counts)
+@given(st.sampled_from(Weights), REPLICAS, st.integers(1, 9), st.data())
+def test_most_versions_are_those_of_the_fullest_update(weights, replicas, rounds, data) -> None:
+    stage, interval = data.draw(st.integers(0, replicas.stages - 1)), rounds * replicas.full_round
+    counts = [
+        len(pipedream.versions_kept(weights, update, stage, replicas, interval)) for update in range(40)
+    ]
+    assert pipedream.most_versions(weights, stage, replicas, interval) == max(counts)
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Weights), st.integers(2, 6), st.integers(1, 8), st.integers(0, 60), st.data())
-def test_a_version_is_there_when_it_is_used(weights, ranks, interval, microbatch, data) -> None:
+@given(st.sampled_from(Weights), REPLICAS, st.integers(1, 4))
+def test_a_version_is_there_when_it_is_used(weights, replicas, rounds) -> None:
     """Never newer than what a stage has at the forward, and kept until the backward."""
-    stage = data.draw(st.integers(0, ranks - 1))
-    used = pipedream.version(weights, microbatch, stage, ranks, interval)
-    at_forward = max(0, (microbatch - pipedream.in_flight(stage, ranks)) // interval)
-    at_backward = microbatch // interval
-    if weights is Weights.PREVIOUS and interval < ranks - 1:
+    interval, updates = rounds * replicas.full_round, 8
+    if weights is Weights.PREVIOUS and interval < replicas.ranks - 1:
         return
-    assert used <= at_forward
-    for update in range(used + 1, at_backward + 1):
-        assert used in pipedream.versions_kept(weights, update, stage, ranks, interval)
+    for update in range(updates):
+        for rank, order in enumerate(pipedream.step(replicas, interval, update, updates)):
+            stage = replicas.stage_of(rank)
+            has = {update, *pipedream.versions_kept(weights, update, stage, replicas, interval)}
+            # The first update begins with a fill, in which every version is the initial one.
+            for action in order:
+                used = pipedream.version(weights, action.microbatch, stage, replicas, interval)
+                assert used in has, (action, used)
+                if weights is Weights.LATEST and action.kind is Kind.F:
+                    assert used == update
 
 
-def test_an_update_beyond_the_last_is_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"update must be in 0\.\.4, got 5"):
-        pipedream.step(4, 1, 5, 5)
+        pipedream.step(Replicas.straight(4), 1, 5, 5)
+    with pytest.raises(
+        ValueError, match=r"4 microbatch\(es\) cannot be .* replicas 2-3; take a multiple of 6$"
+    ):
+        pipedream.step(Replicas((2, 3)), 4, 0, 1)

@@ -15,6 +15,10 @@ _NOT_COUNTED = (
     ("multi_latent_attention", "the compressed keys of --multi-latent-attention are not modelled"),
     ("yaml_cfg", "--yaml-cfg hides the flags"),
     ("use_megatron_fsdp", "--use-megatron-fsdp shards weights in a way that is not modelled"),
+    (
+        "pipeline_replicas",
+        "the replicas of --pipeline-replicas are not modelled",
+    ),
 )
 
 

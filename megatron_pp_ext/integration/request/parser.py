@@ -95,7 +95,14 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             "--pipeline-update-interval",
             metavar="K",
             type=int,
-            help="Microbatches between two updates of the weights under pipedream: those of a global batch.",
+            help="Microbatches between two updates of the weights under pipedream: those of a global batch. "
+            "Without it, 1, or the least common multiple of --pipeline-replicas.",
+        )
+        group.add_argument(
+            "--pipeline-replicas",
+            metavar="R-R...",
+            help="Replicas of each stage under pipedream and pipedream-2bw, as in 3-1, which take the "
+            "microbatches in turn; they are instead of data parallelism.",
         )
         group.add_argument(
             "--pipeline-vertical-sync",

@@ -34,10 +34,12 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
     chunks = "1 chunk" if placement.chunks == 1 else f"{placement.chunks} chunks"
     shape = f"{name}: {placement.ranks} ranks x {chunks}"
     if pipeline.updates is not None:
-        every = pipeline.updates.interval
+        every, replicas = pipeline.updates.interval, pipeline.updates.replicas
+        if not replicas.is_straight:
+            shape = f"{name}: {placement.stages} stages with {replicas} replicas"
         return (
-            f"{shape}, an update every {every} microbatch{'es' * (every > 1)}, peak {placement.ranks} "
-            "microbatches, no flush and so no bubble between updates"
+            f"{shape}, an update every {every} microbatch{'es' * (every > 1)}, peak "
+            f"{replicas.warm_up(0) + 1} microbatches, no flush and so no bubble between updates"
         )
     try:
         schedule = _schedule(pipeline)

@@ -14,13 +14,13 @@ from typing import Any
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import dataset_helpers
+from megatron_pp_ext.integration.hooks import dataset_helpers, replicated_ranks
 from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
 from megatron_pp_ext.integration.request import model_costs, needed_flags
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import summary
 from megatron_pp_ext.planner.layout import requested_layout
-from megatron_pp_ext.request import layers, measurements, pipeline, stage_costs
+from megatron_pp_ext.request import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.refusals import refuse_endless_recomputation
@@ -63,7 +63,8 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             raise refused(error) from error
         try:
-            result = stock(args, defaults)
+            with replicated_ranks.one_of_each(args, found):
+                result = stock(args, defaults)
         except (AssertionError, ValueError) as error:
             raise refused(needed_flags.failed_check(error)) from error
         # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.
@@ -101,6 +102,8 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     """
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
+    if replicas.requested(args):
+        data = sizes.data_parallel_size(args, args.world_size)
     layout = ""
     if requested_layout.is_requested(args):
         layout = requested_layout.settle(args, data, model_costs.vocabulary(args))

@@ -1,30 +1,33 @@
 """Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import get_pg_rank
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks.data_parallel import last_actions
+from megatron_pp_ext.integration.hooks.replicated_ranks import ranks_of_pipeline, sum_over_replicas
 from megatron_pp_ext.integration.runners import free_memory, tracing
-from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
-from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
-from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families import pipedream, round_robin
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.messages import Orders
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
 
 
-class FlushFreeRunner(FlushedRunner):
+class FlushFreeRunner(PipelineRunner):
     """Runs a training step as one update of a pipeline that never empties.
 
     An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
@@ -34,6 +37,7 @@ class FlushFreeRunner(FlushedRunner):
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
+        self._place: _Place | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -44,12 +48,19 @@ class FlushFreeRunner(FlushedRunner):
     def _run(
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
     ) -> None:
+        if self._place is None:
+            assert self.pipeline.updates is not None
+            self._place = _Place(self.pipeline.updates.replicas, group)
+            # For evaluations: no group can be made once messages are under way.
+            self._groups = self._place.message_groups()
         if inputs.forward_only:
-            super()._run(inputs, group, shape, recorder)
+            assert self._groups is not None
+            plan = self._place.plan(round_robin.evaluation(self._place.replicas, inputs.microbatches))
+            channels = message_channels(self._place.ranks, self._groups, shape, inputs.config)
+            execute(plan, {self._place.stage: self._place.make_stage(inputs)}, channels, recorder)
             return
         if self._running is None:
-            self._directions(group)  # for evaluations: no group can be made once messages are under way
-            self._running = _RunningPipeline(self.pipeline, inputs, group, shape)
+            self._running = _RunningPipeline(self.pipeline, self._place, inputs, shape)
         self._running.update(inputs, recorder)
 
     def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
@@ -58,37 +69,56 @@ class FlushFreeRunner(FlushedRunner):
         return tracing.recording(group, inputs.model, inputs.forward_only, part=done % parts, parts=parts)
 
 
+class _Place:
+    """The place of this rank among all replicas of the stages of its pipeline, whose group is ``group``."""
+
+    def __init__(self, replicas: Replicas, group: dist.ProcessGroup) -> None:
+        self.replicas = replicas
+        self.ranks = ranks_of_pipeline(group)
+        self._rank = self.ranks.index(dist.get_rank())
+        self.stage = replicas.stage_of(self._rank)
+
+    def plan(self, orders: Orders) -> RankPlan:
+        """Return what this rank does where all follow ``orders``."""
+        return plan_orders(orders, self.replicas.stages, self.replicas.rank_of, self._rank)
+
+    def make_stage(self, inputs: StepInputs) -> ModelStage:
+        """Return this rank's stage."""
+        is_last = self.stage == self.replicas.stages - 1
+        return ModelStage(inputs, self.stage, 0, vp_stage=None, is_last=is_last, last=None)
+
+    def message_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Make groups for messages; every rank of the world does so at the same time."""
+        stages = [self.replicas.ranks_of(stage) for stage in range(self.replicas.stages)]
+        return message_groups(self.ranks, [pair for two in pairwise(stages) for pair in product(*two)])
+
+
 class _RunningPipeline:
     """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
 
-    def __init__(
-        self, pipeline: requested.Pipeline, inputs: StepInputs, group: dist.ProcessGroup, shape: Any
-    ) -> None:
+    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs, shape: Any) -> None:
         assert pipeline.updates is not None
         args = get_args()
         self.done, self.total = 0, args.train_iters - args.curr_iteration
-        self._ranks, self._rank = group.size(), get_pg_rank(group)
-        self._updates = pipeline.updates
-        about = {"stage": self._rank, "ranks": self._ranks, "interval": self._updates.interval}
+        self._place, self._updates = place, pipeline.updates
+        about: Any = {"stage": place.stage, "replicas": place.replicas, "interval": self._updates.interval}
         self._kept_after = partial(pipedream.versions_kept, self._updates.weights, **about)
         (model,) = inputs.model
-        self._stage = model_stages(inputs, pipeline.placement, self._plan(), ModelStage)[self._rank]
+        self._stage = place.make_stage(inputs)
         self._versions = WeightVersions(model.parameters())
-        require_room(self._updates, self._versions.bytes_of_one, group)
+        require_room(self._updates, place.stage, self._versions.bytes_of_one)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
         self.most_version_bytes = 0
-        self._channels = message_channels(group, message_groups(group), shape, inputs.config)
+        self._channels = message_channels(place.ranks, place.message_groups(), shape, inputs.config)
         self._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+        if not place.replicas.is_straight:
+            sum_over_replicas(inputs.model)
         if not self._updates.waits and args.clip_grad:
             print_rank_0(
                 f"megatron_pp_ext: --clip-grad {args.clip_grad:g} goes by each pipeline stage's own gradient "
                 f"norm under --pipeline-schedule {pipeline.name}; the log shows that of the last stage"
             )
-
-    def _plan(self) -> Any:
-        step = pipedream.step(self._ranks, self._updates.interval, self.done, self.total)
-        return plan_rank(step, self._rank)
 
     def update(self, inputs: StepInputs, recorder: Recorder | None) -> None:
         """Run the forwards and backwards of one update, and keep the weights that are used once more."""
@@ -98,11 +128,12 @@ class _RunningPipeline:
                 f"{self._updates.interval} are under way; keep the global batch size as it is, or choose a "
                 "schedule that flushes, such as 1f1b"
             )
-        plan = self._plan()
-        self._stage.inputs, self._stage.last = inputs, last_actions(plan)[self._rank]
+        step = pipedream.step(self._place.replicas, self._updates.interval, self.done, self.total)
+        plan, stage = self._place.plan(step), self._place.stage
+        self._stage.inputs, self._stage.last = inputs, last_actions(plan)[stage]
         self.done += 1
         is_last = self.done == self.total
-        execute(plan, {self._rank: self._versioned}, self._channels, recorder, flush=is_last)
+        execute(plan, {stage: self._versioned}, self._channels, recorder, flush=is_last)
         self._require_constant_buffers()
         self._versions.update_follows(self._kept_after(update=self.done) if not is_last else ())
         self.most_version_bytes = max(self.most_version_bytes, self._versions.kept_bytes)
@@ -116,29 +147,33 @@ class _RunningPipeline:
                 )
 
 
-def require_room(updates: Updates, bytes_of_one: int, group: dist.ProcessGroup) -> None:
-    """Raise ValueError, on all ranks of the pipeline ``group``, if some device cannot hold its versions.
+def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
+    """Raise ValueError, on all ranks of the job, if some device cannot hold its versions.
 
-    ``bytes_of_one`` is the size of one version of this rank's weights.
+    ``bytes_of_one`` is the size of one version of this rank's weights, those of ``stage``.
     """
-    ranks = group.size()
-    devices: list[tuple[int, int]] = [(0, 0)] * ranks
-    dist.all_gather_object(devices, (bytes_of_one, free_memory.free_bytes()), group=group)
+    devices: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(devices, (stage, bytes_of_one, free_memory.free_bytes()))
+    replicas = updates.replicas
 
     def lacking(interval: int) -> list[int]:
         """Return the bytes that each rank lacks, below 0 where some would be left."""
-        counts = (pipedream.most_versions(updates.weights, rank, ranks, interval) for rank in range(ranks))
-        return [count * size - free for count, (size, free) in zip(counts, devices, strict=True)]
+        return [
+            pipedream.most_versions(updates.weights, stage, replicas, interval) * size - free
+            for stage, size, free in devices
+        ]
 
-    worst = max(range(ranks), key=lacking(updates.interval).__getitem__)
-    if lacking(updates.interval)[worst] <= 0:
+    lacks = lacking(updates.interval)
+    if max(lacks) <= 0:
         return
-    count = pipedream.most_versions(updates.weights, worst, ranks, updates.interval)
-    size, free = devices[worst]
-    longer = next((k for k in range(updates.interval + 1, ranks) if max(lacking(k)) <= 0), None)
+    stage, size, free = devices[lacks.index(max(lacks))]
+    count = pipedream.most_versions(updates.weights, stage, replicas, updates.interval)
+    every = replicas.full_round
+    candidates = range(updates.interval + every, replicas.ranks - 1 + every, every)
+    longer = next((interval for interval in candidates if max(lacking(interval)) <= 0), None)
     raise ValueError(
         f"updates every {updates.interval} microbatch(es) keep {count} older version(s) of {size:,} bytes of "
-        f"weights on pipeline rank {worst}, which has {free:,} bytes free; "
+        f"weights in pipeline stage {stage}, where a rank has {free:,} bytes free; "
         + (
             f"set --pipeline-update-interval to {longer}, and --global-batch-size with it"
             if longer

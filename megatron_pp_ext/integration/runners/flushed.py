@@ -48,7 +48,7 @@ class FlushedRunner(PipelineRunner):
 
     def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
         """Return the channels of one step for messages of ``shape`` in the pipeline ``group``."""
-        return message_channels(group, self._directions(group), shape, config)
+        return message_channels(dist.get_process_group_ranks(group), self._directions(group), shape, config)
 
     def _pairs(self, stages: Mapping[int, PlannedStage]) -> Pairs | None:
         """Return what runs the pairs of ``stages``; None lets their actions run one after the other."""

@@ -1,5 +1,6 @@
 """The process groups and channels of a pipeline's messages, made as Megatron's flags request them."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def message_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make the groups, down and up, for messages between the ranks of the pipeline ``group``.
+def message_groups(
+    ranks: list[int], edges: Iterable[tuple[int, int]] = ()
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups, down and up, for messages between the global ``ranks`` of a pipeline.
 
-    Collective over the whole world, at a time when no message is on its way.
+    ``edges`` are pairs of pipeline ranks that exchange messages beside neighbours.  Collective over the whole
+    world, at a time when no message is on its way.
     """
     patience, options = _as_flags_say()
-    return direction_groups(dist.get_process_group_ranks(group), patience, options=options)
+    return direction_groups(ranks, patience, options=options, edges=edges)
 
 
 def vocabulary_exchanges(group: dist.ProcessGroup) -> Exchanges:
@@ -53,10 +57,9 @@ def _as_flags_say() -> tuple[timedelta, GroupOptions]:
 
 
 def message_channels(
-    group: dist.ProcessGroup, directions: tuple[dist.ProcessGroup, dist.ProcessGroup], shape: Any, config: Any
+    ranks: list[int], directions: tuple[dist.ProcessGroup, dist.ProcessGroup], shape: Any, config: Any
 ) -> Channels:
-    """Make channels between the ranks of the pipeline ``group`` for messages of ``shape``."""
-    ranks = dist.get_process_group_ranks(group)
+    """Make channels between the global ``ranks`` of a pipeline for messages of ``shape``."""
     return Channels(ranks, *directions, shape, config.pipeline_dtype, device())
 
 

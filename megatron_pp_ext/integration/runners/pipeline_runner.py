@@ -162,7 +162,7 @@ class PipelineRunner(ABC):
     def _directions(self, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Return the process groups, down and up, of the messages in ``group``; the first call makes them."""
         if self._groups is None:
-            self._groups = message_groups(group)
+            self._groups = message_groups(dist.get_process_group_ranks(group))
         return self._groups
 
     def _loss_transfer(self, group: dist.ProcessGroup) -> LossTransfer | None:

@@ -18,6 +18,7 @@ from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, PIPEDREAM
 from megatron_pp_ext.schedule.placement import Placement
@@ -249,4 +250,4 @@ def _older_versions(work: Workload, name: str, rank: int, microbatches: int) -> 
         return 0
     latest = pipedream.Weights.SAME if work.args.pipeline_vertical_sync else pipedream.Weights.LATEST
     weights = latest if name == PIPEDREAM else pipedream.Weights.PREVIOUS
-    return pipedream.most_versions(weights, rank, work.placement.ranks, microbatches)
+    return pipedream.most_versions(weights, rank, Replicas.straight(work.placement.ranks), microbatches)

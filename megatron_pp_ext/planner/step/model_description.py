@@ -112,6 +112,7 @@ DEFAULTS: dict[str, Any] = {
     "pipeline_costs": None,
     "pipeline_profile_steps": None,
     "pipeline_update_interval": None,
+    "pipeline_replicas": None,
     "pipeline_vertical_sync": False,
     "pipeline_allow_waits": False,
 }

@@ -1,9 +1,10 @@
-"""PipeDream's 1F1B without a flush (SOSP 2019, figure 4), and how old its weights are.
+"""PipeDream's 1F1B without a flush (SOSP 2019, figures 4 and 8), and how old its weights are.
 
 The order is 1F1B's, over all microbatches of the whole run: after the first fill a rank alternates
-between one forward and one backward for ever, and updates its weights after every ``interval``
-backwards without waiting for another rank.  A training step is what a rank does between two of its
-updates; what is in flight at an update stays in flight.
+between one forward and one backward for ever.  A stage updates its weights after every ``interval``
+microbatches without waiting for another stage; where it has r replicas (``round_robin``), each does an r-th
+of these microbatches, and they add up their gradients.  A training step is what a rank does between two of
+its updates; what is in flight at an update stays in flight.
 
 Microbatches are numbered through the run.  Version v of a stage's weights are its weights
 after v updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with those of
@@ -12,9 +13,8 @@ the update before is PipeDream-2BW (arXiv 2006.09503, section 3.1).
 
 from enum import StrEnum
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
-from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
 class Weights(StrEnum):
@@ -27,66 +27,62 @@ class Weights(StrEnum):
     PREVIOUS = "previous"
     """On all stages the version before that which the microbatch's own update starts from: 2BW.
 
-    The first stage has it in time only if interval >= p - 1.
+    The first stage has it in time only if interval >= p - 1, where p is the number of all replicas.
     """
 
 
-def step(ranks: int, interval: int, update: int, updates: int) -> Schedule:
-    """Build what every rank does between its updates number ``update`` and ``update + 1``, of ``updates``.
+def step(replicas: Replicas, interval: int, update: int, updates: int) -> tuple[tuple[Action, ...], ...]:
+    """Return what every rank does between its updates number ``update`` and ``update + 1``, of ``updates``.
 
     Update 0 fills the pipeline; the last ones start no forward whose backward would not be reached.
-    A rank's backwards are those of the ``interval`` microbatches of this update; its forwards are ahead
-    of them by ``in_flight`` microbatches.
+    The backwards are those of the ``interval`` microbatches of this update; the forwards of a replica are
+    ahead of them by its ``warm_up``.  No action needs one of a later update: the forwards of a stage are at
+    least as far ahead as those of the next one.
+
+    ValueError for an update that is not there, and where replicas would do unequally many microbatches.
     """
-    require_pipeline("pipedream", ranks, interval)
+    replicas.require_turns(interval)
     if not 0 <= update < updates:
         raise ValueError(f"update must be in 0..{updates - 1}, got {update}")
-    orders = tuple(_order(rank, ranks, interval, update, updates) for rank in range(ranks))
-    return Schedule("pipedream", linear(ranks), interval, orders)
+    return tuple(_order(replicas, rank, interval, update, updates) for rank in range(replicas.ranks))
 
 
-def _order(rank: int, ranks: int, interval: int, update: int, updates: int) -> tuple[Action, ...]:
-    ahead, end = in_flight(rank, ranks), updates * interval
+def _order(replicas: Replicas, rank: int, interval: int, update: int, updates: int) -> tuple[Action, ...]:
+    stage = replicas.stage_of(rank)
+    ahead, each = replicas.warm_up(stage), interval // replicas.counts[stage]
+    mine = replicas.turns(rank, interval * updates)
     order = []
     if update == 0:
-        order += [Action(rank, Kind.F, microbatch) for microbatch in range(min(ahead, end))]
-    for microbatch in range(update * interval, (update + 1) * interval):
-        if microbatch + ahead < end:
-            order.append(Action(rank, Kind.F, microbatch + ahead))
-        order.append(Action(rank, Kind.B, microbatch))
+        order += [Action(stage, Kind.F, microbatch) for microbatch in mine[:ahead]]
+    for turn in range(update * each, (update + 1) * each):
+        if turn + ahead < len(mine):
+            order.append(Action(stage, Kind.F, mine[turn + ahead]))
+        order.append(Action(stage, Kind.B, mine[turn]))
     return tuple(order)
 
 
-def in_flight(stage: int, ranks: int) -> int:
-    """Return how many microbatches have passed ``stage`` and not yet come back when it updates."""
-    return ranks - 1 - stage
-
-
-def version(weights: Weights, microbatch: int, stage: int, ranks: int, interval: int) -> int:
+def version(weights: Weights, microbatch: int, stage: int, replicas: Replicas, interval: int) -> int:
     """Return the version of ``stage``'s weights that ``microbatch`` uses.
 
     For n stages and an update every microbatch this is w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ...,
     w_n(t)) under LATEST, f(w(t-n+1)) under SAME; for 2BW w(t+1) = w(t) - lr * grad f(w(t-1)).
     """
-    match weights:
-        case Weights.LATEST:
-            age = (microbatch - in_flight(stage, ranks)) // interval
-        case Weights.SAME:
-            age = (microbatch - in_flight(0, ranks)) // interval
-        case Weights.PREVIOUS:
-            age = microbatch // interval - 1
-    return max(0, age)
+    if weights is Weights.PREVIOUS:
+        return max(0, microbatch // interval - 1)
+    stage = 0 if weights is Weights.SAME else stage
+    count = replicas.counts[stage]
+    return max(0, (microbatch // count - replicas.warm_up(stage)) // (interval // count))
 
 
-def versions_kept(weights: Weights, update: int, stage: int, ranks: int, interval: int) -> range:
+def versions_kept(weights: Weights, update: int, stage: int, replicas: Replicas, interval: int) -> range:
     """Return the versions older than ``update`` that ``stage`` still needs after that many updates.
 
     They are those of all microbatches in flight or yet to come: at most ceil(in flight / interval) under
     LATEST, and one under PREVIOUS if interval >= p - 1.
     """
-    return range(version(weights, update * interval, stage, ranks, interval), update)
+    return range(version(weights, update * interval, stage, replicas, interval), update)
 
 
-def most_versions(weights: Weights, stage: int, ranks: int, interval: int) -> int:
+def most_versions(weights: Weights, stage: int, replicas: Replicas, interval: int) -> int:
     """Return how many versions beside the newest ``stage`` keeps once the pipeline is full."""
-    return len(versions_kept(weights, ranks, stage, ranks, interval))
+    return len(versions_kept(weights, replicas.ranks, stage, replicas, interval))

@@ -5,8 +5,10 @@ takes the microbatches q, q + r, q + 2r, ... of its r-fold stage, the forward an
 on the same replica, so that every rank knows where a microbatch went.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind
 
@@ -19,10 +21,17 @@ class Replicas:
 
     def __post_init__(self) -> None:
         if len(self.counts) < 2 or min(self.counts) < 1:
-            written = "-".join(map(str, self.counts))
             raise ValueError(
-                f"replicas are {written!r}, but must be 1 or more for each of 2 stages or more, as in 2-1"
+                f"replicas are {str(self)!r}, but must be 1 or more for each of 2 stages or more, as in 2-1"
             )
+
+    @classmethod
+    def straight(cls, stages: int) -> Self:
+        """Return a pipeline of ``stages`` stages without replication."""
+        return cls((1,) * stages)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self.counts))
 
     @property
     def ranks(self) -> int:
@@ -33,6 +42,24 @@ class Replicas:
     def stages(self) -> int:
         """The number of stages that the model is cut into."""
         return len(self.counts)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether no stage is replicated, so that its rank takes every microbatch."""
+        return self.ranks == self.stages
+
+    @property
+    def full_round(self) -> int:
+        """The fewest microbatches of which, in every stage, all replicas do equally many."""
+        return math.lcm(*self.counts)
+
+    def require_turns(self, microbatches: int) -> None:
+        """Raise ValueError unless all replicas of a stage do equally many of ``microbatches``."""
+        if microbatches < 1 or microbatches % self.full_round:
+            raise ValueError(
+                f"{microbatches} microbatch(es) cannot be shared out equally by the replicas {self}; take a "
+                f"multiple of {self.full_round}"
+            )
 
     def first_rank(self, stage: int) -> int:
         """Return the rank of replica 0 of ``stage``."""
@@ -47,6 +74,11 @@ class Replicas:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
         return next(stage for stage in range(self.stages) if rank < self.first_rank(stage + 1))
+
+    def turns(self, rank: int, microbatches: int) -> range:
+        """Return those of the first ``microbatches`` microbatches that ``rank`` takes."""
+        stage = self.stage_of(rank)
+        return range(rank - self.first_rank(stage), microbatches, self.counts[stage])
 
     def ranks_of(self, stage: int) -> range:
         """Return the ranks of all replicas of ``stage``, which add up their gradients."""
@@ -69,9 +101,21 @@ def orders(replicas: Replicas, microbatches: int) -> tuple[tuple[Action, ...], .
     return tuple(_order(replicas, rank, microbatches) for rank in range(replicas.ranks))
 
 
+def evaluation(replicas: Replicas, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the order of each rank for an evaluation, of which all replicas do equally much."""
+    replicas.require_turns(microbatches)
+    return tuple(
+        tuple(
+            Action(replicas.stage_of(rank), Kind.F, microbatch)
+            for microbatch in replicas.turns(rank, microbatches)
+        )
+        for rank in range(replicas.ranks)
+    )
+
+
 def _order(replicas: Replicas, rank: int, microbatches: int) -> tuple[Action, ...]:
     stage = replicas.stage_of(rank)
-    mine = range(rank - replicas.first_rank(stage), microbatches, replicas.counts[stage])
+    mine = replicas.turns(rank, microbatches)
     forwards = [Action(stage, Kind.F, microbatch) for microbatch in mine]
     backwards = [Action(stage, Kind.B, microbatch) for microbatch in mine]
     ahead = min(replicas.warm_up(stage), len(mine))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
 
@@ -46,7 +47,9 @@ def shared_vocabularies(ranks: int, microbatches: int) -> Iterator[Steps]:
 
 def without_flush(ranks: int, interval: int) -> Steps:
     """Return PipeDream with an update after every ``interval`` microbatches."""
-    return tuple(pipedream.step(ranks, interval, update, UPDATES) for update in range(UPDATES))
+    stages = Replicas.straight(ranks)
+    orders = (pipedream.step(stages, interval, update, UPDATES) for update in range(UPDATES))
+    return tuple(Schedule("pipedream", linear(ranks), interval, of_update) for of_update in orders)
 
 
 def everything(ranks: int, microbatches: int) -> Iterator[Steps]:

@@ -204,11 +204,13 @@ def record_plans(
     sends_shapes: bool = False,
     sends_look_done: bool = False,
     synchronized_between: bool = False,
+    reduced_between: Sequence[Sequence[int]] = (),
 ) -> tuple[Launches, ...]:
     """Return the launches of all ranks; of the steps of rank r, ``plans_of_ranks[r]``, only the last flushes.
 
     With ``sends_shapes`` every message sends its shape ahead.  With ``synchronized_between`` the device is
-    synchronized between two steps.
+    synchronized between two steps.  Behind every step each of the groups ``reduced_between`` has a
+    collective.
     """
     shape = (1,) * (DIMENSIONS if sends_shapes else 1)
     output = torch.zeros(shape)
@@ -237,5 +239,8 @@ def record_plans(
                     recording.add(HostWait())
                 shared = vocabulary if plan.loss_stage is not None else None
                 execute(plan, kernels, channels, flush=number + 1 == len(steps), vocabulary=shared)
+                for ranks in reduced_between:
+                    if rank in ranks:
+                        recording.add(Collective(str(ranks), tuple(ranks), "gradients", is_waited_for=True))
         launched.append(tuple(recording.entries))
     return tuple(launched)
