@@ -13,8 +13,9 @@ from statistics import fmean
 
 from megatron_pp_ext.compiler.limits import least_messages
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.search.array_program import array_program
 from megatron_pp_ext.planner.step.estimate import RankMemory, rank_memory
-from megatron_pp_ext.planner.step.programs import Program, program
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import Shape
 
@@ -66,7 +67,9 @@ def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) ->
     return pair * whole + around, pair * split + around
 
 
-def mean_memory(work: Workload, microbatches: int, margin: float, order: Program | None = None) -> RankMemory:
+def mean_memory(
+    work: Workload, microbatches: int, margin: float, order: Prepared | None = None
+) -> RankMemory:
     """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
 
     With ``order`` it is what a rank needs in that order at least.
@@ -106,7 +109,7 @@ def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: f
     placement = work.placement
     if microbatches < 2 * placement.ranks:
         return least_memory(work, microbatches, margin)
-    plain = program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
+    plain = array_program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
     return max(
         (
             rank_memory(work, rank, kept, least_messages(placement, rank, microbatches), margin)

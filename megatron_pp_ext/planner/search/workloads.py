@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
+from megatron_pp_ext.planner.search.array_program import ArrayProgram, array_program
 from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.step.programs import Program, program, splits_backward
+from megatron_pp_ext.planner.step.programs import splits_backward
 from megatron_pp_ext.planner.step.stage_parts import Pieces
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.planner.system import System
@@ -67,8 +68,8 @@ def _is_split(candidate: Candidate) -> bool:
     return candidate.schedule == FLEX or splits_backward(candidate.schedule)
 
 
-def order_of(candidate: Candidate, most: int | None = None) -> Program:
+def order_of(candidate: Candidate, most: int | None = None) -> ArrayProgram:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
-    return program(candidate.schedule, *sizes)
+    return array_program(candidate.schedule, *sizes)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_pp_ext.planner.step.error_band import Band, band
-from megatron_pp_ext.planner.step.programs import Program, program
+from megatron_pp_ext.planner.step.programs import Prepared, Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.csv_schedule import require_microbatches
@@ -93,7 +93,7 @@ class Estimate:
 
 
 def memory(
-    work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
+    work: Workload, order: Prepared, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
     """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
     ranks = work.placement.ranks
@@ -138,7 +138,7 @@ class Pace:
     bubble: float
 
 
-def pace(work: Workload, order: Program, name: str, microbatches: int) -> Pace:
+def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
     """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
     spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
@@ -158,7 +158,7 @@ def pace(work: Workload, order: Program, name: str, microbatches: int) -> Pace:
 
 def estimate(
     work: Workload,
-    order: Program,
+    order: Prepared,
     name: str,
     microbatches: int,
     margin: float = MARGIN,
