@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +23,11 @@ def even(items: int, least: Sequence[int]) -> Cut:
     The first stages are the longer ones.  ``least`` has the fewest items of each stage; ValueError where
     there are fewer than they need together.
     """
+    return _even(items, tuple(least))
+
+
+@lru_cache(maxsize=4096)
+def _even(items: int, least: Cut) -> Cut:
     stages = len(least)
     if sum(least) > items:
         raise ValueError(f"{items} layers do not fill {stages} stages, which need {sum(least)} together")

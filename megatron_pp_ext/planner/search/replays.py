@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import NamedTuple
 
-from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.fit import fitted
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing, mean_memory
+from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
 from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, memory, pace
 from megatron_pp_ext.planner.step.workload import Workload
@@ -101,9 +101,10 @@ class Replays:
 
     def _mean(self, candidate: Candidate, stages: ModelStages) -> RankMemory:
         """Return what a rank needs on average at least, where stages have equally many layers."""
-        work = self.workloads.work(candidate, layers=even(stages.layers, stages.least))
-        order = order_of(candidate, 2 * candidate.pipeline)
-        return mean_memory(work, candidate.microbatches, self.margin, order)
+        mean = self.workloads.mean(candidate, stages.placement)
+        shared, order = mean.work.vocabulary, order_of(candidate, 2 * candidate.pipeline)
+        kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
+        return mean.memory(candidate.microbatches, self.margin, fmean(kept))
 
     def _short(self, candidate: Candidate, work: Workload) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_pp_ext.planner.step.error_band import Band, band
+from megatron_pp_ext.planner.step.model_state import ModelState
 from megatron_pp_ext.planner.step.programs import Prepared, Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
@@ -113,9 +114,20 @@ def rank_memory(
     work: Workload, rank: int, activations: float, messages: int, margin: float, older: int = 0
 ) -> RankMemory:
     """Return the memory of ``rank`` with these activations, ``messages`` and ``older`` weight versions."""
-    state = work.states[rank]
-    loss = work.loss_bytes(rank)
-    buffers = messages * work.costs.message + work.exchanged_bytes
+    return memory_beside(work, work.states[rank], work.loss_bytes(rank), activations, messages, margin, older)
+
+
+def memory_beside(
+    work: Workload,
+    state: ModelState,
+    loss: float,
+    activations: float,
+    messages: float,
+    margin: float,
+    older: int = 0,
+) -> RankMemory:
+    """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss."""
+    buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
         weights=state.weights,
         gradients=state.gradients,

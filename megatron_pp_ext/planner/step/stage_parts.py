@@ -112,18 +112,34 @@ def stage_parts(
         if key not in known:
             known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
         sums.append(known[key])
-    sums[0] += model.positions
-    sums[-1] += model.last_norm
-    if not shares_vocabulary:
-        sums[0] += model.table
-        sums[-1] += model.output
+    for first, last in end_parts(model, shares_vocabulary):
+        sums[0] += first
+        sums[-1] += last
     predicting = predicting_stage(args, len(sums))
     if predicting is not None:
-        depths = args.mtp_num_layers
-        copies = Part(parameters=model.head.parameters)
-        sums[predicting] += (model.prediction + model.layers[-1] + copies).times(depths)
-        sums[-1] += replace(model.head, parameters=0).times(depths)
+        predicted, losses = prediction_parts(args, model)
+        sums[predicting] += predicted
+        sums[-1] += losses
     return sums
+
+
+def end_parts(model: Pieces, shares_vocabulary: bool) -> list[tuple[Part, Part]]:
+    """Return what the first and the last stage have beside their layers."""
+    ends = [(model.positions, model.last_norm)]
+    return ends if shares_vocabulary else [*ends, (model.table, model.output)]
+
+
+def prediction_parts(args: Namespace, model: Pieces) -> tuple[Part, Part]:
+    """Return what multi-token prediction adds to its stage, and to the last one."""
+    depths = args.mtp_num_layers or 0
+    copies = Part(parameters=model.head.parameters)
+    predicted = (model.prediction + model.layers[-1] + copies).times(depths)
+    return predicted, replace(model.head, parameters=0).times(depths)
+
+
+def kept_input(args: Namespace, hidden_bytes: float) -> float:
+    """Return the bytes that a group of recomputed layers keeps, of an input of ``hidden_bytes``."""
+    return hidden_bytes / (args.tensor_model_parallel_size if args.distribute_saved_activations else 1)
 
 
 def _sum(parts: Sequence[Part]) -> Part:
@@ -193,9 +209,7 @@ def _recomputed(args: Namespace, hidden_bytes: float, stage: Sequence[Part]) -> 
     whole: Sequence[Part] = []
     if args.recompute_method == "block":
         stage, whole, size = stage[:size], stage[size:], 1
-    kept = hidden_bytes
-    if args.distribute_saved_activations:
-        kept /= args.tensor_model_parallel_size
+    kept = kept_input(args, hidden_bytes)
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
     made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
     return [*(made[tuple(map(id, group))] for group in groups), *whole]
