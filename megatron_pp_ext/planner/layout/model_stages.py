@@ -1,10 +1,7 @@
 """The stages into which a described model can be cut, and the layout that Megatron reads a cut from."""
 
 from argparse import Namespace
-from collections import Counter
 from functools import cached_property
-from itertools import accumulate
-from math import fsum
 
 from megatron_pp_ext.planner.layout.balance import balanced, levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
@@ -12,6 +9,18 @@ from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Se
 from megatron_pp_ext.request import layers
 from megatron_pp_ext.request.refusals import stages_for_prediction
 from megatron_pp_ext.schedule.placement import Placement
+
+
+def fewest(args: Namespace, placement: Placement) -> Cut:
+    """Return the fewest layers of each stage of ``placement``.
+
+    Only a stage that has the embedding or the loss does without a layer.  Where some layers of every stage
+    are recomputed, every stage has them.
+    """
+    if args.recompute_method == "block":
+        return (args.recompute_num_layers or 1,) * placement.stages
+    end = int(placement.shares_vocabulary)
+    return (end, *[1] * (placement.stages - 2), end)
 
 
 class ModelStages:
@@ -28,16 +37,8 @@ class ModelStages:
 
     @cached_property
     def least(self) -> Cut:
-        """The fewest items of each stage.
-
-        Only a stage that has the embedding or the loss does without a layer.  Where some layers of every
-        stage are recomputed, every stage has them.
-        """
-        args, stages = self._args, self.placement.stages
-        if args.recompute_method == "block":
-            return (args.recompute_num_layers or 1,) * stages
-        end = int(self.placement.shares_vocabulary)
-        return (end, *[1] * (stages - 2), end)
+        """The fewest items of each stage."""
+        return fewest(self._args, self.placement)
 
     @cached_property
     def start(self) -> Cut:
@@ -52,8 +53,21 @@ class ModelStages:
 
     def can_be(self, cut: Cut) -> bool:
         """Whether multi-token prediction, the last item, is in a stage where Megatron can train it."""
-        last = max(stage for stage, count in enumerate(cut) if count)
-        return not self._prediction or last in stages_for_prediction(self.placement)
+        at = self._predicting(cut)
+        return at is None or at in stages_for_prediction(self.placement)
+
+    def layers_of(self, cut: Cut) -> Cut:
+        """Return the transformer layers of each stage of ``cut``."""
+        at = self._predicting(cut)
+        return tuple(count - (stage == at) for stage, count in enumerate(cut))
+
+    def layout_for(self, cut: Cut) -> str | None:
+        """Return the layout that says where multi-token prediction is; None where it is with the loss."""
+        return self.spelled(cut) if self._predicting(cut) not in (None, len(cut) - 1) else None
+
+    def _predicting(self, cut: Cut) -> int | None:
+        """Return the stage with multi-token prediction, the last item."""
+        return max(stage for stage, count in enumerate(cut) if count) if self._prediction else None
 
     def seconds(self, stage: int, first: int, end: int) -> Seconds:
         """Return the seconds of F, I and W of ``stage`` if it has the items first, ..., end - 1."""
@@ -61,41 +75,6 @@ class ModelStages:
 
     def _role(self, stage: int) -> int:
         return FIRST if stage == 0 else LAST if stage == self.placement.stages - 1 else MIDDLE
-
-    def busiest_rank(self) -> float:
-        """Return the seconds of a microbatch on the busiest rank at least, in whatever cut.
-
-        Layers are dealt out one by one, each to the rank that has the least with it.  Each counts like the
-        shortest, and the order of the layers does not count.
-        """
-        few = self.least[1]
-        places = self._counted.starts(few + 1)
-        layer = min(self._took(MIDDLE, at, few + 1) - self._took(MIDDLE, at, few) for at in places)
-        bare = [
-            min(self._took(role, at, self.least[stage]) for at in places) - self.least[stage] * layer
-            for role, stage in ((FIRST, 0), (MIDDLE, 1), (LAST, -1))
-        ]
-        ranks = range(self.placement.ranks)
-        loads = Counter(
-            sum(bare[self._role(stage)] for stage in self.placement.stages_of(rank)) for rank in ranks
-        )
-        # All ways to deal a layer, by what the rank then has; the last one taken is the busiest rank's.
-        dealt = sorted(
-            (load + number * layer, count)
-            for load, count in loads.items()
-            for number in range(1, self.layers + 1)
-        )
-        taken = accumulate(count for _, count in dealt)
-        last = next(load for (load, _), count in zip(dealt, taken, strict=True) if count >= self.layers)
-        return max(last, *loads)
-
-    def shortest_stage(self) -> float:
-        """Return the seconds of a microbatch on a stage at least, but for the ends of the model."""
-        few = self.least[1]
-        return min(self._took(MIDDLE, at, few) for at in self._counted.starts(few))
-
-    def _took(self, role: int, first: int, count: int) -> float:
-        return fsum(self._counted.of(role, first, first + count))
 
     def layout(self, cut: Cut) -> str | None:
         """Return ``cut`` as --pipeline-model-parallel-layout; None where Megatron cuts so by itself."""

@@ -1,9 +1,7 @@
 """The seconds of a stage with given layers, wherever it is in the pipeline; each is counted once."""
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 from megatron_pp_ext.planner.step.stage_parts import Pieces, stage_parts
 from megatron_pp_ext.request import layers
@@ -31,7 +29,6 @@ class StageSeconds:
         self.prediction = "m" * (layers.value(args, "--mtp-num-layers") or 0)
         self._known: dict[tuple[int, int, int], Seconds] = {}
         self._by_content: dict[tuple[object, ...], Seconds] = {}
-        self.starts = cache(self._starts)
 
     def of(self, role: int, first: int, end: int) -> Seconds:
         """Return the seconds of a stage in the place ``role`` with the items first, ..., end - 1."""
@@ -42,13 +39,6 @@ class StageSeconds:
                 self._by_content[content] = self._counted(*key)
             self._known[key] = self._by_content[content]
         return self._known[key]
-
-    def _starts(self, count: int) -> Sequence[int]:
-        """Return where each different run of ``count`` layers starts, once for equal ones."""
-        runs = {
-            tuple(map(id, self.model.layers[at : at + count])): at for at in range(self.layers - count + 1)
-        }
-        return tuple(runs.values())
 
     def _counted(self, role: int, first: int, end: int) -> Seconds:
         """Return the seconds of a stage at the front of three, between the others, or at the end."""

@@ -8,25 +8,19 @@ best: no other candidate can be among them.  A candidate that fits in no order g
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import product
 from math import inf
 
-from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
-from megatron_pp_ext.planner.search.lower_bounds import (
-    bounds,
-    bounds_of_any_cut,
-    least_memory,
-    mean_memory,
-)
+from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
-from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
@@ -218,37 +212,31 @@ class Search:
             is_full = True
             for placement, here in placements.items():
                 sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
-                work, fullest = self._least_memory(sized, placement)
+                fullest, least_seconds = self._least(sized, placement)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)
                     if self._smallest is None or fullest.total < self._smallest[1].total:
                         self._smallest = replace(sized, schedule=here[0]), fullest
                     continue
                 is_full = False
-                whole, split = self._least_seconds(sized, work)
+                whole, split = least_seconds()
                 for name in here:
                     bound = split if splits_backward(name) else whole
                     yield Bounded(bound, fullest.total, replace(sized, schedule=name))
 
-    def _least_memory(self, candidate: Candidate, placement: Placement) -> tuple[Workload, RankMemory]:
-        """Return a candidate's work, and a lower bound of the memory of its fullest rank."""
-        if not self._is_cut(placement):
-            work = self._workloads.work(candidate, placement)
-            return work, least_memory(work, candidate.microbatches, self._margin)
-        stages = self._workloads.stages(candidate, placement)
-        work = self._workloads.work(candidate, placement, even(stages.layers, stages.least))
-        return work, mean_memory(work, candidate.microbatches, self._margin)
+    def _least(
+        self, candidate: Candidate, placement: Placement
+    ) -> tuple[RankMemory, Callable[[], tuple[float, float]]]:
+        """Return what the fullest rank of a candidate needs at least, and what returns the least seconds.
 
-    def _least_seconds(self, candidate: Candidate, work: Workload) -> tuple[float, float]:
-        """Return lower bounds of a step with whole and with split backwards."""
-        if not self._is_cut(work.placement):
-            return bounds(work, candidate.microbatches)
-        stages = self._workloads.stages(candidate, work.placement)
-        return bounds_of_any_cut(work, stages, candidate.microbatches)
-
-    def _is_cut(self, placement: Placement) -> bool:
-        """Whether the layers of each stage are left to the search."""
-        return self._space.is_uneven and placement.ranks > 1
+        The latter are of a step with whole and with split backwards.
+        """
+        microbatches = candidate.microbatches
+        if self._space.is_uneven and placement.ranks > 1:
+            mean = self._workloads.mean(candidate, placement)
+            return mean.memory(microbatches, self._margin), partial(mean.bounds, microbatches)
+        work = self._workloads.work(candidate, placement)
+        return least_memory(work, microbatches, self._margin), partial(bounds, work, microbatches)
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""

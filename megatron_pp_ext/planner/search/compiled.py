@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import requested_limit
+from megatron_pp_ext.planner.search.array_program import ArrayProgram
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
-from megatron_pp_ext.planner.step.programs import Program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
@@ -69,7 +69,7 @@ class Compiler:
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
-        found = estimate(work, Program(schedule), FLEX, cut.microbatches, self._margin)
+        found = estimate(work, ArrayProgram(schedule), FLEX, cut.microbatches, self._margin)
         if found.fullest.total > self._limit:
             needed = found.fullest.total / 1e9
             return f"within --pipeline-memory-limit {limit:g} it needs {needed:.1f} GB: lower it"

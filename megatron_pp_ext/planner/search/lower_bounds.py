@@ -8,15 +8,21 @@ memory  weights, gradients and optimizer state, one microbatch's activations of 
         share the vocabulary, a microbatch's S falls between the two.
 """
 
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from statistics import fmean
 
 from megatron_pp_ext.compiler.limits import least_messages
-from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.step.estimate import RankMemory, rank_memory
-from megatron_pp_ext.planner.step.programs import Program, program
+from megatron_pp_ext.planner.search.array_program import array_program
+from megatron_pp_ext.planner.search.model_sums import LeastSeconds, ModelSums
+from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
+from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.planner.step.model_state import ModelState, model_state
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.schedule.placement import Shape
+from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
@@ -40,49 +46,106 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     return pair * whole + around, pair * split + around
 
 
-def bounds_of_any_cut(work: Workload, stages: ModelStages, microbatches: int) -> tuple[float, float]:
-    """Return the same two lower bounds for whatever cut of the layers into ``stages``; ``work`` has one.
+@dataclass(frozen=True)
+class MeanRank:
+    """What a rank of ``work`` has on average: ``part``, which is the same under every cut into stages.
 
-    Every cut has the same work in all, T a microbatch, and its busiest rank at least ``busiest_rank``.  With
-    whole backwards rank r starts after the forwards of r stages, and ends before their backwards: for the
-    mean rank these are half of all ranks' shortest stages.  On one stage a rank, with t_r a microbatch, the
-    step Z is at least m t_r + t_0 + ... + t_(r-1) for every r, which adds up to T <= Z (1 - (1 - 1/m)^p).
+    ``least`` is what stages take at least.
     """
-    shared, ranks, waits = work.costs.vocabulary, work.placement.ranks, work.waits
-    each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
-    own = [part.forward_seconds + part.input_gradient_seconds + part.weight_gradient_seconds
-           for part in work.by_rank]  # fmt: skip
-    mean = sum(own) / ranks
-    shortest = mean - sum(part.hidden_in_whole for part in work.by_rank) / ranks
-    busiest, others = stages.busiest_rank(), each + last
-    split = microbatches * (max(mean, busiest) + others)
-    if work.placement.shape is Shape.LINEAR:
-        whole = ranks * shortest / (1 - (1 - 1 / microbatches) ** ranks)
-    else:
-        whole = microbatches * shortest + (ranks - 1) / 2 * stages.shortest_stage()
-    around = sum(wait.update for wait in waits) / ranks + work.tied_seconds
-    whole = max(whole, microbatches * (max(shortest, busiest) + others))
-    pair = work.costs.pair
-    return pair * whole + around, pair * split + around
+
+    work: Workload
+    part: Part
+    least: LeastSeconds
+
+    @cached_property
+    def state(self) -> ModelState:
+        """The weights, gradients and optimizer state."""
+        return model_state(self.work.args, self.part, self.work.sharing)
+
+    def memory(self, microbatches: int, margin: float, kept: float | None = None) -> RankMemory:
+        """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
+
+        ``kept`` are the activations, if more are known than that each stage keeps a microbatch.
+        """
+        work = self.work
+        if kept is None:
+            kept = self.part.after_forward + (work.vocabulary.activation if work.vocabulary else 0.0)
+        messages = _mean_messages(work.placement, microbatches)
+        loss = work.model.loss_workspace / work.placement.ranks
+        return memory_beside(work, self.state, loss, kept, messages, margin)
+
+    def bounds(self, microbatches: int) -> tuple[float, float]:
+        """Return the same two lower bounds as ``bounds``, for whatever cut of the layers into stages.
+
+        Every cut has the same work in all, T a microbatch, and its busiest rank at least ``busiest_rank``.
+        Rank r starts after the forwards of r stages, and with whole backwards it ends before their backwards.
+        On one stage a rank, with t_r a
+        microbatch, the step Z is at least m t_r + t_0 + ... + t_(r-1) for every r, which adds up to
+        T <= Z (1 - (1 - 1/m)^p).
+        """
+        work, part, shared = self.work, self.part, self.work.vocabulary
+        each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+        ranks = work.placement.ranks
+        mean = part.forward_seconds + part.backward_seconds
+        shortest, others, least = mean - part.hidden_in_whole, each + last, self.least
+        busiest = busiest_rank(least, work.placement, len(work.model.layers))
+
+        def way(first: float, middle: float) -> float:
+            """Return what the stages before the mean rank's first one take, with the messages."""
+            return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
+
+        split = max(
+            microbatches * (max(mean, busiest) + others),
+            microbatches * (mean + others) + way(*least.forwards),
+        )
+        whole = max(
+            microbatches * (max(shortest, busiest) + others),
+            microbatches * (shortest + each) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
+        )
+        if work.placement.shape is Shape.LINEAR:
+            whole = max(whole, ranks * shortest / (1 - (1 - 1 / microbatches) ** ranks))
+        around, pair = work.update_seconds(self.state) + work.tied_seconds, work.pair([part])
+        return pair * whole + around, pair * split + around
 
 
-def mean_memory(work: Workload, microbatches: int, margin: float, order: Program | None = None) -> RankMemory:
-    """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
+def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRank:
+    """Return the mean rank of ``work``, whose stages have the ``fewest`` layers at least."""
+    args, placement = work.args, work.placement
+    total = sums.total(args, work.layers, placement.shares_vocabulary)
+    part = total.times(1 / placement.ranks) + work.vocabulary_parameters
+    return MeanRank(work, part, sums.least(args, fewest, placement.shares_vocabulary))
 
-    With ``order`` it is what a rank needs in that order at least.
+
+def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
+    """Return the seconds of a microbatch on the busiest rank at least, in whatever cut.
+
+    Layers are dealt out one by one, each to the rank that has the least with it.  Each counts like the
+    shortest, and the order of the layers does not count.
     """
-    shared, ranks = work.costs.vocabulary, range(work.placement.ranks)
-    each = shared.activation if shared else 0.0
-    kept = (
-        order.in_flight.peaks(work.parts, each)
-        if order
-        else [work.by_rank[rank].after_forward + each for rank in ranks]
+    first, middle, last = (
+        stage - few * least.layer for stage, few in zip(least[:3], least.fewest, strict=True)
     )
-    found = [
-        rank_memory(work, rank, kept[rank], least_messages(work.placement, rank, microbatches), margin)
-        for rank in ranks
-    ]
-    return RankMemory(*(fmean(getattr(one, field.name) for one in found) for field in fields(RankMemory)))
+    ends = [first - middle, last - middle]
+    if placement.rank_of(placement.stages - 1) == 0:
+        ends = [sum(ends)]
+    others = placement.chunks * middle
+    loads = Counter(others + more for more in ends)
+    loads[others] += placement.ranks - len(ends)
+    # All ways to deal a layer that may be taken, by what the rank then has; the last is the busiest rank's.
+    most, each = max(loads), layers // placement.ranks + 2
+    dealt = sorted(
+        (load + number * least.layer, count)
+        for load, count in loads.items()
+        for number in range(1, min(layers, each + int((most - load) / least.layer)) + 1)
+    )
+    taken = accumulate(count for _, count in dealt)
+    return max(most, next(load for (load, _), count in zip(dealt, taken, strict=True) if count >= layers))
+
+
+@lru_cache(maxsize=4096)
+def _mean_messages(placement: Placement, microbatches: int) -> float:
+    """Return the fewest message buffers of a rank on average."""
+    return fmean(least_messages(placement, rank, microbatches) for rank in range(placement.ranks))
 
 
 def least_memory(work: Workload, microbatches: int, margin: float) -> RankMemory:
@@ -106,7 +169,7 @@ def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: f
     placement = work.placement
     if microbatches < 2 * placement.ranks:
         return least_memory(work, microbatches, margin)
-    plain = program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
+    plain = array_program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
     return max(
         (
             rank_memory(work, rank, kept, least_messages(placement, rank, microbatches), margin)

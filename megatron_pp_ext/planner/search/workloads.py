@@ -3,11 +3,14 @@
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.layout.balance import even
+from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
+from megatron_pp_ext.planner.search.array_program import ArrayProgram, array_program
 from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.step.programs import Program, program, splits_backward
-from megatron_pp_ext.planner.step.stage_parts import Pieces
+from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
+from megatron_pp_ext.planner.search.model_sums import ModelSums
+from megatron_pp_ext.planner.step.programs import splits_backward
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
@@ -19,7 +22,7 @@ class Workloads:
 
     def __init__(self, args: Namespace, system: System) -> None:
         self._args, self._system = args, system
-        self._models: dict[tuple[object, ...], Pieces] = {}
+        self._models: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
 
@@ -32,9 +35,17 @@ class Workloads:
         candidate without a schedule has whole backwards, which take no longer than split ones.
         """
         args = candidate.described(self._args)
-        model = self._model(candidate, args)
+        model = self._model(candidate, args).model
         where = placement or candidate.placement
         return Workload(args, self._system, where, candidate.data, layers, model, _is_split(candidate))
+
+    def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
+        """Return what its ranks have on average, with even stages where these make a difference."""
+        args = replace(candidate, layout=None).described(self._args)
+        sums, least = self._model(candidate, args), fewest(args, placement)
+        cut = even(len(sums.model.layers), least)
+        sizes = candidate.data, cut, sums.model, _is_split(candidate)
+        return mean_rank(Workload(args, self._system, placement, *sizes), sums, least)
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
@@ -44,16 +55,16 @@ class Workloads:
         if key not in self._stages:
             args = replace(candidate, layout=None).described(self._args)
             if alike not in self._seconds:
-                model = self._model(candidate, args)
+                model = self._model(candidate, args).model
                 self._seconds[alike] = StageSeconds(args, model, placement.shares_vocabulary, is_split)
             self._stages[key] = ModelStages(args, self._seconds[alike], placement)
         return self._stages[key]
 
-    def _model(self, one: Candidate, args: Namespace) -> Pieces:
+    def _model(self, one: Candidate, args: Namespace) -> ModelSums:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
         key = _costs_of_a_layer(one)
         if key not in self._models:
-            self._models[key] = model_on(args, self._system)
+            self._models[key] = ModelSums(model_on(args, self._system))
         return self._models[key]
 
 
@@ -67,8 +78,8 @@ def _is_split(candidate: Candidate) -> bool:
     return candidate.schedule == FLEX or splits_backward(candidate.schedule)
 
 
-def order_of(candidate: Candidate, most: int | None = None) -> Program:
+def order_of(candidate: Candidate, most: int | None = None) -> ArrayProgram:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
-    return program(candidate.schedule, *sizes)
+    return array_program(candidate.schedule, *sizes)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_pp_ext.planner.step.action_arrays import ActionArrays, F, I, S, T, W
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.placement import Placement
 
 
 class InFlight:
@@ -21,9 +22,9 @@ class InFlight:
     microbatches between S and T.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._placement = schedule.placement
-        self._moments = [_moments(schedule, rank) for rank in range(schedule.ranks)]
+    def __init__(self, placement: Placement, actions: ActionArrays) -> None:
+        self._placement = placement
+        self._moments = [_moments(placement, actions, rank) for rank in range(placement.ranks)]
 
     def peaks(self, parts: Sequence[Part], from_s_to_t: float = 0.0) -> tuple[float, ...]:
         """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``.
@@ -47,29 +48,30 @@ class InFlight:
         return tuple(found)
 
 
-def _moments(schedule: Schedule, rank: int) -> Any:
+def _moments(placement: Placement, actions: ActionArrays, rank: int) -> Any:
     """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
-    chunks = schedule.placement.chunks
+    chunks, own = placement.chunks, actions.of_rank(rank)
     now = [0] * (4 * chunks + 1)
     seen: set[tuple[int, ...]] = {tuple(now)}
-    for stage, kind, _ in schedule.orders[rank]:
-        if kind in (Kind.S, Kind.T):
-            now[-1] += 1 if kind is Kind.S else -1
+    chunk_of = actions.stage[own] // placement.ranks
+    for chunk, kind in zip(chunk_of.tolist(), actions.kind[own].tolist(), strict=True):
+        if kind in (S, T):
+            now[-1] += 1 if kind == S else -1
             seen.add(tuple(now))
             continue
-        at = 4 * schedule.placement.chunk_of(stage)
-        if kind is Kind.F:
+        at = 4 * chunk
+        if kind == F:
             now[at] += 1
             seen.add(tuple(now))
             continue
         during = [*now]
-        if kind is Kind.W:
+        if kind == W:
             now[at + 1] -= 1
             continue
-        during[at + (2 if kind is Kind.I else 3)] = 1
+        during[at + (2 if kind == I else 3)] = 1
         seen.add(tuple(during))
         now[at] -= 1
-        if kind is Kind.I:
+        if kind == I:
             now[at + 1] += 1
             seen.add(tuple(now))
     return np.array(sorted(seen))

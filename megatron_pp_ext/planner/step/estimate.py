@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megatron_pp_ext.planner.step.error_band import Band, band
-from megatron_pp_ext.planner.step.programs import Program, program
+from megatron_pp_ext.planner.step.model_state import ModelState
+from megatron_pp_ext.planner.step.programs import Prepared, Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.request.csv_schedule import require_microbatches
@@ -94,7 +95,7 @@ class Estimate:
 
 
 def memory(
-    work: Workload, order: Program, name: str, microbatches: int, margin: float = MARGIN
+    work: Workload, order: Prepared, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
     """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
     ranks = work.placement.ranks
@@ -114,9 +115,20 @@ def rank_memory(
     work: Workload, rank: int, activations: float, messages: int, margin: float, older: int = 0
 ) -> RankMemory:
     """Return the memory of ``rank`` with these activations, ``messages`` and ``older`` weight versions."""
-    state = work.states[rank]
-    loss = work.loss_bytes(rank)
-    buffers = messages * work.costs.message + work.exchanged_bytes
+    return memory_beside(work, work.states[rank], work.loss_bytes(rank), activations, messages, margin, older)
+
+
+def memory_beside(
+    work: Workload,
+    state: ModelState,
+    loss: float,
+    activations: float,
+    messages: float,
+    margin: float,
+    older: int = 0,
+) -> RankMemory:
+    """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss."""
+    buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
         weights=state.weights,
         gradients=state.gradients,
@@ -139,7 +151,7 @@ class Pace:
     bubble: float
 
 
-def pace(work: Workload, order: Program, name: str, microbatches: int) -> Pace:
+def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
     """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
     spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
@@ -159,7 +171,7 @@ def pace(work: Workload, order: Program, name: str, microbatches: int) -> Pace:
 
 def estimate(
     work: Workload,
-    order: Program,
+    order: Prepared,
     name: str,
     microbatches: int,
     margin: float = MARGIN,

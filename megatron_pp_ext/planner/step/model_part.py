@@ -64,7 +64,7 @@ class Part:
             self.hidden_in_pair + other.hidden_in_pair,
         )
 
-    def times(self, count: int) -> "Part":
+    def times(self, count: float) -> "Part":
         """Return the costs of ``count`` such parts, one after the other."""
         if not count:
             return Part()

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
@@ -19,6 +19,7 @@ class Pieces:
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
+    ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     """
 
     layers: tuple[Part, ...]
@@ -30,6 +31,7 @@ class Pieces:
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+    stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def head(self) -> Part:
@@ -105,25 +107,41 @@ def stage_parts(
     """
     ends = list(accumulate(layers_by_stage))
     by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    known: dict[tuple[int, ...], Part] = {}
+    how = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
     sums = []
     for stage in by_stage:
-        key = tuple(map(id, stage))
-        if key not in known:
-            known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
-        sums.append(known[key])
-    sums[0] += model.positions
-    sums[-1] += model.last_norm
-    if not shares_vocabulary:
-        sums[0] += model.table
-        sums[-1] += model.output
+        key = *how, *map(id, stage)
+        if key not in model.stages:
+            model.stages[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
+        sums.append(model.stages[key])
+    for first, last in end_parts(model, shares_vocabulary):
+        sums[0] += first
+        sums[-1] += last
     predicting = predicting_stage(args, len(sums))
     if predicting is not None:
-        depths = args.mtp_num_layers
-        copies = Part(parameters=model.head.parameters)
-        sums[predicting] += (model.prediction + model.layers[-1] + copies).times(depths)
-        sums[-1] += replace(model.head, parameters=0).times(depths)
+        predicted, losses = prediction_parts(args, model)
+        sums[predicting] += predicted
+        sums[-1] += losses
     return sums
+
+
+def end_parts(model: Pieces, shares_vocabulary: bool) -> list[tuple[Part, Part]]:
+    """Return what the first and the last stage have beside their layers."""
+    ends = [(model.positions, model.last_norm)]
+    return ends if shares_vocabulary else [*ends, (model.table, model.output)]
+
+
+def prediction_parts(args: Namespace, model: Pieces) -> tuple[Part, Part]:
+    """Return what multi-token prediction adds to its stage, and to the last one."""
+    depths = args.mtp_num_layers or 0
+    copies = Part(parameters=model.head.parameters)
+    predicted = (model.prediction + model.layers[-1] + copies).times(depths)
+    return predicted, replace(model.head, parameters=0).times(depths)
+
+
+def kept_input(args: Namespace, hidden_bytes: float) -> float:
+    """Return the bytes that a group of recomputed layers keeps, of an input of ``hidden_bytes``."""
+    return hidden_bytes / (args.tensor_model_parallel_size if args.distribute_saved_activations else 1)
 
 
 def _sum(parts: Sequence[Part]) -> Part:
@@ -193,9 +211,7 @@ def _recomputed(args: Namespace, hidden_bytes: float, stage: Sequence[Part]) -> 
     whole: Sequence[Part] = []
     if args.recompute_method == "block":
         stage, whole, size = stage[:size], stage[size:], 1
-    kept = hidden_bytes
-    if args.distribute_saved_activations:
-        kept /= args.tensor_model_parallel_size
+    kept = kept_input(args, hidden_bytes)
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
     made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
     return [*(made[tuple(map(id, group))] for group in groups), *whole]

@@ -105,25 +105,40 @@ class Workload:
         )
         self._vocabulary = padded_vocabulary(args)
         model = model or model_on(args, system)
-        layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
+        self.layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
+        self.model, self._is_split = model, is_split
         shares = placement.shares_vocabulary
-        self.parts = stage_parts(args, model, layers, shares)
         self._vocabulary_part = vocabulary_part(args, model) if shares else Part()
-        self._loss_workspace = model.loss_workspace
         self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
         stride = self.tensor * self.context * data
         is_near = (placement.ranks - 1) * stride < system.gpus_per_node
         self._hop_link = system.node if is_near else system.between_nodes
-        message = message_bytes(args, model.hidden_bytes)
-        hop = hop_seconds(args, system, self._hop_link, message) if placement.ranks > 1 else 0.0
-        shared = shared_vocabulary(args, model, hop) if shares else None
-        self.costs = Costs(
-            tuple(_once(partial(Part.costs, is_split=is_split), self.parts)),
-            hop,
-            message,
-            shared,
-            pair=_pair(self.parts) if args.overlap_moe_expert_parallel_comm else 1.0,
-        )
+        self.message = message_bytes(args, model.hidden_bytes)
+        self.hop = hop_seconds(args, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
+        self.vocabulary = shared_vocabulary(args, model, self.hop) if shares else None
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The costs of each stage."""
+        return stage_parts(self.args, self.model, self.layers, self.placement.shares_vocabulary)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of the stages, as a schedule takes them."""
+        stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
+        return Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+
+    def pair(self, parts: Sequence[Part]) -> float:
+        """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
+        if not self.args.overlap_moe_expert_parallel_comm:
+            return 1.0
+        alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
+        return max(0.5, 1 - sum(part.hidden_in_pair for part in parts) / alone)
+
+    @property
+    def vocabulary_parameters(self) -> Part:
+        """The parameters of a rank's part of a shared vocabulary."""
+        return Part(parameters=self._vocabulary_part.parameters)
 
     @cached_property
     def head_rank(self) -> int:
@@ -133,14 +148,14 @@ class Workload:
     def loss_bytes(self, rank: int) -> float:
         """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part."""
         if self.placement.shares_vocabulary:
-            return self._loss_workspace / self.placement.ranks
-        return self._loss_workspace if rank == self.head_rank else 0.0
+            return self.model.loss_workspace / self.placement.ranks
+        return self.model.loss_workspace if rank == self.head_rank else 0.0
 
     @cached_property
     def by_rank(self) -> list[Part]:
         """The sum of the stages of each rank, with the parameters of its part of a shared vocabulary."""
         sums = []
-        rows = Part(parameters=self._vocabulary_part.parameters)
+        rows = self.vocabulary_parameters
         known: dict[tuple[int, ...], Part] = {}
         for stages in _stages_of_ranks(self.placement):
             first, *others = own = [self.parts[stage] for stage in stages]
@@ -205,19 +220,16 @@ class Workload:
         out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
         back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
         is_sharded = args.use_distributed_optimizer
-        state = model_state(args, part, sharing)
-        touched = _ADAM_PASSES * state.updated + state.gradients
         return Waits(
             reduction=out if is_sharded else 2 * out,
             gathering=back if is_sharded else 0.0,
-            update=touched / system.copy_bytes_per_second,
+            update=self.update_seconds(model_state(args, part, sharing)),
         )
 
-
-def _pair(parts: Sequence[Part]) -> float:
-    """Return what a pair takes, as a part of its two actions, on average over the stages."""
-    alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
-    return max(0.5, 1 - sum(part.hidden_in_pair for part in parts) / alone)
+    def update_seconds(self, state: ModelState) -> float:
+        """Return the seconds in which a rank updates its weights."""
+        touched = _ADAM_PASSES * state.updated + state.gradients
+        return touched / self.system.copy_bytes_per_second
 
 
 @cache
