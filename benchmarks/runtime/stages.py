@@ -13,6 +13,8 @@ import torch
 
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
 
 _TRIES = 25
 
@@ -30,6 +32,15 @@ class Times:
     def shape(self) -> tuple[int, int, int]:
         """The shape of a message (sequence, batch, hidden) in fp32."""
         return self.message_bytes // 4096, 1, 1024
+
+    def costs(self, placement: Placement, hop: float = 0.0) -> Costs:
+        """Return the costs of the stages of ``placement``; a message takes ``hop`` seconds."""
+        seconds = {
+            "forward": self.forward,
+            "input_gradient": self.input_gradient,
+            "weight_gradient": self.weight_gradient,
+        }
+        return Costs.per_rank(placement.ranks, placement.chunks, hop=hop, **seconds)
 
 
 class _SleepInput(torch.autograd.Function):

@@ -31,7 +31,6 @@ from benchmarks.runtime.machine import (
 from benchmarks.runtime.stages import Times, calibrated
 from benchmarks.runtime.systems import SYSTEMS, RunStep, System, World
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.ranks import run_ranks
 
@@ -51,11 +50,7 @@ SOCKET_BUFFER = 64 << 10
 def predicted(family: str, ranks: int, microbatches: int, times: Times, hop: float = 0.0) -> float:
     """Return the seconds of a simulated step, with ``hop`` seconds for a message."""
     schedule = catalog.build(family, ranks, microbatches)
-    chunks = schedule.placement.chunks
-    stage = StageCosts(
-        times.forward / chunks, times.input_gradient / chunks, times.weight_gradient / chunks, 1 / chunks
-    )
-    return simulate(schedule, Costs((stage,) * schedule.placement.stages, hop)).makespan
+    return simulate(schedule, times.costs(schedule.placement, hop)).makespan
 
 
 def measure(

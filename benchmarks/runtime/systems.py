@@ -31,7 +31,8 @@ from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 CPU = torch.device("cpu")
@@ -108,25 +109,28 @@ class Gloo:
             self._sending.popleft()[0].wait()
 
 
-def walk(plan: RankPlan, chunks: int, times: Times, messages: Gloo) -> None:
-    """Run one step of ``plan``: sleep for each action, and pass its messages."""
-    seconds = {Kind.F: times.forward, Kind.I: times.input_gradient, Kind.W: times.weight_gradient}
-    seconds[Kind.B] = times.input_gradient + times.weight_gradient
-    for step in plan.steps:
+def walk(plan: RankPlan, costs: Costs, messages: Gloo) -> None:
+    """Run one step of ``plan``: sleep for each action, or for a pair of them, and pass their messages."""
+    steps = iter(plan.steps)
+    for step in steps:
         for arrival in step.launches:
             messages.post(*arrival)
-        if step.source is not None and step.source_rank != plan.rank:
-            messages.receive(step.source)
-        time.sleep(seconds[step.action.kind] / chunks)
-        if step.target is not None and step.target_rank != plan.rank:
-            messages.send(step.target_rank)
+        together = [step, next(steps)] if step.is_paired else [step]
+        for one in together:
+            if one.source is not None and one.source_rank != plan.rank:
+                messages.receive(one.source)
+        alone = [costs.seconds(one.action) for one in together]
+        time.sleep(costs.of_pair(*alone) if step.is_paired else alone[0])
+        for one in together:
+            if one.target is not None and one.target_rank != plan.rank:
+                messages.send(one.target_rank)
     messages.flush()
 
 
 def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Build a step of sleeping and torch's messages alone, with neither autograd nor our executor."""
-    plan = plan_rank(schedule, dist.get_rank())
-    return lambda: walk(plan, schedule.placement.chunks, times, Gloo(world, times, plan.rank))
+    plan, costs = plan_rank(schedule, dist.get_rank()), times.costs(schedule.placement)
+    return lambda: walk(plan, costs, Gloo(world, times, plan.rank))
 
 
 def executor(world: World, schedule: Schedule, times: Times) -> RunStep:
