@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [FOLDER]        logs and tables go there; benchmarks/results/gpu by default
 #
 # PYTHON=... chooses the interpreter (.venv's if there is one); it needs torch with CUDA, megatron-core, pytest,
-# rich, typer, matplotlib, psutil and filelock, and where they are installed uses transformer-engine and apex.
+# rich, typer, matplotlib, numba, psutil and filelock, and where they are installed uses transformer-engine and apex.
 # Nothing is fetched.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
