@@ -17,7 +17,6 @@ from megatron_pp_ext.compiler.limits import at_most, cut_for, least_limits, room
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.pairing import in_pairs
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
-from megatron_pp_ext.compiler.search.proposals import Proposal, from_families, from_search
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
@@ -25,7 +24,7 @@ from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-VERSION = 7
+VERSION = 8
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000
@@ -226,6 +225,9 @@ def _shortest(
     The methods compare orders by integer makespan, which may be off by rounding.  So the proposals within
     ``_CLOSE`` of the best are simulated and compared again.
     """
+    # Imported here because it takes numba a second, which nobody needs who compiles nothing.
+    from megatron_pp_ext.compiler.search.proposals import Proposal, from_families, from_search
+
     proposals: list[Proposal] = []
     for problem, (_, costs) in zip(problems, cuts, strict=True):
         proposals += from_families(problem, costs, limits)

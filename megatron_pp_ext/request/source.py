@@ -29,8 +29,8 @@ LONGEST_WAIT = 60.0
 That was 5 to 12 s for up to 32 ranks and 256 microbatches, and 38 s for 64 ranks and 512 (docs/compiler.md).
 """
 
-FreeBytes = Callable[[], float]
-"""Returns the bytes that every device of the job has left for a step; collective."""
+FreeBytes = Callable[[], Sequence[float]]
+"""Returns the bytes that every device of each pipeline rank has left for a step; collective."""
 
 Limits = Callable[[Costs, Schedule, FreeBytes], tuple[float | Sequence[float], Costs]]
 """(measured costs, the schedule in force, free bytes) -> the bytes that all ranks, or each, may keep.
@@ -125,16 +125,19 @@ def _compiled(request: Request, costs: Costs) -> Source:
 
 
 def _automatic(request: Request, costs: Costs) -> Source:
-    """Return the source of ``auto``: least memory in the first step, its limit from the second step on."""
+    """Return the source of ``auto``: least memory in the first step, and from the second on what is free.
+
+    Ranks differ in what they have free: weights, optimizer state and the ends of the model are not alike.
+    """
     ranks, placement = request.ranks, request.placement
-    least = max(least_limits(ranks, costs, placement))
+    least = least_limits(ranks, costs, placement)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        limit = least if free_bytes is None else max(least, free_bytes())
+        limit = least if free_bytes is None else tuple(map(max, least, free_bytes()))
         return compile_once(ranks, microbatches, costs, limit, [placement])
 
-    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[float, Costs]:
-        return max(*least_limits(ranks, measured, placement), free_bytes()), measured
+    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
+        return tuple(map(max, least_limits(ranks, measured, placement), free_bytes())), measured
 
     return Source(AUTO, placement, True, build, limits)
 

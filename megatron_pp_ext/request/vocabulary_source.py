@@ -106,7 +106,7 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
         least = compiler.least(microbatches, placement)
         if free_bytes is None:
             return least
-        return compiler.within(max(compiler.needed(least), free_bytes()), microbatches, placement)
+        return compiler.within(max(compiler.needed(least), min(free_bytes())), microbatches, placement)
 
     shared = replace(placement, shares_vocabulary=True)
     return Source(request.schedule, shared, True, build, known=ordinary)

@@ -30,7 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search with few trials: any schedule will do."""
     whole = proposals.search
-    monkeypatch.setattr(proposals, "search", lambda problem, trials, floor: whole(problem, 2, floor))
+    monkeypatch.setattr(
+        proposals, "search", lambda problem, _, floor, starts: whole(problem, 2, floor, starts)
+    )
 
 
 @pytest.fixture

@@ -2,14 +2,15 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 
-from megatron_pp_ext.compiler.search.beam_search import Window
-from megatron_pp_ext.compiler.search.integer_timing import retime_orders, time_orders, times_to_end
-from megatron_pp_ext.compiler.search.polish import polish
+from megatron_pp_ext.compiler.search.annealing import anneal, walk
+from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
-from megatron_pp_ext.compiler.search.rebuild import rebuild
+from megatron_pp_ext.compiler.search.tables import generator, tables
+from megatron_pp_ext.compiler.search.timed_order import timed_order
 from megatron_pp_ext.compiler.search.tune import tune
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -57,7 +58,9 @@ def test_integer_times_are_those_of_the_simulation(placement, whole):
     for _ in range(30):
         orders = random_orders(problem, random, whole=whole)
         timed, timeline = time_orders(problem, orders), simulate(problem.schedule(orders, "random"), costs)
-        assert timed.starts == [[event.start for event in events] for events in timeline.events]
+        assert [row.tolist() for row in timed.starts] == [
+            [event.start for event in events] for events in timeline.events
+        ]
         assert timed.makespan == timeline.makespan
         if whole:
             for order in orders:
@@ -73,66 +76,50 @@ def test_integer_times_are_those_of_the_simulation(placement, whole):
 
 
 @PLACEMENTS
-def test_orders_that_change_late_are_timed_again_from_there(placement):
-    random = Random(8)
-    problem = problem_of(placement, 5, unequal(placement), [1000] * placement.ranks)
-    for _ in range(60):
-        orders = random_orders(problem, random, whole=False)
-        before = time_orders(problem, orders)
-        rank = random.randrange(len(orders))
-        at = random.randrange(1, len(orders[rank]) - 1)
-        orders[rank][at : at + 2] = reversed(orders[rank][at : at + 2])
-        since = before.starts[rank][at - 1] + problem.duration[orders[rank][at - 1]]
-        assert retime_orders(problem, orders, before, since) == time_orders(problem, orders)
+def test_annealing_shortens_a_poor_order_within_the_limits(placement):
+    """One microbatch at a time leaves much to gain; orders and makespan that come back belong together."""
+    costs, limits = unequal(placement), [10 * placement.chunks] * placement.ranks
+    problem = problem_of(placement, 5, costs, limits)
+    poor = one_at_a_time(problem)
+    shortest, orders = anneal(problem, poor, 4000, 3)
+    schedule = problem.schedule(orders, "annealed")
+    check(schedule)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == shortest / problem.scale < time_orders(problem, poor).makespan / problem.scale
+    assert all(peak <= limit for peak, limit in zip(timeline.peak_activations, limits, strict=True))
+    assert anneal(problem, orders, 4000, 3, floor=shortest) == (shortest, orders)
 
 
 @PLACEMENTS
-def test_windows_keep_limits_and_shorten(placement):
-    costs = unequal(placement)
-    limits = [10 * placement.chunks] * placement.ranks
-    problem = problem_of(placement, 5, costs, limits)
-    before = one_at_a_time(problem)
-    length, orders = rebuild(problem, before, 4000, Random(1), 0)
-    schedule = problem.schedule(orders, "rebuilt")
-    check(schedule)
-    timeline = simulate(schedule, costs)
-    assert timeline.makespan == length / problem.scale
-    assert length < time_orders(problem, before).makespan
-    assert all(peak <= limit for peak, limit in zip(timeline.peak_activations, limits, strict=True))
+def test_all_that_is_known_of_an_order_follows_its_moves(placement):
+    """Starts, tails, places and memory are those of the order entered anew."""
+    problem = problem_of(placement, 5, unequal(placement), [10 * placement.chunks] * placement.ranks)
+    poor = one_at_a_time(problem)
+    state, best = timed_order(problem, poor, time_orders(problem, poor).starts), np.array(poor)
+    lengths, random = np.zeros(4, np.int64), generator(5)
+    before = np.array(poor)
+    for first in range(0, 1000, 20):
+        walk(tables(problem), state, best, lengths, random, first, first + 20, 1000, 1024, 0)
+        orders = (state.order // problem.microbatches).tolist()
+        timed = time_orders(problem, orders)
+        assert problem.fits(orders)
+        assert lengths[0] == timed.makespan
+        assert lengths[2] == time_orders(problem, best.tolist()).makespan
+        fresh = timed_order(problem, orders, timed.starts)
+        for name in ("order", "start", "tail", "place", "live", "trial"):
+            assert (getattr(state, name) == getattr(fresh, name)).all(), name
+        assert not state.heap.waits.any() and not state.listed.any()
+    assert (state.order // problem.microbatches != before).any()
 
 
-def test_a_window_leaves_alone_what_is_outside():
-    problem = problem_of(v(3), 6, unequal(v(3)), [16] * 3)
-    before = one_at_a_time(problem)
-    timed = time_orders(problem, before)
-    since, until = timed.makespan // 3, timed.makespan // 2
-    after = Window(problem, before, timed, since, until).search(20, timed.makespan + 1, Random(1))
-    assert after != before
-    for old, new, starts in zip(before, after, timed.starts, strict=True):
-        first = sum(start < since for start in starts)
-        last = sum(start < until for start in starts)
-        assert new[:first] == old[:first]
-        assert new[last:] == old[last:]
-
-
-def test_a_window_that_cannot_get_shorter_finds_nothing():
-    """One microbatch alone already takes the shortest time possible."""
-    problem = problem_of(linear(3), 1, Costs.unit(linear(3)), [1] * 3)
-    orders = one_at_a_time(problem)
-    timed = time_orders(problem, orders)
-    window = Window(problem, orders, timed, 0, timed.makespan)
-    assert window.search(100, timed.makespan, Random(1)) is None
-    assert window.search(100, timed.makespan + 1, Random(1)) is not None
-
-
-def test_times_to_end_are_the_longest_ways():
+def test_tails_are_the_longest_ways():
     """By hand: two ranks, one microbatch, a hop of 1; the first rank's I and W come last."""
     placement = linear(2)
     problem = problem_of(placement, 1, Costs((StageCosts(1, 2, 3), StageCosts(4, 5, 6)), 1), [1, 1])
     orders = [[0, 3, 4], [1, 2, 5]]
     timed = time_orders(problem, orders)
     assert timed.makespan == 17
-    assert times_to_end(problem, orders, timed) == [[17], [15], [11], [5], [3], [6]]
+    assert timed_order(problem, orders, timed.starts).tail.tolist() == [17, 15, 11, 5, 3, 6]
 
 
 def test_each_leg_of_a_wave_may_pause_as_it_likes():
@@ -145,18 +132,6 @@ def test_each_leg_of_a_wave_may_pause_as_it_likes():
 
     assert pairs(each_leg=False) == {True}
     assert pairs(each_leg=True) == {True, False}
-
-
-@PLACEMENTS
-def test_polish_shortens_a_poor_order(placement):
-    """One microbatch at a time leaves much to gain; orders and makespan that come back belong together."""
-    problem = problem_of(placement, 4, unequal(placement), [1000] * placement.ranks)
-    poor = one_at_a_time(problem)
-    shortest, orders = polish(problem, poor, 3000, Random(3), worse=8)
-    assert shortest < time_orders(problem, poor).makespan
-    assert time_orders(problem, orders).makespan == shortest
-    check(problem.schedule(orders, "polished"))
-    assert polish(problem, orders, 3000, Random(3), worse=8, floor=shortest) == (shortest, list(orders))
 
 
 def test_a_shortened_problem_has_fewer_microbatches_and_all_else():

@@ -15,17 +15,17 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement, v, wave
 
 DIGESTS = {
-    "between families": "aa02bca7407df0f5",
-    "near V-Min's memory": "53df23a6f0ac2022",
-    "near V-Half's memory": "c840ed22956339e7",
-    "four chunks": "c77575d3b6d29507",
-    "four chunks, costly messages": "bf9d403872d8e00f",
-    "unequal stages": "d419963b78803b90",
-    "few microbatches": "aceda6b1d3d8310e",
+    "between families": "cd197647faf42cfe",
+    "near V-Min's memory": "c5ad78f7be1f524e",
+    "near V-Half's memory": "0be7a8f08a011e6c",
+    "four chunks": "c6e7633fa2fdec23",
+    "four chunks, costly messages": "c097d5c410e21ae9",
+    "unequal stages": "64ea7196251eb83a",
+    "few microbatches": "0e4197a28b3043a1",
 }
 """By what is asked for: the first digits of the schedule's digest.  They are those of ``VERSION``."""
 
-VERSION = 7
+VERSION = 8
 
 
 def times(placement: Placement, f: float, i: float, w: float, hop: float) -> Costs:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.compiler.limits import at_most, least_limits
 from megatron_pp_ext.request import source
 from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
@@ -75,22 +75,36 @@ def test_auto_takes_what_is_free_and_never_less_than_it_needs(monkeypatch: pytes
     """In the first step it takes the least; a device that is nearly full gets that schedule again."""
     auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
     costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
-    needed = max(least_limits(4, costs, auto.placement))
+    needed = least_limits(4, costs, auto.placement)
     first = auto.build(8, None)
-    assert auto.build(8, lambda: 1.0).digest == first.digest
-    assert auto.limits(costs, first, lambda: 1.0) == (needed, costs)
-    assert auto.limits(costs, first, lambda: 2 * needed) == (2 * needed, costs)
-    roomy = auto.build(8, lambda: 100 * needed)
+    assert auto.build(8, lambda: [1.0] * 4).digest == first.digest
+    assert auto.limits(costs, first, lambda: [1.0] * 4) == (needed, costs)
+    some = (1.0, 2 * needed[1], 1.0, 3 * needed[3])
+    assert auto.limits(costs, first, lambda: some) == ((needed[0], some[1], needed[2], some[3]), costs)
+    roomy = auto.build(8, lambda: [100 * limit for limit in needed])
     least, most = (simulate(one, costs) for one in (first, roomy))
-    assert max(least.peak_memory) <= needed < max(most.peak_memory)
+    assert all(map(at_most, least.peak_memory, needed))
+    assert max(needed) < max(most.peak_memory)
     assert most.makespan < least.makespan
+
+
+def test_auto_uses_what_each_rank_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank with little memory does not hold back what the others may keep."""
+    auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
+    costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
+    needed = least_limits(4, costs, auto.placement)
+    free = (4 * needed[0], 1.5 * needed[1], 4 * needed[2], 4 * needed[3])
+    mixed = simulate(auto.build(8, lambda: free), costs)
+    assert all(map(at_most, mixed.peak_memory, free))
+    even = simulate(auto.build(8, lambda: [1.5 * limit for limit in needed]), costs)
+    assert mixed.makespan < even.makespan
 
 
 def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
     """The limit is each rank's own peak; a rank whose stage keeps nothing still has one that can be kept."""
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
     family = source.from_catalogue("1f1b", linear(2))
-    assert family.limits(costs, family.build(4, None), lambda: 0.0) == ([1.0, 8.0], costs)
+    assert family.limits(costs, family.build(4, None), lambda: [0.0] * 2) == ([1.0, 8.0], costs)
 
 
 REFUSED = {

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_pp_ext.integration.runners import free_memory
 from tests.support.ranks import run_ranks
@@ -12,16 +13,17 @@ from tests.support.ranks import run_ranks
 GIB = 2.0**30
 
 
-def least(rank: int, free: list[float]) -> float:
+def by_rank(rank: int, free: list[float]) -> list[float]:
     dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     free_memory.free_bytes = lambda: int(free[rank])
-    return free_memory.least_free_bytes()
+    return free_memory.free_bytes_by_rank()
 
 
-def test_the_fullest_device_decides() -> None:
-    """With a tenth left for what allocators and kernels take."""
-    found = run_ranks(least, 3, [5 * GIB, 2 * GIB, 70 * GIB])
-    assert found == pytest.approx([0.9 * 2 * GIB] * 3)
+def test_the_fullest_device_of_a_pipeline_rank_decides() -> None:
+    """Two pipelines of two ranks, with a tenth left for what allocators and kernels take."""
+    found = run_ranks(by_rank, 4, [5 * GIB, 2 * GIB, 70 * GIB, 3 * GIB])
+    assert found == [pytest.approx([0.9 * 2 * GIB, 0.9 * 3 * GIB])] * 4
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ def few_trials(folder: str) -> Iterator[None]:
     whole = proposals.search
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            proposals, "search", lambda problem, trials, floor: whole(problem, min(trials, TRIALS), floor)
+            proposals,
+            "search",
+            lambda problem, trials, floor, starts: whole(problem, min(trials, TRIALS), floor, starts),
         )
         patch.setenv(CACHE, folder)
         yield

@@ -26,8 +26,12 @@ def directory() -> Path:
     """Return the folder of compiled schedules: MEGATRON_PP_EXT_CACHE, or one in the user's XDG cache."""
     if own := os.environ.get("MEGATRON_PP_EXT_CACHE"):
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_pp_ext" / "schedules"
+    return user_folder() / "schedules"
+
+
+def user_folder() -> Path:
+    """Return the folder of what is kept for this user, in XDG_CACHE_HOME or the home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
 
 
 def key(inputs: Any) -> str:

@@ -1,27 +1,24 @@
-"""Time orders in whole numbers: the searches' inner loop, which ``schedule.timing`` would be too slow for."""
+"""Time orders in whole numbers; ``schedule.timing`` would be too slow for a search."""
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-from megatron_pp_ext.compiler.search.problem import Orders, Problem, Table
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pp_ext.compiler.search.loops import Loop
+from megatron_pp_ext.compiler.search.problem import Orders, Problem
+from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, tables
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOrders:
-    """Orders with their times, in integer time units.
+class TimedOrders(NamedTuple):
+    """When each rank's actions start, in integer time units, and when the last of all ends.
 
-    ``starts[r]`` are the starts of rank r's actions, ``ends[r]`` is the end of its last one, and
-    ``arrived[x]`` are the times at which the inputs of the microbatches reached station x.
+    The first start, that of F of stage 0, is at time 0.
     """
 
-    starts: list[list[int]]
-    ends: list[int]
-    arrived: list[list[int]]
-
-    @property
-    def makespan(self) -> int:
-        """The time from the first start, that of F of stage 0 at time 0, to the last end."""
-        return max(self.ends)
+    starts: list[Integers]
+    makespan: int
 
 
 def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
@@ -29,103 +26,58 @@ def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
 
     Neither memory (see ``Problem.fits``) nor that a W follows its I is checked.
     """
-    arrived: list[list[int]] = [[] for _ in range(problem.stations + 1)]
-    arrived[0] = [0] * problem.microbatches
-    starts: list[list[int]] = [[] for _ in orders]
-    return _go_on(problem, orders, starts, [0] * len(orders), arrived, [0] * problem.stations)
+    bounds = np.array([0, *accumulate(map(len, orders))])
+    codes = np.concatenate([np.array(order, CODE) for order in orders])
+    starts = np.empty(len(codes), np.int64)
+    makespan = _time(tables(problem), codes, bounds, starts)
+    return None if makespan < 0 else TimedOrders(np.split(starts, bounds[1:-1]), makespan)
 
 
-def retime_orders(problem: Problem, orders: Orders, before: TimedOrders, since: int) -> TimedOrders | None:
-    """Time ``orders`` like ``time_orders``, from ``since`` on.
+@Loop
+def _time(tables: Tables, codes: NDArray[np.int32], bounds: Integers, starts: Integers) -> int:
+    """Fill ``starts`` and return the makespan, or -1 where the ranks wait for each other.
 
-    All actions that start earlier must be those of ``before``.  For split backwards only.
+    Rank r has the ``codes`` from ``bounds[r]`` to ``bounds[r + 1]``.
     """
-    duration, delay = problem.duration, problem.delay
-    starts = [started[: bisect_left(started, since)] for started in before.starts]
-    ends = [
-        started[-1] + duration[order[len(started) - 1]] if started else 0
-        for started, order in zip(starts, orders, strict=True)
-    ]
-    arrived = [before.arrived[0]]
-    following = []
-    for station in range(problem.stations):
-        times = before.arrived[station + 1]
-        count = bisect_left(times, since + duration[station] + delay[station])
-        following.append(count)
-        arrived.append(times[:count])
-    return _go_on(problem, orders, starts, ends, arrived, following)
-
-
-def _go_on(
-    problem: Problem,
-    orders: Orders,
-    starts: list[list[int]],
-    ends: list[int],
-    arrived: list[list[int]],
-    following: list[int],
-) -> TimedOrders | None:
-    """Continue from where each rank is; ``following`` counts the microbatches that each station has done."""
-    stations = problem.stations
-    whole = stations + problem.placement.stages
-    duration, delay, home = problem.duration, problem.delay, problem.home
-    waits_for = [-1] * len(orders)
-    runnable = list(range(len(orders)))
-    while runnable:
-        rank = runnable.pop()
-        order = orders[rank]
-        started = starts[rank]
-        now = ends[rank]
-        waits_for[rank] = -1
-        for at in range(len(started), len(order)):
-            code = order[at]
-            if stations <= code < whole:
-                started.append(now)
-                now += duration[code]
-                continue
+    stages, stations = tables.stages, 2 * tables.stages
+    duration, delay, home = tables.duration, tables.delay, tables.home
+    ranks = len(bounds) - 1
+    arrived = np.zeros((stations + 1, tables.microbatches), np.int64)
+    sent, taken = np.zeros(stations + 1, np.int64), np.zeros(stations, np.int64)
+    sent[0] = tables.microbatches
+    at, now = bounds.copy(), np.zeros(ranks, np.int64)
+    waits_for, runnable = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        waits_for[rank], runnable[rank] = -1, rank
+    able = ranks
+    while able:
+        able -= 1
+        rank = runnable[able]
+        while at[rank] < bounds[rank + 1]:
+            code = codes[at[rank]]
             # A whole backward waits for what its I would wait for, and delivers it.
-            station = code if code < stations else stations - 1 - (code - whole)
-            inputs = arrived[station]
-            count = following[station]
-            if count >= len(inputs):
-                waits_for[rank] = station
-                break
-            if inputs[count] > now:
-                now = inputs[count]
-            following[station] = count + 1
-            started.append(now)
-            now += duration[code]
-            after = station + 1
-            arrived[after].append(now + delay[station])
-            if after < stations and waits_for[home[after]] == after:
-                waits_for[home[after]] = -1
-                runnable.append(home[after])
-        ends[rank] = now
-    if any(len(started) < len(order) for started, order in zip(starts, orders, strict=True)):
-        return None
-    return TimedOrders(starts, ends, arrived)
-
-
-def times_to_end(problem: Problem, orders: Orders, timed: TimedOrders) -> Table:
-    """Return, for every code and microbatch, the time from its start to the end of all that waits for it.
-
-    For split backwards only.
-    """
-    rest = [[0] * problem.microbatches for _ in range(problem.stations + problem.placement.stages)]
-    to_come = [problem.microbatches] * len(rest)
-    then = [0] * len(orders)
-    latest_first = sorted(
-        (
-            (start, rank, code)
-            for rank, (order, starts) in enumerate(zip(orders, timed.starts, strict=True))
-            for start, code in zip(starts, order, strict=True)
-        ),
-        reverse=True,
-    )
-    for _, rank, code in latest_first:
-        to_come[code] -= 1
-        microbatch = to_come[code]
-        if code < problem.stations - 1:
-            then[rank] = max(then[rank], problem.delay[code] + rest[code + 1][microbatch])
-        then[rank] += problem.duration[code]
-        rest[code][microbatch] = then[rank]
-    return rest
+            station = code if code < stations else stations - 1 - (code - stations - stages)
+            is_weight = stations <= code < stations + stages
+            if not is_weight:
+                if taken[station] >= sent[station]:
+                    waits_for[rank] = station
+                    break
+                now[rank] = max(now[rank], arrived[station, taken[station]])
+                taken[station] += 1
+            starts[at[rank]] = now[rank]
+            now[rank] += duration[code]
+            at[rank] += 1
+            if not is_weight:
+                after = station + 1
+                arrived[after, sent[after]] = now[rank] + delay[station]
+                sent[after] += 1
+                if after < stations and waits_for[home[after]] == after:
+                    waits_for[home[after]] = -1
+                    runnable[able] = home[after]
+                    able += 1
+    makespan = 0
+    for rank in range(ranks):
+        if at[rank] < bounds[rank + 1]:
+            return -1
+        makespan = max(makespan, now[rank])
+    return makespan

@@ -11,9 +11,13 @@ chunks and a limit of M that means "at most M - 1 forwards ahead of their second
 """
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pp_ext.compiler.search.loops import Loop
 from megatron_pp_ext.compiler.search.problem import NEVER, Orders, Problem
+from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,74 +47,123 @@ def list_schedule(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple
 
     Return None if it gets stuck, and as soon as a rank has been idle for too long to end by ``longest``.
     """
-    ranks = problem.placement.ranks
-    stages = problem.placement.stages
-    stations, microbatches = problem.stations, problem.microbatches
-    duration, delay, home = problem.duration, problem.delay, problem.home
-    taken, freed, limits = problem.taken, problem.freed, problem.limits
-    gaps, slack = knobs.gaps, knobs.slack
-    patience, weight_patience, weight_delay = knobs.patience, knobs.weight_patience, knobs.weight_delay
-    makes_room = knobs.makes_room
-    own, forwards = problem.stations_by_rank, problem.forwards_by_rank
+    length, orders = _list_schedule(problem, knobs, longest)
+    return None if length < 0 else (length, orders.tolist())
 
-    due = list(knobs.due)
-    done = [0] * (stations + 1)
-    arrived: list[list[int]] = [[] for _ in range(stations + 1)]
-    arrived[0] = [0] * microbatches
-    pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    next_pending = [0] * ranks
-    live = [0] * ranks
-    free_at = [0] * ranks
-    spare = [longest - work for work in problem.work]
-    waiting = [False] * ranks
-    orders: Orders = [[] for _ in range(ranks)]
-    # An event is (time, rank) in one integer; ties go to the lower rank.
-    events = list(range(ranks))
-    while events:
-        now, rank = divmod(heappop(events), ranks)
-        if free_at[rank] > now:
-            continue
+
+def list_makespan(problem: Problem, knobs: Knobs, longest: int) -> int | None:
+    """Return the makespan of ``list_schedule`` alone."""
+    length, _ = _list_schedule(problem, knobs, longest)
+    return None if length < 0 else length
+
+
+def _list_schedule(problem: Problem, knobs: Knobs, longest: int) -> tuple[int, NDArray[np.int32]]:
+    actions = 3 * problem.placement.chunks * problem.microbatches
+    orders = np.empty((problem.placement.ranks, actions), CODE)
+    length = _schedule(
+        tables(problem),
+        orders,
+        longest - np.array(problem.work),
+        np.array(knobs.due),
+        np.array(knobs.gaps),
+        knobs.weight_delay,
+        knobs.slack,
+        knobs.patience,
+        knobs.weight_patience,
+        knobs.makes_room,
+    )
+    return length, orders
+
+
+@Loop
+def _schedule(
+    tables: Tables,
+    orders: NDArray[np.int32],
+    spare: Integers,
+    due: Integers,
+    gaps: Integers,
+    weight_delay: int,
+    slack: int,
+    patience: int,
+    weight_patience: int,
+    makes_room: bool,
+) -> int:
+    """Fill ``orders`` (ranks, actions of each) and return the makespan, or -1 where there is none.
+
+    ``spare`` is the time that each rank may be idle; ``due`` moves on with every microbatch.
+    """
+    stages, microbatches = tables.stages, tables.microbatches
+    duration, delay, home = tables.duration, tables.delay, tables.home
+    taken, freed, limits, own = tables.taken, tables.freed, tables.limits, tables.own
+    ranks, actions = orders.shape
+    stations = 2 * stages
+    chunks = own.shape[1] // 2
+
+    done = np.zeros(stations, np.int64)
+    # How many inputs each station was sent, when they arrive, and those that a rank still waits for.
+    sent = np.zeros(stations, np.int64)
+    sent[0] = microbatches
+    arrived = np.zeros((stations, microbatches), np.int64)
+    coming = np.empty(2 * chunks, np.int64)
+    # W that wait, in the order of their I: when they are due, and their codes.
+    weight_dues = np.empty((ranks, chunks * microbatches), np.int64)
+    weights = np.empty((ranks, chunks * microbatches), np.int64)
+    weights_known = np.zeros(ranks, np.int64)
+    weights_done = np.zeros(ranks, np.int64)
+    live = np.zeros(ranks, np.int64)
+    free_at = np.zeros(ranks, np.int64)
+    started = np.zeros(ranks, np.int64)
+    waiting = np.zeros(ranks, np.bool_)
+    # When each rank next decides; ties go to the lower rank.
+    decides = np.zeros(ranks, np.int64)
+    makespan = 0
+    left = ranks * actions
+    while left:
+        rank = 0
+        for other in range(1, ranks):
+            if decides[other] < decides[rank]:
+                rank = other
+        now = decides[rank]
+        if now == NEVER:
+            return -1
+        decides[rank] = NEVER
         waiting[rank] = False
-        queue = pending[rank]
-        has_weight = next_pending[rank] < len(queue)
-        weight_due, next_weight = queue[next_pending[rank]] if has_weight else (NEVER, -1)
+        has_weight = weights_done[rank] < weights_known[rank]
+        weight_due, next_weight = NEVER, -1
+        if has_weight:
+            weight_due, next_weight = weight_dues[rank, weights_done[rank]], weights[rank, weights_done[rank]]
 
         best, best_due = -1, NEVER
-        first_due = blocked_due = wake = NEVER
-        coming: list[tuple[int, int]] = []
+        first_due, blocked_due, wake, expected = NEVER, NEVER, NEVER, 0
         for station in own[rank]:
             count = done[station]
             if count == microbatches:
                 continue
             at = due[station]
-            inputs = arrived[station]
-            if count >= len(inputs):
-                if at < first_due:
-                    first_due = at
+            if count >= sent[station]:
+                first_due = min(first_due, at)
                 continue
+            arrival = arrived[station, count]
             if station < stages:
                 if live[rank] + taken[station] > limits[rank]:
-                    if at < blocked_due and has_weight and inputs[count] <= now + duration[next_weight]:
-                        blocked_due = at
+                    if has_weight and arrival <= now + duration[next_weight]:
+                        blocked_due = min(blocked_due, at)
                     continue
-                oldest = done[forwards[rank][-1]]
+                oldest = done[own[rank, chunks - 1]]
                 if count > oldest:
                     ahead = 0
-                    for chunk in forwards[rank]:
-                        behind = done[chunk] - oldest + (chunk == station)
-                        ahead += taken[chunk] * behind if behind > 1 else taken[chunk]
+                    for chunk in own[rank, :chunks]:
+                        behind = done[chunk] - oldest + (1 if chunk == station else 0)
+                        ahead += taken[chunk] * max(1, behind)
                     if ahead > limits[rank]:
                         continue
-            if at < first_due:
-                first_due = at
-            arrival = inputs[count]
-            if arrival <= now:
-                if at < best_due:
-                    best, best_due = station, at
-            else:
-                coming.append((arrival, at))
-                if arrival < wake:
-                    wake = arrival
+            first_due = min(first_due, at)
+            if arrival > now:
+                coming[expected] = station
+                expected += 1
+                wake = min(wake, arrival)
+            elif at < best_due:
+                best, best_due = station, at
         if best >= 0 and best_due > first_due + slack:
             best, best_due = -1, NEVER
         if has_weight:
@@ -118,38 +171,44 @@ def list_schedule(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple
                 best, best_due = next_weight, blocked_due
             elif weight_due < best_due:
                 best, best_due = next_weight, weight_due
-        if best >= 0 and coming:
+        if best >= 0:
             # Something more urgent may be on its way: is it worth waiting for?
             latest = now + min(duration[best] - 1, patience if best < stations else weight_patience)
-            for arrival, at in coming:
-                if arrival <= latest and at < best_due:
+            for station in coming[:expected]:
+                if arrived[station, done[station]] <= latest and due[station] < best_due:
                     best = -1
                     break
         if best < 0:
             waiting[rank] = True
-            if wake < NEVER:
-                heappush(events, wake * ranks + rank)
+            decides[rank] = wake
             continue
 
         spare[rank] -= now - free_at[rank]
         if spare[rank] < 0:
-            return None
+            return -1
         end = now + duration[best]
-        orders[rank].append(best)
+        orders[rank, started[rank]] = best
+        started[rank] += 1
+        left -= 1
+        makespan = max(makespan, end)
         free_at[rank] = end
         live[rank] += taken[best] - freed[best]
-        heappush(events, end * ranks + rank)
+        decides[rank] = end
         if best >= stations:
-            next_pending[rank] += 1
+            weights_done[rank] += 1
             continue
+        microbatch = done[best]
         done[best] += 1
         if best >= stages:
-            queue.append((due[best] + weight_delay, problem.weight_of(best)))
-        due[best] += gaps[done[best] - 1]
+            weight_dues[rank, weights_known[rank]] = due[best] + weight_delay
+            weights[rank, weights_known[rank]] = 2 * stations - 1 - best
+            weights_known[rank] += 1
+        due[best] += gaps[microbatch]
         after = best + 1
-        arrival = end + delay[best]
-        arrived[after].append(arrival)
-        if after < stations and waiting[home[after]]:
-            heappush(events, arrival * ranks + home[after])
-    complete = all(count == microbatches for count in done[:-1])
-    return (max(free_at), orders) if complete else None
+        if after < stations:
+            arrival = end + delay[best]
+            arrived[after, microbatch] = arrival
+            sent[after] += 1
+            if waiting[home[after]]:
+                decides[home[after]] = min(decides[home[after]], arrival)
+    return makespan

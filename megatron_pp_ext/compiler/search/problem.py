@@ -3,17 +3,19 @@
 A microbatch visits ``2 * stages`` stations, one after the other: station s < stages is F of
 stage s and station 2 * stages - 1 - s is its I.  W of stage s has the code ``2 * stages + s`` and
 a whole backward ``3 * stages + s``.  An order is a list of such codes.  It names no microbatches:
-each time a code comes up it means that stage's next microbatch, so every search keeps F, I and W
+each time a code comes up it means that stage's next microbatch, so every search keeps F, backwards and W
 of a stage in microbatch order, on which message streams and bit-equal gradient sums rely.
 
 Times are integers so that sums do not depend on the order of adding and ties are ties on every
 machine.  Costs with a short decimal form are kept exactly; others are rounded to a ten-millionth
-of the longest.  Activations that are whole numbers are kept exactly, too; others are rounded to about a
+of the longest, or to a coarser step on pipelines of half a million actions and more, so that the loops can
+count in 64 bits.  Activations that are whole numbers are kept exactly, too; others are rounded to about a
 trillionth of the smallest limit.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,6 +28,7 @@ TOLERANCE = 1e-9
 
 _EXACT_SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100, 1000, 10_000)
 _TIME_STEPS = 10_000_000
+_MOST_TIME_STEPS = 1 << 40
 _MEMORY_BITS = 40
 
 NEVER = 1 << 62
@@ -34,24 +37,20 @@ NEVER = 1 << 62
 Orders = list[list[int]]
 """One list of codes a rank."""
 
-Table = list[list[int]]
-"""A time for each code and microbatch."""
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One placement with integer costs.
 
-    ``forwards_by_rank`` and ``stations_by_rank`` are each rank's stages and stations in the order in
-    which a microbatch visits them.  ``duration`` and ``home``, the rank, are indexed by code (stations, W,
-    whole backwards).  ``delay`` is indexed by station and is the hop to the next one, 0 on the same rank.
-    The start of a code's action takes ``taken`` units of memory and its end gives back ``freed``.
-    ``limits`` are per rank.  ``scale`` is the number of integer time units in one unit of the costs.
+    ``stations_by_rank`` are each rank's stations in the order in which a microbatch visits them.
+    ``duration`` and ``home``, the rank, are indexed by code (stations, W, whole backwards).  ``delay`` is
+    indexed by station and is the hop to the next one, 0 on the same rank.  The start of a code's action takes
+    ``taken`` units of memory and its end gives back ``freed``.  ``limits`` are per rank.  ``scale`` is the
+    number of integer time units in one unit of the costs.
     """
 
     placement: Placement
     microbatches: int
-    forwards_by_rank: tuple[tuple[int, ...], ...]
     stations_by_rank: tuple[tuple[int, ...], ...]
     duration: tuple[int, ...]
     delay: tuple[int, ...]
@@ -99,41 +98,54 @@ class Problem:
                 live -= freed[code]
         return True
 
+    def split(self, orders: Orders) -> Orders:
+        """Return ``orders`` with an I and its W in place of every whole backward."""
+        whole = self.stations + self.placement.stages
+        return [
+            [part for code in order for part in self._parts(code)] if max(order) >= whole else order
+            for order in orders
+        ]
+
+    def _parts(self, code: int) -> tuple[int, ...]:
+        weight = code - self.placement.stages
+        return (code,) if weight < self.stations else (self.weight_of(weight), weight)
+
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return ``orders`` as a Schedule of the given name."""
         stages = self.placement.stages
         meaning = [(s, Kind.F) for s in range(stages)] + [(s, Kind.I) for s in reversed(range(stages))]
         meaning += [(s, Kind.W) for s in range(stages)] + [(s, Kind.B) for s in range(stages)]
+        following = {(s, is_forward): 0 for s in range(stages) for is_forward in (True, False)}
+        # The microbatches that have done their I and not their W.
+        split: list[deque[int]] = [deque() for _ in range(stages)]
         spelled = []
         for order in orders:
-            following = [0] * len(meaning)
             row = []
             for code in order:
-                row.append(Action(*meaning[code], following[code]))
-                following[code] += 1
+                stage, kind = meaning[code]
+                if kind is Kind.W:
+                    microbatch = split[stage].popleft()
+                else:
+                    microbatch = following[stage, kind is Kind.F]
+                    following[stage, kind is Kind.F] += 1
+                    if kind is Kind.I:
+                        split[stage].append(microbatch)
+                row.append(Action(stage, kind, microbatch))
             spelled.append(tuple(row))
         return Schedule(name, self.placement, self.microbatches, tuple(spelled))
 
-    def orders(self, schedule: Schedule) -> Orders | None:
-        """Return ``schedule`` in codes, or None if a stage takes its microbatches out of order."""
+    def orders(self, schedule: Schedule) -> Orders:
+        """Return ``schedule`` in codes, which leaves out the names of microbatches.
+
+        Where a stage does not take them in order they are named anew, and the schedule gets no longer: the
+        first n inputs of a stage are there when any n of them are.
+        """
         stages = self.placement.stages
-        found: Orders = []
-        for row in schedule.orders:
-            following = [0] * (2 * self.stations)
-            order = []
-            for stage, kind, microbatch in row:
-                code = {
-                    Kind.F: stage,
-                    Kind.I: 2 * stages - 1 - stage,
-                    Kind.W: 2 * stages + stage,
-                    Kind.B: 3 * stages + stage,
-                }[kind]
-                if following[code] != microbatch:
-                    return None
-                following[code] += 1
-                order.append(code)
-            found.append(order)
-        return found
+        first = {Kind.F: 0, Kind.W: 2 * stages, Kind.B: 3 * stages}
+        return [
+            [2 * stages - 1 - stage if kind is Kind.I else first[kind] + stage for stage, kind, _ in row]
+            for row in schedule.orders
+        ]
 
 
 def with_value[Value](values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:
@@ -147,9 +159,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     forwards = [placement.rank_of(stage) for stage in stages]
     route = forwards + forwards[::-1]
     times = [(cost.forward, cost.input_gradient, cost.weight_gradient) for cost in costs.stages]
-    scale = _exact_scale([costs.hop, *(time for stage in times for time in stage)])
-    if scale is None:
-        scale = _TIME_STEPS / max(time for stage in times for time in stage)
+    scale = _scale([costs.hop, *(time for stage in times for time in stage)], 3 * len(times) * microbatches)
     f, i, w = ([max(1, round(stage[kind] * scale)) for stage in times] for kind in range(3))
     hop = round(costs.hop * scale)
 
@@ -165,7 +175,6 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     return Problem(
         placement=placement,
         microbatches=microbatches,
-        forwards_by_rank=own,
         stations_by_rank=tuple((*forth, *(last - stage for stage in reversed(forth))) for forth in own),
         duration=(*f, *i[::-1], *w, *(a + b for a, b in zip(i, w, strict=True))),
         delay=(*(hop if here != there else 0 for here, there in pairwise(route)), 0),
@@ -177,14 +186,16 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     )
 
 
-def _exact_scale(values: Iterable[float]) -> float | None:
-    """Return the smallest of ``_EXACT_SCALES`` that makes all values whole, or None if none does."""
-    values = list(values)
+def _scale(values: Sequence[float], actions: int) -> float:
+    """Return the smallest of ``_EXACT_SCALES`` that makes all values whole, or else one for rounding."""
+    # A schedule is no longer than twice its actions, and a heap multiplies its times by their number.
+    most = max(1, min(_MOST_TIME_STEPS, (1 << 61) // actions**2))
+    longest = max(values)
     for scale in _EXACT_SCALES:
         scaled = [value * scale for value in values]
-        if all(abs(value - round(value)) <= TOLERANCE * value for value in scaled):
+        if longest * scale <= most and all(abs(one - round(one)) <= TOLERANCE * one for one in scaled):
             return scale
-    return None
+    return min(_TIME_STEPS, most) / longest
 
 
 def _grain(activations: Sequence[float], limits: Sequence[float]) -> tuple[float, int]:

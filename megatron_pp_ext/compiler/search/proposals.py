@@ -42,13 +42,17 @@ class Proposal:
 
 def from_families(problem: Problem, costs: Costs, limits: Sequence[float]) -> list[Proposal]:
     """Return the published families that keep the limits, or else the order that always does."""
-    families = (
-        (orders, f"published {schedule.name}")
-        for schedule in published(problem.placement, problem.microbatches)
-        if (orders := problem.orders(schedule)) is not None and problem.fits(orders)
-    )
+    families = [one for one in _in_codes(problem) if problem.fits(one[0])]
     kept = [one for one in _timed(problem, costs, families) if _keeps(one, limits)]
     return kept or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
+
+
+def _in_codes(problem: Problem) -> list[tuple[Orders, str]]:
+    """Return the published orders and their origins."""
+    return [
+        (problem.orders(schedule), f"published {schedule.name}")
+        for schedule in published(problem.placement, problem.microbatches)
+    ]
 
 
 def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:
@@ -84,11 +88,12 @@ def from_search(
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
     needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
+    starts = _in_codes(problem)
     kept: list[Proposal] = []
     for _ in range(_ATTEMPTS):
         found = [
             Proposal(length / problem.scale, problem, orders, costs, origin)
-            for length, orders, origin in search(problem, trials, floor)
+            for length, orders, origin in search(problem, trials, floor, starts)
         ]
         kept += [one for one in found if _keeps(one, limits)]
         best = min(found, key=lambda one: one.makespan, default=None)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from megatron_pp_ext.compiler.search.list_scheduling import Knobs, list_schedule
+from megatron_pp_ext.compiler.search.list_scheduling import Knobs, list_makespan
 from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
 
 _SUB = 64
@@ -133,8 +133,7 @@ def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
 
 
 def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
-    found = list_schedule(problem, plan.knobs(problem), longest)
-    return None if found is None else found[0]
+    return list_makespan(problem, plan.knobs(problem), longest)
 
 
 def _work(problem: Problem) -> int:

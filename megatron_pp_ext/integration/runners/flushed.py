@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
+from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_exchanges
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
@@ -40,7 +40,7 @@ class FlushedRunner(PipelineRunner):
         if forward_only:
             return catalog.forward_only(self.pipeline.placement, microbatches)
         assert self.pipeline.source is not None
-        return self.pipeline.source.build(microbatches, least_free_bytes if self._training_steps else None)
+        return self.pipeline.source.build(microbatches, free_bytes_by_rank if self._training_steps else None)
 
     def _phase(self) -> Hashable:
         """Return a value whose change, in the same step on all ranks, makes ``_schedule`` be called again."""

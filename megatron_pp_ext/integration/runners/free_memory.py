@@ -1,25 +1,29 @@
 """The memory that the devices of a job have free."""
 
+import math
 import os
 
 import psutil
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 DEVICE_MARGIN = 0.9
 """The part of the free memory that ``auto`` uses: allocators fragment, and kernels need room."""
 
 
-def least_free_bytes() -> float:
-    """The bytes that the fullest device of the job has left for a step, less the margin; collective.
+def free_bytes_by_rank() -> list[float]:
+    """What the fullest device of each pipeline rank has left for a step in bytes, less a margin; collective.
 
     All ranks of the job take part, not only those of a pipeline, since ranks that share a stage's tensors
     must run the same schedule.  Call it right after an optimizer step, when weights, gradients and optimizer
     state are allocated and activations and messages are not.
     """
-    lowest = torch.tensor([free_bytes()], dtype=torch.float64, device="cuda")
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    lowest = torch.full([ranks], math.inf, dtype=torch.float64, device="cuda")
+    lowest[parallel_state.get_pipeline_model_parallel_rank()] = free_bytes()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    return DEVICE_MARGIN * float(lowest.item())
+    return [DEVICE_MARGIN * free for free in lowest.tolist()]
 
 
 def free_bytes() -> int:

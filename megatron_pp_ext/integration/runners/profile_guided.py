@@ -23,7 +23,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import message_bytes
 from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.integration.runners.flushed import FlushedRunner, require_same_on_all
-from megatron_pp_ext.integration.runners.free_memory import least_free_bytes
+from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.planner.layout.advice import advised
@@ -127,7 +127,7 @@ class ProfileGuidedRunner(FlushedRunner):
 
     def _advise(self, costs: Costs) -> None:
         """Log a better layout for the next start, if there is one; collective."""
-        free = least_free_bytes()
+        free = min(free_bytes_by_rank())
         if dist.get_rank() > 0:
             return
         args, schedule = get_args(), next(iter(self._requested.values()))
@@ -148,7 +148,7 @@ class ProfileGuidedRunner(FlushedRunner):
         source = self.pipeline.source
         assert source is not None and source.limits is not None
         before = simulate(current, costs).makespan
-        limits, counted = source.limits(costs, current, least_free_bytes)
+        limits, counted = source.limits(costs, current, free_bytes_by_rank)
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
             found = compile_once(current.ranks, current.microbatches, counted, limits, [current.placement])

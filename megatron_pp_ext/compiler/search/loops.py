@@ -1,0 +1,75 @@
+"""The searches' inner loops: Python that numba compiles to machine code when it first runs.
+
+Such a loop has one form alone, so that no second one could take other decisions.  It works on whole
+numbers, on which every machine agrees.  The code is kept on disk, for each processor and each state of the
+sources: numba by itself looks at the file of a loop, and not at those of the functions that it calls.
+Nothing relies on the files.  Code that cannot be read is compiled again, and code that cannot be written
+serves one process.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, cast
+
+import llvmlite.binding as llvm
+import numba
+from numba import config, njit
+
+from megatron_pp_ext.compiler.search.cache import user_folder
+
+
+def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
+    """Compile ``function`` into each loop that calls it."""
+    return cast(Function, njit(function))
+
+
+class Loop:
+    """A function that is compiled when it is first called; other loops cannot call it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the function; each argument is of one type in all calls."""
+        if self._compiled is None:
+            self._compiled = _kept(self._function)
+        try:
+            return self._compiled(*arguments)
+        except Exception:
+            # Damaged files and full disks have errors of many kinds, all of which come before the loop runs.
+            shutil.rmtree(_folder(), ignore_errors=True)
+            self._compiled = njit(self._function)
+            return self._compiled(*arguments)
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its code kept on disk, or where that cannot be, in memory alone."""
+    folder, before = _folder(), config.CACHE_DIR
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError:  # numba would look for another folder, in which code of older sources may be
+        return cast(Callable[..., Any], njit(function))
+    config.CACHE_DIR = str(folder)
+    try:
+        return cast(Callable[..., Any], njit(cache=True)(function))
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def _folder() -> Path:
+    """Return the folder of the code: in NUMBA_CACHE_DIR, or else in the user's own."""
+    state = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        state.update(source.read_bytes())
+    for part in (numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
+        state.update(part.encode())
+    base = Path(config.CACHE_DIR) if config.CACHE_DIR else user_folder() / "loops"
+    return base / state.hexdigest()[:16]

@@ -1,0 +1,118 @@
+"""One move: actions go some places earlier or later in their rank's order; for the compiled loops."""
+
+from megatron_pp_ext.compiler.search.loops import part_of_loop
+from megatron_pp_ext.compiler.search.tables import Integers, Tables
+from megatron_pp_ext.compiler.search.timed_order import TimedOrder
+
+_REPAIRS = 3
+"""The number of W that may be pulled forward to mend one move."""
+
+_REACH = 64
+"""How far such a W may be."""
+
+
+@part_of_loop
+def rearranged(
+    tables: Tables, timed: TimedOrder, rank: int, at: int, width: int, steps: int, new: Integers
+) -> tuple[int, int]:
+    """Write into ``new`` the order of ``rank`` in which ``width`` actions from ``at`` on go ``steps`` places.
+
+    The move ends where it would pass what has to stay before or behind.  W are pulled forward where the limit
+    is broken.  Return the first place that changes and the one behind the last; equal ones mean that there is
+    none, or that the limit cannot be kept.
+    """
+    row = timed.order[rank]
+    width = min(width, len(row) - at)
+    steps = _possible(tables, row, at, width, steps)
+    if steps == 0:
+        return at, at
+    first, last = min(at, at + steps), max(at, at + steps) + width
+    for place in range(at, at + width):
+        new[place + steps] = row[place]
+    # Those that are passed go the other way.
+    for place in range(first, at):
+        new[place + width] = row[place]
+    for place in range(at + width, last):
+        new[place - width] = row[place]
+    live = timed.live[rank, first]
+    place, repairs = first, 0
+    while place < last:
+        code = new[place] // tables.microbatches
+        if live + tables.taken[code] > tables.limits[rank]:
+            found = -1 if repairs == _REPAIRS else _weight(tables, timed, rank, new, first, place, last)
+            if found < 0:
+                return first, first
+            while last <= found:
+                new[last] = row[last]
+                last += 1
+            weight = new[found]
+            for later in range(found, place, -1):
+                new[later] = new[later - 1]
+            new[place] = weight
+            code = weight // tables.microbatches
+            repairs += 1
+        live += tables.taken[code] - tables.freed[code]
+        place += 1
+    return first, last
+
+
+@part_of_loop
+def _possible(tables: Tables, row: Integers, at: int, width: int, steps: int) -> int:
+    """Return how many of ``steps`` places, which are negative on the way forward, the actions may go."""
+    step = 1 if steps > 0 else -1
+    done = 0
+    while done != steps:
+        place = at + width + done if steps > 0 else at - 1 + done
+        if not 0 <= place < len(row):
+            break
+        for moved in row[at : at + width]:
+            if _has_to_stay(tables, moved, row[place]):
+                return done
+        done += step
+    return done
+
+
+@part_of_loop
+def _has_to_stay(tables: Tables, one: int, other: int) -> bool:
+    """Whether two actions of a rank have one order alone: those of a stage and kind, and of a microbatch.
+
+    A W has to stay behind its I only.
+    """
+    m = tables.microbatches
+    if one // m == other // m:
+        return True
+    if one % m != other % m:
+        return False
+    are_stations = one < 2 * tables.stages * m and other < 2 * tables.stages * m
+    return are_stations or other == _partner(tables, one)
+
+
+@part_of_loop
+def _partner(tables: Tables, action: int) -> int:
+    """Return the W of an I, the I of a W, and -1 for a forward."""
+    code = action // tables.microbatches
+    # The codes of the two add up to this; their microbatches are the same.
+    both = 4 * tables.stages - 1
+    return action + (both - 2 * code) * tables.microbatches if code >= tables.stages else -1
+
+
+@part_of_loop
+def _weight(
+    tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
+) -> int:
+    """Return where the next W behind ``place`` is whose I is before it; -1 where none is near.
+
+    ``new`` has the places from ``first`` to ``last``.
+    """
+    row = timed.order[rank]
+    for later in range(place + 1, min(place + _REACH, len(row))):
+        action = new[later] if later < last else row[later]
+        if action // tables.microbatches < 2 * tables.stages:
+            continue
+        gradient = _partner(tables, action)
+        if timed.place[gradient] < first:
+            return later
+        for earlier in new[first:place]:
+            if earlier == gradient:
+                return later
+    return -1

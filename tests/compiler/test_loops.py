@@ -1,0 +1,68 @@
+"""Compiled loops: their code is kept on disk, and nothing that is wrong with the files stops a search."""
+
+import numpy as np
+import pytest
+
+from megatron_pp_ext.compiler.search import loops
+from megatron_pp_ext.compiler.search.loops import Loop
+from megatron_pp_ext.compiler.search.tables import draw, generator
+
+
+def sum_below(end: int) -> int:
+    total = 0
+    for number in range(end):
+        total += number
+    return total
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(loops, "_folder", lambda: tmp_path / "code")
+    return tmp_path / "code"
+
+
+def test_code_is_read_from_the_folder_and_compiled_again_where_it_is_damaged(folder):
+    assert Loop(sum_below)(5) == 10
+    kept = list(folder.rglob("*.nb*"))
+    assert kept
+    second = Loop(sum_below)
+    assert second(5) == 10
+    assert sum(second._compiled.stats.cache_hits.values()) == 1
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:20])
+    assert Loop(sum_below)(5) == 10
+    assert not folder.exists(), "the next process begins anew"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder):
+    folder.write_text("a file")
+    loop = Loop(sum_below)
+    assert loop(5) == 10
+    assert loop._compiled.stats.cache_path is None, "another folder may have code of older sources"
+
+
+def test_an_error_of_the_loop_itself_is_not_hidden(folder):
+    with pytest.raises(Exception, match="unicode"):
+        Loop(sum_below)("five")
+
+
+def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_path):
+    monkeypatch.setattr(loops.config, "CACHE_DIR", str(tmp_path))
+    here = loops._folder.__wrapped__()
+    assert here.parent == tmp_path
+    monkeypatch.setattr(loops, "__file__", str(tmp_path / "loops.py"))
+    (tmp_path / "tables.py").write_text("")
+    before = loops._folder.__wrapped__()
+    (tmp_path / "tables.py").write_text("# changed")
+    assert loops._folder.__wrapped__() != before
+    monkeypatch.setattr(loops.llvm, "get_host_cpu_name", lambda: "another")
+    assert len({here, loops._folder.__wrapped__()}) == 2
+
+
+def test_random_numbers_are_the_same_everywhere():
+    """The generator's recurrence in Python's own integers, to 64 bits."""
+    random, state = generator(7), 7
+    for below in (2, 10, 1000, 1 << 30, 1 << 31) * 20:
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        assert draw(random, below) == (state >> 33) % below
+    assert random.dtype == np.uint64
