@@ -7,10 +7,20 @@ an update would empty the pipeline every time, which these schedules exist to av
 
 from argparse import Namespace
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
+
+
+class DelayCorrection(StrEnum):
+    """What is done about gradients of weights that have changed meanwhile."""
+
+    ERROR_FEEDBACK = "error-feedback"
+    """Microbatches compute with weights that are ahead by the delay (``runtime.look_ahead``)."""
+    NESTEROV = "nesterov"
+    """The optimizer's momentum is Nesterov's, by which the weights are ahead themselves: arXiv 2505.01099."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,16 @@ class Updates:
     interval: int
     weights: Weights
     waits: bool
+    correction: DelayCorrection | None = None
+
+    def delay(self, stage: int, ranks: int) -> int:
+        """Return how many updates late the gradients of ``stage`` come at most, once the pipeline is full."""
+        return most_versions(self.weights, stage, ranks, self.interval)
+
+    def copies(self, stage: int, ranks: int) -> int:
+        """Return how many copies of its weights ``stage`` keeps beside the optimizer's own."""
+        delay = self.delay(stage, ranks)
+        return delay + 1 if delay and self.correction is DelayCorrection.ERROR_FEEDBACK else delay
 
 
 _WAITING = (
@@ -52,6 +72,24 @@ _CHANGES = "the microbatches of an update cannot change while some are in flight
 _SKIPS = "stages have read differently far, so that to skip a step would part samples from their labels"
 _CAST = "its weights are cast once a step, and change within"
 
+_NESTEROV = (
+    Refusal(
+        "--optimizer",
+        "Nesterov's step is defined for the momentum of adam and sgd",
+        "choose one of these, or --pipeline-delay-correction error-feedback",
+        lambda args: args.optimizer not in ("adam", "sgd"),
+    ),
+    Refusal(
+        "--sgd-momentum 0",
+        "without momentum there is nothing to look ahead by",
+        "set it above 0, or choose --pipeline-delay-correction error-feedback",
+        lambda args: args.optimizer == "sgd" and not args.sgd_momentum,
+    ),
+    Refusal("--use-precision-aware-optimizer", "its gradients and moments are not those of torch's Adam"),
+    Refusal("--optimizer-cpu-offload", "its parts step on two devices"),
+    Refusal("--optimizer-cuda-graph", "a captured step cannot be corrected"),
+)
+
 _NEVER = (
     Refusal("--rampup-batch-size", _CHANGES),
     Refusal("--step-batch-size-schedule", _CHANGES),
@@ -80,13 +118,22 @@ def read(args: Namespace, microbatches: int) -> Updates:
     name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
     interval = _interval(name, ranks, args.pipeline_update_interval, microbatches)
     refuse_first(args, _NEVER)
+    correction = args.pipeline_delay_correction
+    if correction == DelayCorrection.NESTEROV:
+        refuse_first(args, _NESTEROV, by=f"--pipeline-delay-correction {correction}")
     if not args.pipeline_allow_waits:
         refuse_first(args, _WAITING, ", or allow it with --pipeline-allow-waits")
+    return described(args, name, interval)
+
+
+def described(args: Namespace, name: str, interval: int) -> Updates:
+    """Return the updates of the schedule ``name`` as the other flags in ``args`` have them, unchecked."""
     if name == TWO_VERSIONS:
         weights = Weights.PREVIOUS
     else:
         weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
-    return Updates(interval, weights, args.pipeline_allow_waits)
+    correction = args.pipeline_delay_correction
+    return Updates(interval, weights, args.pipeline_allow_waits, correction and DelayCorrection(correction))
 
 
 def _interval(name: str, ranks: int, requested: int | None, microbatches: int) -> int:
@@ -117,6 +164,7 @@ def refuse_flags(args: Namespace) -> None:
         ("--pipeline-update-interval", args.pipeline_update_interval),
         ("--pipeline-vertical-sync", args.pipeline_vertical_sync),
         ("--pipeline-allow-waits", args.pipeline_allow_waits),
+        ("--pipeline-delay-correction", args.pipeline_delay_correction),
     ):
         if value:
             raise ValueError(

@@ -31,6 +31,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--pipeline-update-interval": 1,
     "--pipeline-vertical-sync": 0,
     "--pipeline-allow-waits": 0,
+    "--pipeline-delay-correction": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--microbatch-group-size-per-virtual-pipeline-stage": 1,

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
@@ -18,6 +16,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding, training
+from tests.support.delayed import Reference
 from tests.support.ranks import RankError, run_ranks
 from tests.support.samples import note_samples, samples_of
 
@@ -26,8 +25,6 @@ UPDATES = 20
 LAYERS = 12  # which 2, 3 and 4 stages share evenly
 MODEL = (UNTIED, "--num-layers", str(LAYERS), "--train-iters", str(UPDATES), "--clip-grad", "0")
 SGD, ADAM = ("--optimizer", "sgd", "--lr", "0.1"), ("--lr", "0.001")
-
-_step, _finish = schedules.forward_step, schedules.backward_step
 
 
 def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
@@ -39,8 +36,7 @@ def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
         chunks.extend(model)
 
     if reference:
-        one = Reference(*reference)
-        training.training.get_forward_backward_func = lambda **_: one
+        Reference(*reference).take_over()
     run = training._train(rank, argv, initialize, None)
     pipeline = requested.pipeline()
     versions = choose.runner(pipeline).most_version_bytes if pipeline else 0
@@ -58,49 +54,6 @@ def run(world_size: int, flags: tuple[str, ...], reference: tuple | None = None)
     return run_ranks(pretrain, world_size, argv, reference)
 
 
-class Reference:
-    """One pipeline rank with the whole model, which looks up the weights of every layer by their age."""
-
-    def __init__(self, stages: int, interval: int, rule: str) -> None:
-        self.stages, self.interval, self.rule = stages, interval, rule
-        self.history: list[list[torch.Tensor]] = []
-
-    def __call__(self, *, forward_step_func, data_iterator, model, num_microbatches, **_) -> list:
-        (chunk,) = model
-        config = get_model_config(chunk)
-        named = training.global_parameters(model)
-        home = [parameter.data for _, parameter in named]
-        update = len(self.history)
-        self.history.append([data.clone() for data in home])
-        losses: list = []
-        for microbatch in range(update * self.interval, (update + 1) * self.interval):
-            for index, (name, parameter) in enumerate(named):
-                age = self.age(microbatch, self.stage_of(name))
-                parameter.data = self.history[age][index].clone()
-            output, _ = _step(
-                forward_step_func, data_iterator, chunk, num_microbatches, None, losses, config, 1,
-                is_first_microbatch=False, current_microbatch=microbatch, is_last_stage=True,
-            )  # fmt: skip
-            _finish(None, output, None, config)
-        for data, (_, parameter) in zip(home, named, strict=True):
-            parameter.data = data
-        config.finalize_model_grads_func(model, None)
-        return losses
-
-    def stage_of(self, name: str) -> int:
-        if name.startswith("embedding."):
-            return 0
-        if name.startswith("decoder.layers."):
-            return (int(name.split(".")[2]) - 1) * self.stages // LAYERS
-        return self.stages - 1
-
-    def age(self, microbatch: int, stage: int) -> int:
-        if self.rule == "previous":
-            return max(0, microbatch // self.interval - 1)
-        behind = self.stages - 1 - (stage if self.rule == "latest" else 0)
-        return max(0, (microbatch - behind) // self.interval)
-
-
 def flags_of(stages: int, interval: int, rule: str, replicas: int = 1) -> tuple[str, ...]:
     names = {
         "latest": ("pipedream", "--pipeline-update-interval", str(interval)),
@@ -112,10 +65,12 @@ def flags_of(stages: int, interval: int, rule: str, replicas: int = 1) -> tuple[
 
 
 @functools.cache
-def reference(stages: int, interval: int, rule: str, optimizer: tuple[str, ...]) -> dict:
+def reference(
+    stages: int, interval: int, rule: str, optimizer: tuple[str, ...], correction: str | None = None
+) -> dict:
     """Parameters by name, and losses, of one process."""
     flags = (*MODEL, *optimizer, "--global-batch-size", str(interval))
-    return run(1, flags, (stages, interval, rule))[0]
+    return run(1, flags, (LAYERS, stages, interval, rule, correction))[0]
 
 
 TIGHT = ("--train-iters", "2", *flags_of(4, 1, "latest"))
@@ -172,7 +127,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_losses_with_other_parallelism_and_precision(variant: str) -> None:
     width, replicas, flags = VARIANTS[variant]
-    alone = run(width, (*MODEL, *flags, "--global-batch-size", str(replicas)), (2, 1, "latest"))
+    alone = run(width, (*MODEL, *flags, "--global-batch-size", str(replicas)), (LAYERS, 2, 1, "latest"))
     ranks = run(2 * width, (*MODEL, *flags, *flags_of(2, 1, "latest", replicas)))
     assert len(alone[0]["losses"]) == UPDATES
     # Adam's parts begin elsewhere in a distributed optimizer, and so do its vectors.

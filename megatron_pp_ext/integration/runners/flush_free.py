@@ -1,5 +1,6 @@
 """Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.request.updates import DelayCorrection, Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
+from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
@@ -74,6 +76,9 @@ class _RunningPipeline:
         (model,) = inputs.model
         self._stage = model_stages(inputs, pipeline.placement, self._plan(), ModelStage)[self._rank]
         self._versions = WeightVersions(model.parameters())
+        delay = self._updates.delay(self._rank, self._ranks)
+        if delay and self._updates.correction is DelayCorrection.ERROR_FEEDBACK:
+            self._versions = LookAheadVersions(model.parameters(), delay)
         require_room(self._updates, self._versions.bytes_of_one, group)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
@@ -127,13 +132,13 @@ def require_room(updates: Updates, bytes_of_one: int, group: dist.ProcessGroup) 
 
     def lacking(interval: int) -> list[int]:
         """Return the bytes that each rank lacks, below 0 where some would be left."""
-        counts = (pipedream.most_versions(updates.weights, rank, ranks, interval) for rank in range(ranks))
+        counts = (replace(updates, interval=interval).copies(rank, ranks) for rank in range(ranks))
         return [count * size - free for count, (size, free) in zip(counts, devices, strict=True)]
 
     worst = max(range(ranks), key=lacking(updates.interval).__getitem__)
     if lacking(updates.interval)[worst] <= 0:
         return
-    count = pipedream.most_versions(updates.weights, worst, ranks, updates.interval)
+    count = updates.copies(worst, ranks)
     size, free = devices[worst]
     longer = next((k for k in range(updates.interval + 1, ranks) if max(lacking(k)) <= 0), None)
     raise ValueError(
