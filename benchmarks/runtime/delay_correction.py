@@ -25,6 +25,7 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext import cpu
+from megatron_pp_ext.integration import install
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure
 from tests.support import training
@@ -129,6 +130,7 @@ class Curve(NamedTuple):
 def train(rank: int, argv: list[str], reference: tuple | None) -> Curve:
     """Train as one rank, or as the single process that follows ``reference``."""
     torch.set_num_threads(1)
+    install()
     ends: list[float] = []
     if reference:
         Reference(*reference).take_over()
