@@ -17,6 +17,7 @@ from megatron_pp_ext.integration.hooks import (
     local_linear,
     memory_report,
     mirrored_chunks,
+    nesterov,
     replicated_ranks,
     resumed_learning_rate,
     skipped_steps,
@@ -257,6 +258,12 @@ UPDATES = (
         {CORE_0_17: "stat", CORE_0_19: "stat group"},
         stage_optimizer.keep_within_stage,
         "logs of a pipeline that never flushes",
+    ),
+    Seam(
+        "megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+        {CORE_0_17: "self optimizer config init_state_fn"},
+        nesterov.look_ahead_by_momentum,
+        "--pipeline-delay-correction nesterov in a pipeline that never flushes",
     ),
 )
 """Weights that each stage of a pipeline without a flush updates by itself."""

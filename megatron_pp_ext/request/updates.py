@@ -7,12 +7,22 @@ an update would empty the pipeline every time, which these schedules exist to av
 
 from argparse import Namespace
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megatron_pp_ext.request import replicas
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
+
+
+class DelayCorrection(StrEnum):
+    """What is done about gradients of weights that have changed meanwhile."""
+
+    ERROR_FEEDBACK = "error-feedback"
+    """Microbatches compute with weights that are ahead by the delay (``runtime.look_ahead``)."""
+    NESTEROV = "nesterov"
+    """The optimizer's momentum is Nesterov's, by which the weights are ahead themselves: arXiv 2505.01099."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,16 @@ class Updates:
     weights: Weights
     waits: bool
     replicas: Replicas
+    correction: DelayCorrection | None = None
+
+    def delay(self, stage: int) -> int:
+        """Return how many updates late the gradients of ``stage`` come at most, once the pipeline is full."""
+        return most_versions(self.weights, stage, self.replicas, self.interval)
+
+    def copies(self, stage: int) -> int:
+        """Return how many copies of its weights ``stage`` keeps beside the optimizer's own."""
+        delay = self.delay(stage)
+        return delay + 1 if delay and self.correction is DelayCorrection.ERROR_FEEDBACK else delay
 
 
 _WAITING = (
@@ -55,6 +75,24 @@ _WAITING = (
 _CHANGES = "the microbatches of an update cannot change while some are in flight"
 _SKIPS = "stages have read differently far, so that to skip a step would part samples from their labels"
 _CAST = "its weights are cast once a step, and change within"
+
+_NESTEROV = (
+    Refusal(
+        "--optimizer",
+        "Nesterov's step is defined for the momentum of adam and sgd",
+        "choose one of these, or --pipeline-delay-correction error-feedback",
+        lambda args: args.optimizer not in ("adam", "sgd"),
+    ),
+    Refusal(
+        "--sgd-momentum 0",
+        "without momentum there is nothing to look ahead by",
+        "set it above 0, or choose --pipeline-delay-correction error-feedback",
+        lambda args: args.optimizer == "sgd" and not args.sgd_momentum,
+    ),
+    Refusal("--use-precision-aware-optimizer", "its gradients and moments are not those of torch's Adam"),
+    Refusal("--optimizer-cpu-offload", "its parts step on two devices"),
+    Refusal("--optimizer-cuda-graph", "a captured step cannot be corrected"),
+)
 
 _NEVER = (
     Refusal("--rampup-batch-size", _CHANGES),
@@ -88,14 +126,24 @@ def read(args: Namespace, microbatches: int) -> Updates:
     refuse_first(args, _NEVER)
     if replicated:
         replicas.refuse(args, replicated, microbatches)
+    correction = args.pipeline_delay_correction
+    if correction == DelayCorrection.NESTEROV:
+        refuse_first(args, _NESTEROV, by=f"--pipeline-delay-correction {correction}")
     if not args.pipeline_allow_waits:
         allowed = "" if replicated else ", or allow it with --pipeline-allow-waits"
         refuse_first(args, _WAITING, allowed)
+    return described(args, name, interval, stages)
+
+
+def described(args: Namespace, name: str, interval: int, stages: Replicas) -> Updates:
+    """Return the updates of the schedule ``name`` as the other flags in ``args`` have them, unchecked."""
     if name == TWO_VERSIONS:
         weights = Weights.PREVIOUS
     else:
         weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
-    return Updates(interval, weights, args.pipeline_allow_waits, stages)
+    named = args.pipeline_delay_correction
+    correction = DelayCorrection(named) if named else None
+    return Updates(interval, weights, args.pipeline_allow_waits, stages, correction)
 
 
 def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:
@@ -126,6 +174,7 @@ def refuse_flags(args: Namespace) -> None:
         ("--pipeline-update-interval", args.pipeline_update_interval),
         ("--pipeline-vertical-sync", args.pipeline_vertical_sync),
         ("--pipeline-allow-waits", args.pipeline_allow_waits),
+        ("--pipeline-delay-correction", args.pipeline_delay_correction),
     ):
         if value:
             raise ValueError(

@@ -55,15 +55,14 @@ class WeightVersions:
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """Compute a forward or a backward with ``version`` of the weights; KeyError if it was not kept."""
-        newest = [parameter.data for parameter in self.parameters]
-        data = newest if version == self.newest else self._kept[version]
-        self._put(data)
+        own = self._own()
+        self._put(self._data(version, own))
         references = _References(self.parameters, watching())
         try:
             with torch.autograd.graph.saved_tensors_hooks(references.pack, references.unpack):
                 yield
         finally:
-            self._put(newest)
+            self._put(own)
 
     def update_follows(self, still_needed: Iterable[int]) -> None:
         """Keep the versions that are ``still_needed`` after the update that the optimizer is about to make.
@@ -74,8 +73,18 @@ class WeightVersions:
         for version in self._kept.keys() - needed:
             del self._kept[version]
         if self.newest in needed:
-            self._kept[self.newest] = [parameter.data.clone() for parameter in self.parameters]
+            self._keep_newest()
         self.newest += 1
+
+    def _data(self, version: int, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the numbers to compute with under ``version``, where ``own`` are those of the parameters."""
+        return own if version == self.newest else self._kept[version]
+
+    def _keep_newest(self) -> None:
+        self._kept[self.newest] = [data.clone() for data in self._own()]
+
+    def _own(self) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self.parameters]
 
     def _put(self, data: list[torch.Tensor]) -> None:
         for parameter, numbers in zip(self.parameters, data, strict=True):

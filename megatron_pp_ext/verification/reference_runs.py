@@ -32,6 +32,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--pipeline-vertical-sync": 0,
     "--pipeline-allow-waits": 0,
     "--pipeline-replicas": 1,
+    "--pipeline-delay-correction": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--microbatch-group-size-per-virtual-pipeline-stage": 1,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_pp_ext.request.updates import DelayCorrection
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from tests.support.flags import PP4, assert_refused, read
 from tests.support.training import has_flag
@@ -35,6 +36,17 @@ REFUSED = {
     f"{ONE} --moe-router-enable-expert-bias": "the bias has no versions",
     f"{PP4} --pipeline-schedule 1f1b --pipeline-update-interval 2": "update-interval has no meaning for",
     f"{PP4} --pipeline-schedule 1f1b --pipeline-vertical-sync": "--pipeline-vertical-sync has no meaning for",
+    f"{PP4} --pipeline-schedule v-half --pipeline-delay-correction nesterov": (
+        "--pipeline-delay-correction has no meaning for --pipeline-schedule v-half; .*, or choose pipedream"
+    ),
+    f"{ONE} --pipeline-delay-correction nesterov --optimizer muon": (
+        "-correction nesterov does not support --optimizer: .* adam and sgd; .*, or .* error-feedback"
+    ),
+    f"{TWO} --pipeline-delay-correction nesterov --optimizer sgd --sgd-momentum 0": (
+        "does not support --sgd-momentum 0: without momentum"
+    ),
+    f"{ONE} --pipeline-delay-correction nesterov --use-precision-aware-optimizer": "moments are not those of",
+    f"{ONE} --pipeline-delay-correction nesterov --optimizer-cpu-offload": "its parts step on two devices",
 }
 
 
@@ -63,6 +75,13 @@ def test_what_the_flags_mean(monkeypatch):
     assert read(monkeypatch, f"{ONE} --pipeline-vertical-sync").updates.weights is Weights.SAME
     updates = read(monkeypatch, TWO).updates
     assert (updates.interval, updates.weights) == (4, Weights.PREVIOUS)
+    assert updates.correction is None
+    for correction in DelayCorrection:
+        flags = f"{TWO} --pipeline-delay-correction {correction}"
+        assert read(monkeypatch, flags).updates.correction is correction
+    assert read(monkeypatch, f"{flags} --optimizer sgd").updates.correction
+    feedback = f"{TWO} --pipeline-delay-correction error-feedback --optimizer muon"
+    assert read(monkeypatch, feedback).updates.correction is DelayCorrection.ERROR_FEEDBACK
     three = f"{ONE} --global-batch-size 3 --pipeline-update-interval 3"
     assert read(monkeypatch, three).updates.interval == 3
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.json_input import did_you_mean
+from megatron_pp_ext.request.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS, SHARED
 
@@ -114,6 +115,13 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
             action="store_true",
             help="Under pipedream and pipedream-2bw, allow what makes all stages wait for each other at "
             "every update: a global gradient norm, tied embeddings, fp16.",
+        )
+        group.add_argument(
+            "--pipeline-delay-correction",
+            choices=[correction.value for correction in DelayCorrection],
+            help="Under pipedream and pipedream-2bw, what to do about gradients that come some updates late: "
+            "compute with weights that are ahead by the delay, with any optimizer, or take Nesterov's step "
+            "with adam or sgd. Without it, nothing.",
         )
         if type(parser) is ArgumentParser:
             # By default an error comes with the names of all of Megatron's flags, hundreds of lines.

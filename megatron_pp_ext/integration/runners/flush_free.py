@@ -1,5 +1,6 @@
 """Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -15,8 +16,9 @@ from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.request.updates import DelayCorrection, Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
+from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
@@ -106,6 +108,9 @@ class _RunningPipeline:
         (model,) = inputs.model
         self._stage = place.make_stage(inputs)
         self._versions = WeightVersions(model.parameters())
+        delay = self._updates.delay(place.stage)
+        if delay and self._updates.correction is DelayCorrection.ERROR_FEEDBACK:
+            self._versions = LookAheadVersions(model.parameters(), delay)
         require_room(self._updates, place.stage, self._versions.bytes_of_one)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
@@ -158,16 +163,14 @@ def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
 
     def lacking(interval: int) -> list[int]:
         """Return the bytes that each rank lacks, below 0 where some would be left."""
-        return [
-            pipedream.most_versions(updates.weights, stage, replicas, interval) * size - free
-            for stage, size, free in devices
-        ]
+        copies = replace(updates, interval=interval).copies
+        return [copies(stage) * size - free for stage, size, free in devices]
 
     lacks = lacking(updates.interval)
     if max(lacks) <= 0:
         return
     stage, size, free = devices[lacks.index(max(lacks))]
-    count = pipedream.most_versions(updates.weights, stage, replicas, updates.interval)
+    count = updates.copies(stage)
     every = replicas.full_round
     candidates = range(updates.interval + every, replicas.ranks - 1 + every, every)
     longer = next((interval for interval in candidates if max(lacking(interval)) <= 0), None)

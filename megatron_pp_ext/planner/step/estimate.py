@@ -14,14 +14,14 @@ from megatron_pp_ext.planner.step.model_state import ModelState
 from megatron_pp_ext.planner.step.programs import Prepared, Program, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.request import updates
 from megatron_pp_ext.request.csv_schedule import require_microbatches
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, PIPEDREAM
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
@@ -257,9 +257,8 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
 
 
 def _older_versions(work: Workload, name: str, rank: int, microbatches: int) -> int:
-    """Return the number of older versions of a rank's weights that its microbatches in flight still need."""
+    """Return the number of copies of a rank's weights that its microbatches in flight still need."""
     if name not in FLUSH_FREE:
         return 0
-    latest = pipedream.Weights.SAME if work.args.pipeline_vertical_sync else pipedream.Weights.LATEST
-    weights = latest if name == PIPEDREAM else pipedream.Weights.PREVIOUS
-    return pipedream.most_versions(weights, rank, Replicas.straight(work.placement.ranks), microbatches)
+    straight = Replicas.straight(work.placement.ranks)
+    return updates.described(work.args, name, microbatches, straight).copies(rank)

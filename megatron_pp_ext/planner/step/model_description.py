@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, is_number
+from megatron_pp_ext.request.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, SHARED
 
@@ -115,6 +116,7 @@ DEFAULTS: dict[str, Any] = {
     "pipeline_replicas": None,
     "pipeline_vertical_sync": False,
     "pipeline_allow_waits": False,
+    "pipeline_delay_correction": None,
 }
 
 _CHOICES = {
@@ -122,6 +124,7 @@ _CHOICES = {
     "recompute_granularity": (None, "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
     "pipeline_vocabulary": (None, SHARED, AUTO),
+    "pipeline_delay_correction": (None, *DelayCorrection),
 }
 """The values of names that accept few; any other value would otherwise count as the default."""
 
