@@ -73,6 +73,12 @@ FEATURES = {
         f"{EVALUATED} --untie-embeddings-and-output-weights --global-batch-size 2 --train-iters 3",
         (f"{BETWEEN}: allreduce",),
     ),
+    "replicas": Feature(
+        f"{EVALUATED} --untie-embeddings-and-output-weights --global-batch-size 2 --train-iters 3 "
+        "--pipeline-replicas 2-1 --pipeline-update-interval 2",
+        (rf"{BETWEEN}: allreduce \d+$",),
+        ranks=3,
+    ),
 }
 
 JOBS = [
@@ -94,6 +100,7 @@ JOBS = [
     ("vocabulary of a line", "zb-h1"),
     ("vocabulary of a line", "interleaved"),
     ("in flight", "pipedream"),
+    ("replicas", "pipedream"),
 ]
 
 HARDWARE = [
