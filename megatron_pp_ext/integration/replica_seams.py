@@ -12,6 +12,12 @@ REPLICAS = (
         "process groups for stages with different numbers of replicas",
     ),
     Seam(
+        "megatron.core.optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group",
+        {CORE_0_17: "self"},
+        replicated_ranks.keep_statistics_in_replica,
+        "clipping where the ranks of a stage are in several pipelines",
+    ),
+    Seam(
         "megatron.training.datasets.data_samplers:MegatronPretrainingSampler.__init__",
         {
             CORE_0_17: "self total_samples consumed_samples micro_batch_size data_parallel_rank "

@@ -60,6 +60,13 @@ def test_tensor_parallel_replicas() -> None:
         assert norms == pytest.approx(alone["norms"], rel=rounding.relative())
 
 
+def test_clipping_goes_by_stage() -> None:
+    """No replica waits for a pipeline; those of a stage agree."""
+    flags = (*MODEL, *SGD, *FEW, "--train-iters", "2", "--clip-grad", "0.1")
+    first, second, last = (rank["norms"] for rank in run(3, (*flags, *flags_of("2-1", 2, "latest"))))
+    assert first == second != last
+
+
 def test_a_killed_run_is_resumed_by_itself_and_by_stock(tmp_path: Path) -> None:
     """Each sample is read once, and the first update behind a checkpoint is stock's own step."""
     folder = str(tmp_path / "ckpt")

@@ -149,6 +149,20 @@ def take_turns(stock: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def keep_statistics_in_replica(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
+
+    Seam: ``MegatronOptimizer.get_grad_stats_parallel_group`` in ``megatron.core.optimizer.optimizer``, which
+    returns the ranks of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
+    """
+
+    @functools.wraps(stock)
+    def get_grad_stats_parallel_group(optimizer: Any) -> Any:
+        return parallel_state.get_tensor_model_parallel_group() if replicated() else stock(optimizer)
+
+    return get_grad_stats_parallel_group
+
+
 def sum_over_replicas(model: Sequence[Any]) -> None:
     """Let reductions add up the gradients of a stage's replicas, where stock takes their mean.
 
