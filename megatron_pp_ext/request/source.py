@@ -26,7 +26,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 LONGEST_WAIT = 60.0
 """The seconds that a rank waits while another one compiles: more than a compilation takes on a free core.
 
-That was 5 to 12 s for up to 32 ranks and 256 microbatches, and 38 s for 64 ranks and 512 (docs/compiler.md).
+That was 3 to 5 s for 16 ranks and 64 microbatches, and 53 s for 64 ranks and 512 (docs/compiler.md).
 """
 
 FreeBytes = Callable[[], Sequence[float]]
