@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron_pp_ext.planner.layout.cut import Cut, Seconds, changes, moved, times, work_of_ranks
+from megatron_pp_ext.planner.layout.cut import Cut, Moves, Seconds, moved, times, work_of_ranks
 from megatron_pp_ext.schedule.placement import Placement
 
 _ROUNDING = 1e-9
@@ -95,10 +95,10 @@ def levelled(placement: Placement, cut: Cut, seconds: Seconds, least: Sequence[i
     A rank with several stages makes up for a long one by short others, as the first rank of a V does, which
     has both ends of the model.
     """
-    work = work_of_ranks(placement)
+    work, moves = work_of_ranks(placement), Moves(seconds, least)
     while True:
         loads = np.einsum("psk,sk->p", work, times(cut, seconds))
-        after = ((loads[:, None, None] + changes(work, cut, seconds, least)) ** 2).sum(axis=0)
+        after = ((loads[:, None, None] + moves.changes(work, cut)) ** 2).sum(axis=0)
         source, target = divmod(int(after.argmin()), len(cut))
         if after[source, target] >= (loads**2).sum() * (1 - _ROUNDING):
             return cut

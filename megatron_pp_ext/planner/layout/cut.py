@@ -7,7 +7,7 @@ puts one into another; the stages between them keep their number of items and sh
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,42 +47,84 @@ def work_of_ranks(placement: Placement) -> Array:
     return own
 
 
-def changes(work: Array, cut: Cut, seconds: Seconds, least: Sequence[int]) -> Array:
-    """Return by how many seconds each sum of work changes with each move: sums x source x target.
+class Moved(NamedTuple):
+    """By how much sums change when an item is moved, in two parts that add up: sums x stages each.
 
-    ``work`` (sums x stages x 3) says how often the F, I and W of every stage are in a sum.  A move out of a
-    stage that has no more than its ``least`` items is infinite, and so is one that moves nothing.
+    ``given`` is of the stage that it is taken out of and ``taken`` of the one that gets it; ``onwards`` where
+    the latter is behind the former, ``backwards`` where it is in front.
     """
-    stages = len(cut)
-    # By stage: it loses its last item, or its first; it gains one behind, or in front; it shifts either way.
-    lost_last, lost_first, gained_last, gained_first, later, earlier = np.zeros((6, stages, 3))
-    items = sum(cut)
-    for stage, first, end in bounds(cut):
-        now = np.array(seconds(stage, first, end))
-        if end > first:
-            lost_last[stage] = seconds(stage, first, end - 1) - now
-            lost_first[stage] = seconds(stage, first + 1, end) - now
-        if end < items:
-            gained_last[stage] = seconds(stage, first, end + 1) - now
-            later[stage] = seconds(stage, first + 1, end + 1) - now
-        if first > 0:
-            gained_first[stage] = seconds(stage, first - 1, end) - now
-            earlier[stage] = seconds(stage, first - 1, end - 1) - now
 
-    def summed(change: Array) -> Array:
-        return np.einsum("psk,sk->ps", work, change)
+    given_onwards: Array
+    taken_onwards: Array
+    given_backwards: Array
+    taken_backwards: Array
 
-    def before(change: Array) -> Array:
-        """Return the sums of the changes of all stages before each one, and of all."""
-        return np.concatenate([np.zeros((len(work), 1)), np.cumsum(summed(change), axis=1)], axis=1)
 
-    shifted, back = before(earlier), before(later)
-    given, taken = summed(lost_last) - shifted[:, 1:], summed(gained_first) + shifted[:, :-1]
-    onwards = given[:, :, None] + taken[:, None, :]
-    given, taken = summed(lost_first) + back[:, :-1], summed(gained_last) - back[:, 1:]
-    backwards = given[:, :, None] + taken[:, None, :]
-    source, target = np.indices((stages, stages))
-    found = np.where(source < target, onwards, backwards)
-    found[:, source == target] = np.inf
-    found[:, np.array(cut) <= np.array(least)] = np.inf
-    return found
+class Moves:
+    """Moves of one item, in cuts whose stages take ``seconds`` and have ``least`` items or more."""
+
+    def __init__(self, seconds: Seconds, least: Sequence[int]) -> None:
+        self._seconds, self._least = seconds, np.array(least)
+        self._known: dict[tuple[int, int, int, int], Sequence[Sequence[float]]] = {}
+
+    def impossible(self, cut: Cut) -> Array:
+        """Return which moves are none: source x target, out of a stage with its least items or nowhere."""
+        found = np.eye(len(cut), dtype=bool)
+        found[np.array(cut) <= self._least] = True
+        return found
+
+    def changes(self, work: Array, cut: Cut) -> Array:
+        """Return by how many seconds each sum of work changes with each move: sums x source x target.
+
+        ``work`` (sums x stages x 3) says how often the F, I and W of every stage are in a sum.  Moves that
+        are none are infinite.
+        """
+        by_stage = self.by_stage(work, cut)
+        onwards, backwards = (
+            given[:, :, None] + taken[:, None, :] for given, taken in (by_stage[:2], by_stage[2:])
+        )
+        source, target = np.indices((len(cut), len(cut)))
+        found = np.where(source < target, onwards, backwards)
+        found[:, self.impossible(cut)] = np.inf
+        return found
+
+    def by_stage(self, work: Array, cut: Cut) -> Moved:
+        """Return the parts of the changes of each sum of ``work``."""
+        items = sum(cut)
+        rows = np.array([self._beside(*where, items) for where in bounds(cut)])
+        change = rows[:, 1:] - rows[:, :1]
+        lost_last, lost_first, gained_last, gained_first, later, earlier = change.transpose(1, 0, 2)
+
+        def summed(change: Array) -> Array:
+            return np.einsum("psk,sk->ps", work, change)
+
+        def before(change: Array) -> Array:
+            """Return the sums of the changes of all stages before each one, and of all."""
+            return np.concatenate([np.zeros((len(work), 1)), np.cumsum(summed(change), axis=1)], axis=1)
+
+        shifted, back = before(earlier), before(later)
+        return Moved(
+            summed(lost_last) - shifted[:, 1:],
+            summed(gained_first) + shifted[:, :-1],
+            summed(lost_first) + back[:, :-1],
+            summed(gained_last) - back[:, 1:],
+        )
+
+    def _beside(self, stage: int, first: int, end: int, items: int) -> Sequence[Sequence[float]]:
+        """Return the seconds of a stage as it is and after six changes; as it is where one cannot be.
+
+        It loses its last item, or its first; it gains one behind, or in front; it shifts either way.
+        """
+        key = stage, first, end, items
+        if key not in self._known:
+            now = (first, end)
+            changed = (
+                (first, end - 1) if end > first else now,
+                (first + 1, end) if end > first else now,
+                (first, end + 1) if end < items else now,
+                (first - 1, end) if first > 0 else now,
+                (first + 1, end + 1) if end < items else now,
+                (first - 1, end - 1) if first > 0 else now,
+            )
+            self._known[key] = [self._seconds(stage, *where) for where in (now, *changed)]
+        return self._known[key]

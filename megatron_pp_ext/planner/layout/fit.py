@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_pp_ext.planner.layout.cut import Cut, Seconds, changes, moved, times, work_of_ranks
+from megatron_pp_ext.planner.layout.cut import Cut, Moves, Seconds, moved, times, work_of_ranks
 from megatron_pp_ext.schedule.placement import Placement
 
 _TRIALS = 64
@@ -25,9 +25,10 @@ def fitted(
     stay most even, among the places that have room for it.
     """
     now, work, left = totals(cut), work_of_ranks(placement), _TRIALS
+    moves_of = Moves(seconds, least)
     while (excess := _excess(now, limit)) > 0:
         loads = np.einsum("psk,sk->p", work, times(cut, seconds))
-        after = ((loads[:, None, None] + changes(work, cut, seconds, least)) ** 2).sum(axis=0)
+        after = ((loads[:, None, None] + moves_of.changes(work, cut)) ** 2).sum(axis=0)
         fullest = int(np.argmax(now))
         moves = sorted(
             (after[source, target], source, target)

@@ -53,8 +53,21 @@ class ModelStages:
 
     def can_be(self, cut: Cut) -> bool:
         """Whether multi-token prediction, the last item, is in a stage where Megatron can train it."""
-        last = max(stage for stage, count in enumerate(cut) if count)
-        return not self._prediction or last in stages_for_prediction(self.placement)
+        at = self._predicting(cut)
+        return at is None or at in stages_for_prediction(self.placement)
+
+    def layers_of(self, cut: Cut) -> Cut:
+        """Return the transformer layers of each stage of ``cut``."""
+        at = self._predicting(cut)
+        return tuple(count - (stage == at) for stage, count in enumerate(cut))
+
+    def layout_for(self, cut: Cut) -> str | None:
+        """Return the layout that says where multi-token prediction is; None where it is with the loss."""
+        return self.spelled(cut) if self._predicting(cut) not in (None, len(cut) - 1) else None
+
+    def _predicting(self, cut: Cut) -> int | None:
+        """Return the stage with multi-token prediction, the last item."""
+        return max(stage for stage, count in enumerate(cut) if count) if self._prediction else None
 
     def seconds(self, stage: int, first: int, end: int) -> Seconds:
         """Return the seconds of F, I and W of ``stage`` if it has the items first, ..., end - 1."""

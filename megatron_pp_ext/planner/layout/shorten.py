@@ -16,12 +16,13 @@ import numpy as np
 from megatron_pp_ext.planner.layout.cut import (
     Array,
     Cut,
+    Moves,
     Seconds,
-    changes,
     moved,
     times,
     work_of_ranks,
 )
+from megatron_pp_ext.planner.layout.path_loops import longest
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import CriticalPath
 
@@ -59,12 +60,12 @@ def shorten(
     ``least`` has the fewest items of each stage, none by default.  The most promising move is tried first.
     """
     least = least or (0,) * len(start)
-    paths = _Paths(microbatches * work_of_ranks(placement))
+    paths = _Paths(microbatches * work_of_ranks(placement), Moves(seconds, least))
     cut, refused = start, set()
     makespan = paths.add(replay(cut), times(cut, seconds))
     for done in range(1, replays):
         target = makespan * (1 - _WORTH)
-        after = paths.after_moves(cut, seconds, least).ravel()
+        after = paths.after_moves(cut, times(cut, seconds)).ravel()
         promising = (moved(cut, *divmod(int(at), len(cut))) for at in _rising(after, target))
         chosen = None
         for other in promising:
@@ -93,8 +94,8 @@ def _rising(values: Array, below: float) -> list[int]:
 class _Paths:
     """The critical paths that are known: how often each has the work of each stage, and its other seconds."""
 
-    def __init__(self, ranks: Array) -> None:
-        self._ranks, self._work = ranks, ranks
+    def __init__(self, ranks: Array, moves: Moves) -> None:
+        self._ranks, self._work, self._moves = ranks, ranks, moves
         self._others = np.zeros(len(ranks))
 
     def add(self, path: CriticalPath, seconds: Array) -> float:
@@ -107,7 +108,12 @@ class _Paths:
         self._others = np.concatenate([self._others[:keep], self._others[older], [others]])
         return path.makespan
 
-    def after_moves(self, cut: Cut, seconds: Seconds, least: Sequence[int]) -> Array:
-        """Return a lower bound of the makespan after each move: source x target."""
-        now = np.einsum("psk,sk->p", self._work, times(cut, seconds)) + self._others
-        return (now[:, None, None] + changes(self._work, cut, seconds, least)).max(axis=0)
+    def after_moves(self, cut: Cut, seconds: Array) -> Array:
+        """Return a lower bound of the makespan after each move: source x target, infinite for none.
+
+        ``seconds`` are those of the stages of ``cut``.
+        """
+        now = np.einsum("psk,sk->p", self._work, seconds) + self._others
+        found = longest(now, *self._moves.by_stage(self._work, cut))
+        found[self._moves.impossible(cut)] = np.inf
+        return found

@@ -1,20 +1,15 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pp_ext.planner.layout.cut import Cut
-from megatron_pp_ext.planner.layout.fit import fitted
-from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
+from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, least_in_order
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, memory, pace
+from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, pace
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.schedule.timing import CriticalPath
 
 IMPROVED = 0.1
 """The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
@@ -29,10 +24,11 @@ class Evaluated:
 
 
 class _Timed(NamedTuple):
-    """A candidate with its stages and the seconds of its step."""
+    """A candidate with its stages, what its fullest rank needs at least, and the seconds of its step."""
 
     candidate: Candidate
     work: Workload
+    least: RankMemory
     pace: Pace
 
 
@@ -53,27 +49,37 @@ class Replays:
         a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
         are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
         """
-        searches = self.is_uneven and candidate.pipeline > 1
-        stages = self.workloads.stages(candidate, candidate.placement) if searches else None
-        if stages is not None:
-            # Cuts differ little in what all ranks need together, and most candidates end here.
-            mean = self._mean(candidate, stages)
-            if mean.total > limit:
-                return mean
-        cut = stages and self._fitted(candidate, stages, limit)
-        if stages is not None:
-            candidate = replace(candidate, layout=stages.layout(cut or stages.start))
-        least = self._least(candidate, self.workloads.work(candidate))
+        if not self.is_uneven or candidate.pipeline == 1:
+            work = self.workloads.work(candidate)
+            least = least_in_order(candidate, work, self.margin)
+            if least.total > limit:
+                return least
+            return self._estimated(self._timed(candidate, work, least), limit, room)
+        stages = self.workloads.stages(candidate, candidate.placement)
+        cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
+        # Cuts differ little in what all ranks need together, and most candidates end here.
+        mean = cuts.mean()
+        if mean.total > limit:
+            return mean
+        start = cuts.fitted()
+        least = cuts.least(start or stages.start)
         if least.total > limit:
             return least
-        timed = self._timed(candidate)
-        if stages and cut and least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
-            other = self._timed(self._shortened(candidate, stages, cut, limit))
+        timed = self._cut(cuts, start or stages.start)
+        if start and timed.least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
+            other = self._cut(cuts, cuts.shortened(start))
             if other.pace.step_seconds < timed.pace.step_seconds:
                 found = self._estimated(other, limit, room)
                 if isinstance(found, Evaluated):
                     return found
         return self._estimated(timed, limit, room)
+
+    def _cut(self, cuts: CandidateCuts, cut: Cut) -> _Timed:
+        return self._timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))
+
+    def _timed(self, candidate: Candidate, work: Workload, least: RankMemory) -> _Timed:
+        order, sizes = order_of(candidate), (candidate.schedule, candidate.microbatches)
+        return _Timed(candidate, work, least, pace(work, order, *sizes))
 
     def _estimated(
         self, timed: _Timed, limit: float, room: Callable[[float], float]
@@ -82,69 +88,9 @@ class Replays:
 
         The messages of a whole order take longer to count than its seconds, and are counted last.
         """
-        candidate, work = timed.candidate, timed.work
-        if self._least(candidate, work).total > room(timed.pace.step_seconds):
+        candidate = timed.candidate
+        if timed.least.total > room(timed.pace.step_seconds):
             return None
         sizes = candidate.schedule, candidate.microbatches, self.margin
-        found = estimate(work, order_of(candidate), *sizes, timed.pace)
+        found = estimate(timed.work, order_of(candidate), *sizes, timed.pace)
         return Evaluated(candidate, found) if found.fullest.total <= limit else found.fullest
-
-    def _timed(self, candidate: Candidate) -> _Timed:
-        work, order = self.workloads.work(candidate), order_of(candidate)
-        return _Timed(candidate, work, pace(work, order, candidate.schedule, candidate.microbatches))
-
-    def _least(self, candidate: Candidate, work: Workload) -> RankMemory:
-        """Return what the fullest rank needs at least, without building the whole schedule."""
-        if candidate.shares_vocabulary:
-            return least_memory_sharing(work, candidate.schedule, candidate.microbatches, self.margin)
-        return max(self._short(candidate, work), key=lambda rank: rank.total)
-
-    def _mean(self, candidate: Candidate, stages: ModelStages) -> RankMemory:
-        """Return what a rank needs on average at least, where stages have equally many layers."""
-        mean = self.workloads.mean(candidate, stages.placement)
-        shared, order = mean.work.vocabulary, order_of(candidate, 2 * candidate.pipeline)
-        kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        return mean.memory(candidate.microbatches, self.margin, fmean(kept))
-
-    def _short(self, candidate: Candidate, work: Workload) -> tuple[RankMemory, ...]:
-        """Return what the ranks need for a few microbatches.
-
-        More of them need no less memory, and a short order is built sooner.
-        """
-        order = order_of(candidate, 2 * candidate.pipeline)
-        return memory(work, order, candidate.schedule, candidate.microbatches, self.margin)
-
-    def _totals(self, candidate: Candidate, stages: ModelStages, cut: Cut) -> list[float]:
-        """Return the bytes of each rank under ``cut``; infinite where Megatron cannot build it."""
-        if not stages.can_be(cut):
-            return [float("inf")] * candidate.pipeline
-        candidate = replace(candidate, layout=stages.layout(cut))
-        return [rank.total for rank in self._short(candidate, self.workloads.work(candidate))]
-
-    def _fitted(self, candidate: Candidate, stages: ModelStages, limit: float) -> Cut | None:
-        """Return the cut that is tried first: even, but for what keeps it within ``limit``."""
-        return fitted(
-            stages.start,
-            stages.placement,
-            stages.seconds,
-            lambda cut: self._totals(candidate, stages, cut),
-            limit,
-            stages.least,
-        )
-
-    def _shortened(self, candidate: Candidate, stages: ModelStages, cut: Cut, limit: float) -> Candidate:
-        """Return the candidate with the layout whose pipeline is shortest among those that moves lead to."""
-        timer = order_of(candidate).timer
-
-        def replay(cut: Cut) -> CriticalPath:
-            return timer.critical_path(
-                self.workloads.work(replace(candidate, layout=stages.layout(cut))).costs
-            )
-
-        def fits(cut: Cut) -> bool:
-            return max(self._totals(candidate, stages, cut)) <= limit
-
-        found = shorten(
-            cut, stages.placement, candidate.microbatches, stages.seconds, replay, fits, stages.least
-        )
-        return replace(candidate, layout=stages.layout(found.cut))

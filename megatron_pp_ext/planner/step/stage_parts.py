@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
@@ -19,6 +19,7 @@ class Pieces:
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
+    ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     """
 
     layers: tuple[Part, ...]
@@ -30,6 +31,7 @@ class Pieces:
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+    stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def head(self) -> Part:
@@ -105,13 +107,13 @@ def stage_parts(
     """
     ends = list(accumulate(layers_by_stage))
     by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    known: dict[tuple[int, ...], Part] = {}
+    how = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
     sums = []
     for stage in by_stage:
-        key = tuple(map(id, stage))
-        if key not in known:
-            known[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
-        sums.append(known[key])
+        key = *how, *map(id, stage)
+        if key not in model.stages:
+            model.stages[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
+        sums.append(model.stages[key])
     for first, last in end_parts(model, shares_vocabulary):
         sums[0] += first
         sums[-1] += last
