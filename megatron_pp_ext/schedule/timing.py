@@ -1,4 +1,4 @@
-"""The one loop that times a schedule with costs; the compiler's search has its own, in whole numbers.
+"""The one loop that times a schedule with costs; searches, of orders and of configurations, compile theirs.
 
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
 and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a shared

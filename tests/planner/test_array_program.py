@@ -39,13 +39,10 @@ def assert_the_same(schedule, random):
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_numbers_are_those_of_a_plain_program(name):
     random = Random(name)
-    pairs = (False, True) if catalog.entry(name).make_paired else (False,)
+    ways = [(False, False), (True, False), *([(False, True)] if catalog.entry(name).make_paired else [])]
     sizes = product((2, 3, 5), (1, 4, 11), CHUNKS.get(name, (catalog.entry(name).chunks,)))
-    for (ranks, microbatches, chunks), is_paired in product(sizes, pairs):
-        assert_the_same(scheduled(name, ranks, microbatches, chunks, False, is_paired), random)
-    assert_the_same(
-        scheduled(name, 4, 7, CHUNKS.get(name, (catalog.entry(name).chunks,))[0], True, False), random
-    )
+    for (ranks, microbatches, chunks), (shares, is_paired) in product(sizes, ways):
+        assert_the_same(scheduled(name, ranks, microbatches, chunks, shares, is_paired), random)
 
 
 def test_a_rank_alone_is_timed_too():

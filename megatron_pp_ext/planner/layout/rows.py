@@ -6,7 +6,6 @@ from typing import NamedTuple, Protocol
 from megatron_pp_ext.planner.layout.balance import balanced, levelled
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.fit import fitted
-from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.timing import CriticalPath, ScheduleTimer
@@ -52,6 +51,9 @@ def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Fo
     They start from equally long stages, and from ``known``, with which the result is compared.  No rank needs
     more than ``limit`` bytes, or than the fullest one needs under ``known`` if that is more.
     """
+    # Numba takes a while to import, and most jobs and estimates choose no layout.
+    from megatron_pp_ext.planner.layout.shorten import shorten
+
     placement, timer = schedule.placement, ScheduleTimer(schedule)
     limit = max(limit, *row.totals(known))
 
