@@ -35,11 +35,17 @@ ALIKE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A candidate with lower bounds on its step, in seconds, and on the bytes of its fullest rank."""
+    """A candidate, apart from its schedule, with lower bounds on its step and on its fullest rank's bytes."""
 
     bound: float
     least: float
-    candidate: Candidate
+    sized: Candidate
+    schedule: str
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate, which is made where it is looked at."""
+        return replace(self.sized, schedule=self.schedule)
 
 
 @dataclass
@@ -120,8 +126,9 @@ class Search:
             progress("replaying", number, len(bounded))
             if not self._room(one.bound):
                 break
-            room = self._room(one.bound, one.candidate)
-            if one.least <= room and (found := self._replayed(one.candidate, room)):
+            candidate = one.candidate
+            room = self._room(one.bound, candidate)
+            if one.least <= room and (found := self._replayed(candidate, room)):
                 self._offer(found)
         progress("replaying", len(bounded), len(bounded))
         if self._compiles is not Compiles.NEVER:
@@ -222,7 +229,7 @@ class Search:
                 whole, split = least_seconds()
                 for name in here:
                     bound = split if splits_backward(name) else whole
-                    yield Bounded(bound, fullest.total, replace(sized, schedule=name))
+                    yield Bounded(bound, fullest.total, sized, name)
 
     def _least(
         self, candidate: Candidate, placement: Placement
