@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_pp_ext.planner.layout.balance import balanced, even, levelled
-from megatron_pp_ext.planner.layout.cut import bounds, changes, moved, times, work_of_ranks
+from megatron_pp_ext.planner.layout.cut import Moves, bounds, moved, times, work_of_ranks
 from megatron_pp_ext.planner.layout.fit import fitted
 from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.step.programs import placement_of, program
@@ -90,7 +90,7 @@ def test_too_few_layers_are_refused():
 def test_what_a_move_changes_is_what_the_cut_after_it_has(seed, cut):
     row, draw = Row(seed), np.random.default_rng(seed)
     work, least = draw.integers(0, 9, (4, 3, 3)), (1, 0, 0)
-    found = changes(work, cut, row.seconds, least)
+    found = Moves(row.seconds, least).changes(work, cut)
     before = times(cut, row.seconds)
     for source in range(3):
         for target in range(3):

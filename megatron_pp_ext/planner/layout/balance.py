@@ -55,18 +55,34 @@ def balanced(items: int, seconds: Seconds, least: Sequence[int]) -> Cut:
 
 
 def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float) -> _Choices:
-    """Return what each stage may have if none takes more than ``longest``."""
+    """Return what each stage may have if none takes more than ``longest``, and the others have the rest."""
     before = [0, *accumulate(least)]
+
+    def took(stage: int, first: int, end: int) -> float:
+        return math.fsum(seconds(stage, first, end))
+
+    most, end = longest * (1 + _ROUNDING), items
+    # A stage begins here at least, or those from it on would not have room for the rest.
+    starts = [*before[:-1]]
+    for stage in reversed(range(len(least))):
+        start = end
+        while start > before[stage] and took(stage, start - 1, end) <= most:
+            start -= 1
+        starts[stage] = end = start
     found: _Choices = []
+    reached = 0
     for stage, few in enumerate(least):
         behind = before[-1] - before[stage + 1]
         found.append([])
-        for first in range(before[stage], items - behind - few + 1):
+        furthest = 0
+        for first in range(starts[stage], min(items - behind - few, reached) + 1):
             for end in range(first + few, items - behind + 1):
-                took = math.fsum(seconds(stage, first, end))
-                if took > longest * (1 + _ROUNDING):
+                own = took(stage, first, end)
+                if own > most:
                     break
-                found[-1].append((first, end, took))
+                found[-1].append((first, end, own))
+                furthest = max(furthest, end)
+        reached = furthest
     return found
 
 

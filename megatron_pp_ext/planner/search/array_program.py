@@ -119,8 +119,7 @@ def _wires(costs: Costs) -> Array:
     return np.array([costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0])
 
 
-@lru_cache(maxsize=512)
-def array_program(
+def _array_program(
     name: str,
     ranks: int,
     microbatches: int,
@@ -130,3 +129,10 @@ def array_program(
 ) -> ArrayProgram:
     """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for."""
     return ArrayProgram(scheduled(name, ranks, microbatches, chunks, shares_vocabulary, is_paired))
+
+
+array_program = lru_cache(maxsize=128)(_array_program)
+"""The programs of whole steps, of which a search goes back to the latest only."""
+
+short_program = lru_cache(maxsize=4096)(_array_program)
+"""Those of a few microbatches, which many candidates have in common."""

@@ -16,7 +16,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from megatron_pp_ext.compiler.limits import least_messages
-from megatron_pp_ext.planner.search.array_program import array_program
+from megatron_pp_ext.planner.search.array_program import short_program
 from megatron_pp_ext.planner.search.model_sums import LeastSeconds, ModelSums
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
 from megatron_pp_ext.planner.step.model_part import Part
@@ -169,7 +169,7 @@ def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: f
     placement = work.placement
     if microbatches < 2 * placement.ranks:
         return least_memory(work, microbatches, margin)
-    plain = array_program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
+    plain = short_program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
     return max(
         (
             rank_memory(work, rank, kept, least_messages(placement, rank, microbatches), margin)

@@ -33,7 +33,7 @@ def follow(
     home: Whole,
     microbatches: int,
     shares: bool,
-) -> tuple[Whole, Whole, Whole]:
+) -> tuple[NDArray[np.int32], NDArray[np.int32], Whole]:
     """Let all ranks run without a clock; return their steps, the step of every action, and the pairs.
 
     The steps are rows of (step before on the rank, step that sends the input, wire, place of the duration),
@@ -47,8 +47,8 @@ def follow(
     # The step that delivered the F, I, W, S or T of a stage and a microbatch; 0 until then.
     done = np.zeros(5 * size, np.int64)
     inputs = np.empty(4 + ranks, np.int64)
-    steps = np.zeros((1 + count + (microbatches * (ranks + 2) if shares else 0), 4), np.int64)
-    step_of = np.zeros(count, np.int64)
+    steps = np.zeros((1 + count + (microbatches * (ranks + 2) if shares else 0), 4), np.int32)
+    step_of = np.zeros(count, np.int32)
     place_of_pair = np.zeros((stages, behind), np.int64)
     pairs = np.zeros((stages * stages, 2), np.int64)
     filled, paired = 0, 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.search.array_program import ArrayProgram, array_program
+from megatron_pp_ext.planner.search.array_program import ArrayProgram, array_program, short_program
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
@@ -82,4 +82,5 @@ def order_of(candidate: Candidate, most: int | None = None) -> ArrayProgram:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
-    return array_program(candidate.schedule, *sizes)
+    made = array_program if most is None else short_program
+    return made(candidate.schedule, *sizes)
