@@ -17,7 +17,7 @@ def sum_below(end: int) -> int:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(loops, "_folder", lambda: tmp_path / "code")
+    monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "code")
     return tmp_path / "code"
 
 
@@ -47,16 +47,22 @@ def test_an_error_of_the_loop_itself_is_not_hidden(folder):
 
 
 def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_path):
+    """All sources of the package's folder count, since a loop may use numbers and functions of them."""
     monkeypatch.setattr(loops.config, "CACHE_DIR", str(tmp_path))
-    here = loops._folder.__wrapped__()
-    assert here.parent == tmp_path
-    monkeypatch.setattr(loops, "__file__", str(tmp_path / "loops.py"))
-    (tmp_path / "tables.py").write_text("")
-    before = loops._folder.__wrapped__()
-    (tmp_path / "tables.py").write_text("# changed")
-    assert loops._folder.__wrapped__() != before
+    monkeypatch.setattr(loops.megatron_pp_ext, "__file__", str(tmp_path / "__init__.py"))
+    room = tmp_path / "planner"
+    (room / "search").mkdir(parents=True)
+    (room / "step").mkdir()
+    loop, numbers = room / "search" / "order_loops.py", room / "step" / "numbers.py"
+    loop.write_text("")
+    folders = []
+    for text in ("", "F = 0", "F = 1"):
+        numbers.write_text(text)
+        folders.append(loops._folder.__wrapped__(loop))
     monkeypatch.setattr(loops.llvm, "get_host_cpu_name", lambda: "another")
-    assert len({here, loops._folder.__wrapped__()}) == 2
+    folders.append(loops._folder.__wrapped__(loop))
+    assert len({*folders}) == 4
+    assert {folder.parent for folder in folders} == {tmp_path}
 
 
 def test_random_numbers_are_the_same_everywhere():

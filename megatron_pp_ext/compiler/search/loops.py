@@ -1,8 +1,8 @@
 """The searches' inner loops: Python that numba compiles to machine code when it first runs.
 
-Such a loop has one form alone, so that no second one could take other decisions.  It works on whole
-numbers, on which every machine agrees.  The code is kept on disk, for each processor and each state of the
-sources: numba by itself looks at the file of a loop, and not at those of the functions that it calls.
+Such a loop has one form alone, so that no second one could take other decisions.  The compiler's loops work
+on whole numbers, on which every machine agrees.  The code is kept on disk, for each processor and each state
+of the sources: numba by itself looks at the file of a loop, and not at what it takes from other files.
 Nothing relies on the files.  Code that cannot be read is compiled again, and code that cannot be written
 serves one process.
 """
@@ -19,6 +19,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import config, njit
 
+import megatron_pp_ext
 from megatron_pp_ext.compiler.search.cache import user_folder
 
 
@@ -43,14 +44,14 @@ class Loop:
             return self._compiled(*arguments)
         except Exception:
             # Damaged files and full disks have errors of many kinds, all of which come before the loop runs.
-            shutil.rmtree(_folder(), ignore_errors=True)
+            shutil.rmtree(_folder(_source(self._function)), ignore_errors=True)
             self._compiled = njit(self._function)
             return self._compiled(*arguments)
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with its code kept on disk, or where that cannot be, in memory alone."""
-    folder, before = _folder(), config.CACHE_DIR
+    folder, before = _folder(_source(function)), config.CACHE_DIR
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
@@ -63,12 +64,21 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
         config.CACHE_DIR = before
 
 
+def _source(function: Callable[..., Any]) -> Path:
+    return Path(function.__code__.co_filename)
+
+
 @cache
-def _folder() -> Path:
-    """Return the folder of the code: in NUMBA_CACHE_DIR, or else in the user's own."""
+def _folder(source: Path) -> Path:
+    """Return the folder of the code for loops in ``source``: in NUMBA_CACHE_DIR, or else in the user's own.
+
+    It goes by all sources of the room (the package's folder) that ``source`` is in.
+    """
+    package = Path(megatron_pp_ext.__file__).parent
+    room = next((folder for folder in source.parents if folder.parent == package), source.parent)
     state = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        state.update(source.read_bytes())
+    for one in sorted(room.rglob("*.py")):
+        state.update(one.read_bytes())
     for part in (numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
         state.update(part.encode())
     base = Path(config.CACHE_DIR) if config.CACHE_DIR else user_folder() / "loops"

@@ -1,13 +1,14 @@
 """The loop over all moves of an item and all known paths of a pipeline, which numba compiles."""
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from megatron_pp_ext.compiler.search.loops import Loop
 
 Floats = NDArray[np.float64]
 
 
-@njit(cache=True)
+@Loop
 def longest(
     now: Floats,
     given_onwards: Floats,

@@ -8,9 +8,9 @@ stage, and takes time only where messages are planned.
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from megatron_pp_ext.compiler.search.loops import Loop, part_of_loop
 from megatron_pp_ext.planner.step.action_arrays import B, F, I, S, T, W
 
 Whole = NDArray[np.int64]
@@ -23,7 +23,7 @@ _SCORES, _NO_WORK, _PAIRS = 0, 2, 3
 """Places behind those of the stages' durations: S (with T behind it), no work, and the first pair."""
 
 
-@njit(cache=True)
+@Loop
 def follow(
     stage: Whole,
     kind: Whole,
@@ -122,14 +122,14 @@ def follow(
     return steps[: filled + 1], step_of, pairs[:paired]
 
 
-@njit(cache=True)
+@part_of_loop
 def _slot(kind: int, stage: int, microbatch: int, size: int, microbatches: int) -> int:
     """Return the number of what an action delivers, where a whole backward stands for its I."""
     row = kind if kind < B else I if kind == B else kind - 1
     return row * size + stage * microbatches + microbatch
 
 
-@njit(cache=True)
+@part_of_loop
 def _inputs(
     stage: int,
     kind: int,
@@ -171,7 +171,7 @@ def _inputs(
     return count
 
 
-@njit(cache=True)
+@part_of_loop
 def _woken(delivered: int, waits_for: Whole, since: Whole, runnable: Whole, able: int) -> int:
     """Put the ranks that waited for ``delivered`` on top of the ``able`` ones, the longest wait first."""
     bottom = able
@@ -187,7 +187,7 @@ def _woken(delivered: int, waits_for: Whole, since: Whole, runnable: Whole, able
     return able
 
 
-@njit(cache=True)
+@Loop
 def time(steps: Whole, durations: Floats, wires: Floats) -> tuple[Floats, Floats]:
     """Return the starts and the ends of all steps; both are 0 at 0, which is no step."""
     starts, ends = np.zeros(len(steps)), np.zeros(len(steps))
@@ -200,7 +200,7 @@ def time(steps: Whole, durations: Floats, wires: Floats) -> tuple[Floats, Floats
     return starts, ends
 
 
-@njit(cache=True)
+@Loop
 def critical(steps: Whole, starts: Floats, ends: Floats, pairs: Whole, pair: float, places: int) -> Floats:
     """Return how often each duration is on the critical path; an action in a pair counts as ``pair``."""
     counts = np.zeros(places)
@@ -217,7 +217,7 @@ def critical(steps: Whole, starts: Floats, ends: Floats, pairs: Whole, pair: flo
     return counts
 
 
-@njit(cache=True)
+@Loop
 def most_buffers(stage: Whole, kind: Whole, bounds: Whole, home: Whole, line: Whole, ahead: int) -> Whole:
     """Return the most message buffers of every rank, with the actions launched as they stand in ``line``."""
     ranks, last = len(bounds) - 1, len(home) - 1
