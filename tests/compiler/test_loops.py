@@ -49,7 +49,7 @@ def test_an_error_of_the_loop_itself_is_not_hidden(folder):
 def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_path):
     """All sources of the package's folder count, since a loop may use numbers and functions of them."""
     monkeypatch.setattr(loops.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(loops.megatron_pp_ext, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(loops, "_PACKAGE", tmp_path)
     room = tmp_path / "planner"
     (room / "search").mkdir(parents=True)
     (room / "step").mkdir()

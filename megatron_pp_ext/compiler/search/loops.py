@@ -19,8 +19,9 @@ import llvmlite.binding as llvm
 import numba
 from numba import config, njit
 
-import megatron_pp_ext
 from megatron_pp_ext.compiler.search.cache import user_folder
+
+_PACKAGE = Path(__file__).parents[2]
 
 
 def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
@@ -74,8 +75,7 @@ def _folder(source: Path) -> Path:
 
     It goes by all sources of the room (the package's folder) that ``source`` is in.
     """
-    package = Path(megatron_pp_ext.__file__).parent
-    room = next((folder for folder in source.parents if folder.parent == package), source.parent)
+    room = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
     state = hashlib.sha256()
     for one in sorted(room.rglob("*.py")):
         state.update(one.read_bytes())
