@@ -187,10 +187,15 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
 
 
 def _scale(values: Sequence[float], actions: int) -> float:
-    """Return the smallest of ``_EXACT_SCALES`` that makes all values whole, or else one for rounding."""
+    """Return the smallest of ``_EXACT_SCALES`` that makes all values whole, or else one for rounding.
+
+    OverflowError where ``actions`` of the longest value add up to more than a float holds.
+    """
     # A schedule is no longer than twice its actions, and a heap multiplies its times by their number.
     most = max(1, min(_MOST_TIME_STEPS, (1 << 61) // actions**2))
     longest = max(values)
+    if math.isinf(longest * actions):
+        raise OverflowError(f"{actions} actions of {longest:g} each take longer than a float can say")
     for scale in _EXACT_SCALES:
         scaled = [value * scale for value in values]
         if longest * scale <= most and all(abs(one - round(one)) <= TOLERANCE * one for one in scaled):
