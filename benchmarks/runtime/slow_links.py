@@ -275,7 +275,7 @@ def measure(bench: Bench, bandwidths: Sequence[float], picture: Path) -> list[st
 
 def main(
     out: Out = RESULTS / "slow_links.md",
-    samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 1200,
+    samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 800,
     bandwidths: Annotated[str, typer.Option(help="Bytes a second, the fastest link first.")] = BANDWIDTHS,
     keep: Annotated[
         Path | None, typer.Option(help="A folder that keeps what was measured: a later run goes on with it.")
