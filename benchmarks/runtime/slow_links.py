@@ -229,7 +229,9 @@ def draw(links: dict[float, dict[str, Curve]], path: Path) -> None:
         for way, curve in curves.items():
             axes.plot(curve.seconds, curve.smooth, style(way))
         axes.set(title=megabytes(bandwidth), xlabel="seconds", ylabel="training loss")
-    for axes in (against_samples, *others):
+    for axes in others[len(links) :]:
+        axes.remove()
+    for axes in picture.axes:
         axes.spines[["top", "right"]].set_visible(False)
     picture.tight_layout()
     figure.save(picture, path)
