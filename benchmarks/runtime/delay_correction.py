@@ -118,6 +118,12 @@ class Curve(NamedTuple):
         """The mean loss of the last samples."""
         return mean(self.losses[-max(1, round(LAST * len(self.losses))) :])
 
+    @property
+    def smooth(self) -> list[float]:
+        """After every update the mean of as many losses, of fewer at the start."""
+        width = max(1, round(LAST * len(self.losses)))
+        return [mean(self.losses[max(0, end - width) : end]) for end in range(1, len(self.losses) + 1)]
+
     def seconds_to(self, loss: float) -> float | None:
         """Return the seconds until the mean of as many losses was ``loss``; None if it never was."""
         width = max(1, round(LAST * len(self.losses)))
@@ -191,17 +197,19 @@ def best(losses: dict[str, float]) -> str:
     return min(losses, key=losses.__getitem__)
 
 
+def cells(losses: dict[str, float]) -> list[str]:
+    """Return the losses for a table's row, the best in bold."""
+    return [f"**{loss:.3f}**" if rate == best(losses) else f"{loss:.3f}" for rate, loss in losses.items()]
+
+
 def grid(tuned: dict[Way, dict[str, float]]) -> str:
     """Return the table of all last losses, the best of each row in bold."""
     rows: list[Row] = []
     for case in CASES:
         for way in case.ways:
             losses = tuned[alone(way)]
-            cells = [
-                f"**{loss:.3f}**" if rate == best(losses) else f"{loss:.3f}" for rate, loss in losses.items()
-            ]
             more = min(losses.values()) / min(tuned[alone(case.ways[0])].values()) - 1
-            rows.append((case.title, way.name, *cells, f"{100 * more:+.1f}%" if way.rule else ""))
+            rows.append((case.title, way.name, *cells(losses), f"{100 * more:+.1f}%" if way.rule else ""))
     return table(("case", "schedule", *RATES, "best against 1f1b's best"), rows)
 
 
@@ -228,11 +236,7 @@ def confirm(data: str, samples: int, tuned: dict[Way, dict[str, float]], picture
                     "never" if reached is None else f"{reached:.1f}",
                 )
             )
-            width = max(1, round(LAST * len(curve.losses)))
-            smooth = [
-                mean(curve.losses[max(0, end - width) : end]) for end in range(1, len(curve.losses) + 1)
-            ]
-            ax.plot(curve.seconds, smooth, "-" if way.rule else "--", label=way.name)
+            ax.plot(curve.seconds, curve.smooth, "-" if way.rule else "--", label=way.name)
         ax.set(title=case.title, xlabel="seconds", ylabel="training loss")
         ax.legend(frameon=False)
         ax.spines[["top", "right"]].set_visible(False)
