@@ -11,6 +11,7 @@ FLAGS = {
     "tensor_model_parallel_size": 2,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "pipeline_replicas": None,
     "expert_tensor_parallel_size": None,
     "num_experts": None,
     "num_attention_heads": 8,
