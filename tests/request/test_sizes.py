@@ -12,6 +12,7 @@ FLAGS = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "pipeline_replicas": None,
+    "pipeline_schedule": None,
     "expert_tensor_parallel_size": None,
     "num_experts": None,
     "num_attention_heads": 8,
