@@ -42,7 +42,7 @@ from megatron_pp_ext.view import figure
 
 RANKS, LAYERS, HIDDEN, TOKENS, MICROBATCH = 2, 4, 256, 32, 4
 RATES = ("5e-4", "1e-3")
-BANDWIDTHS = "1e10,3.2e8,6.4e7"
+BANDWIDTHS = "1e10,6.4e7"
 """Bytes a second, the fastest link first."""
 
 MODEL = (
