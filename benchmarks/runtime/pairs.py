@@ -57,7 +57,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 MESSAGES = stages.Times(0.0, 0.0, 0.0, 4096)
-"""Those of gloo alone are a little larger than the model's; their times are not used."""
+"""The messages of gloo alone, which are a little larger than the model's; the times here are not used."""
 
 ALL_SHARES = ",".join(map(str, SHARES))
 FLEX, LIMIT = "flex", 1.25

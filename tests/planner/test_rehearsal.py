@@ -149,7 +149,7 @@ def test_a_system_adds_messages_and_collectives() -> None:
 
 
 def test_a_pair_hides_the_exchanges_of_tokens() -> None:
-    """Those of both actions; another collective takes its time, and without a system nothing does."""
+    """It hides those of both actions.  Another collective takes its time; without a system none takes any."""
     links = Link(1e3, 0.0)
     system = System(
         "test", 8, 1e9, {"bf16": [[1, 1, 1, 1e12]]}, 1e12, links, links, peak_rates={"bf16": 1e12}

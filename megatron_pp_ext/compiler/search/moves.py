@@ -29,7 +29,7 @@ def rearranged(
     first, last = min(at, at + steps), max(at, at + steps) + width
     for place in range(at, at + width):
         new[place + steps] = row[place]
-    # Those that are passed go the other way.
+    # The actions that are passed go the other way.
     for place in range(first, at):
         new[place + width] = row[place]
     for place in range(at + width, last):

@@ -135,4 +135,4 @@ array_program = lru_cache(maxsize=128)(_array_program)
 """The programs of whole steps, of which a search goes back to the latest only."""
 
 short_program = lru_cache(maxsize=4096)(_array_program)
-"""Those of a few microbatches, which many candidates have in common."""
+"""The programs of a few microbatches, which many candidates have in common."""
