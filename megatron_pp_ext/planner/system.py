@@ -166,9 +166,9 @@ class System:
         A group within a node is as fast as the node.  In a group across nodes, members on one node use
         all of their network links together, since rings run through every link.
         """
-        if (ranks - 1) * stride < self.gpus_per_node:
+        sharing = self._in_a_node(ranks, stride)
+        if sharing == ranks:
             return self.node
-        sharing = min(ranks, max(1, self.gpus_per_node // stride))
         rate = min(self.node.bytes_per_second, sharing * self.between_nodes.bytes_per_second)
         return Link(rate, self.network.latency_seconds)
 
@@ -200,14 +200,22 @@ class System:
         """
         if ranks < 2 or size <= 0:
             return 0.0
-        near = min(ranks, max(1, self.gpus_per_node // stride))
+        near = self._in_a_node(ranks, stride)
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
         return max(link.seconds(size * others / ranks) for others, link in links if others)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
-        link = self.link(ranks, stride)
+        """A part of the tensor goes to all members but one, into each other node once."""
         steps = ranks - 1
-        return steps * link.latency_seconds + size * steps / ranks / link.bytes_per_second
+        between = math.ceil(ranks / self._in_a_node(ranks, stride)) - 1
+        latency = between * self.network.latency_seconds + (steps - between) * self.node.latency_seconds
+        return latency + size * steps / ranks / self.link(ranks, stride).bytes_per_second
+
+    def _in_a_node(self, ranks: int, stride: int) -> int:
+        """Return how many of a group's ``ranks``, ``stride`` apart, are on one node."""
+        if (ranks - 1) * stride < self.gpus_per_node:
+            return ranks
+        return min(ranks, max(1, self.gpus_per_node // stride))
 
     def to_json(self) -> str:
         """Return the description in the form that ``read`` reads."""

@@ -38,9 +38,13 @@ def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:
     return estimate(made, program(name, made.placement.ranks, microbatches, chunks), name, microbatches)
 
 
-def ring(size, ranks, link=NODE):
-    """A reduce-scatter or an all-gather: each rank sends all parts but one to its neighbour."""
-    return (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
+def ring(size, ranks, link=NODE, within=0):
+    """A reduce-scatter or an all-gather: each rank sends all parts but one to its neighbour.
+
+    ``within`` of the steps stay within a node, though ``link`` is one between nodes.
+    """
+    latency = (ranks - 1 - within) * link.latency_seconds + within * NODE.latency_seconds
+    return latency + size * (ranks - 1) / ranks / link.bytes_per_second
 
 
 def test_collectives_take_the_steps_of_a_ring_with_their_latency():
@@ -49,6 +53,15 @@ def test_collectives_take_the_steps_of_a_ring_with_their_latency():
     assert MACHINE.all_to_all_seconds(8e6, 4) == pytest.approx(NODE.seconds(6e6))
     for ranks, size in ((1, 8e6), (4, 0)):
         assert MACHINE.all_reduce_seconds(size, ranks) == MACHINE.all_to_all_seconds(size, ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "within"), [(8, 1, 6), (6, 1, 4), (4, 2, 2), (3, 2, 1), (4, 4, 0), (2, 3, 0)]
+)
+def test_a_ring_crosses_into_each_other_node_once(ranks, stride, within):
+    """Nodes have four GPUs; an empty message within one takes a tenth of the time of one between them."""
+    expected = ring(8e6, ranks, MACHINE.link(ranks, stride), within)
+    assert MACHINE.gather_seconds(8e6, ranks, stride) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +190,7 @@ def test_gradients_are_reduced_and_weights_gathered():
 def test_context_parallel_ranks_share_gradients_too():
     made = work(data=2, context_parallel_size=2, tensor_model_parallel_size=2, use_distributed_optimizer=True)
     weights = made.by_rank[0].parameters
-    assert made.waits[0].reduction == pytest.approx(ring(4 * weights, 4, MACHINE.link(4, 2)))
+    assert made.waits[0].reduction == pytest.approx(ring(4 * weights, 4, MACHINE.link(4, 2), within=2))
     assert made.states[0].optimizer == pytest.approx(12 * weights / 4)
 
 
@@ -195,7 +208,7 @@ def test_experts_reduce_among_those_that_have_them():
     made = work(data=8, num_experts=8, expert_model_parallel_size=4, use_distributed_optimizer=True)
     part = made.by_rank[0]
     assert (made.sharing.dense, made.sharing.expert) == (8, 2)
-    dense = ring(4 * part.parameters, 8, MACHINE.link(8, 1))
+    dense = ring(4 * part.parameters, 8, MACHINE.link(8, 1), within=6)
     assert made.waits[0].reduction == pytest.approx(dense + ring(4 * part.expert_parameters, 2, NETWORK))
     assert made.states[0].optimizer == pytest.approx(12 * (part.parameters / 8 + part.expert_parameters / 2))
     tensor = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
