@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime import rendezvous
 from tests.support.ranks import run_ranks
 
-SOON, LATE = timedelta(seconds=1), timedelta(seconds=100)
+SOON, LATE = timedelta(seconds=5), timedelta(seconds=100)
 
 
 def count(reports: Sequence[str | None]) -> str:
