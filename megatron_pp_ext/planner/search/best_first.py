@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from math import inf
 
+from megatron_pp_ext.planner.search import collector
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
@@ -119,9 +120,21 @@ class Search:
                 f"--gpus {gpus} leaves a node of {each} GPUs in part: nearest that work are {below} and "
                 f"{below + each}"
             )
-        bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
-        if not self.result.legal:
-            raise ValueError(reason(self._space))
+        with collector.paused():
+            bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
+            if not self.result.legal:
+                raise ValueError(reason(self._space))
+            self._replay(bounded, progress)
+        if self._compiles is not Compiles.NEVER:
+            self._compile(progress)
+        if not self.result.best:
+            raise ValueError(self._nothing_fits())
+        frontier = set(self._shortest.values())
+        self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
+        return self.result
+
+    def _replay(self, bounded: Sequence[Bounded], progress: Progress) -> None:
+        """Replay candidates in the order of their bounds while any of them may be among the results."""
         for number, one in enumerate(bounded):
             progress("replaying", number, len(bounded))
             if not self._room(one.bound):
@@ -131,13 +144,6 @@ class Search:
             if one.least <= room and (found := self._replayed(candidate, room)):
                 self._offer(found)
         progress("replaying", len(bounded), len(bounded))
-        if self._compiles is not Compiles.NEVER:
-            self._compile(progress)
-        if not self.result.best:
-            raise ValueError(self._nothing_fits())
-        frontier = set(self._shortest.values())
-        self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
-        return self.result
 
     def _room(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
@@ -218,7 +224,8 @@ class Search:
                 continue
             is_full = True
             for placement, here in placements.items():
-                sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
+                if sized.shares_vocabulary != placement.shares_vocabulary:
+                    sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
                 fullest, least_seconds = self._least(sized, placement)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)

@@ -1,17 +1,19 @@
 """The cuts of one candidate's layers into its stages: what each takes and needs, and which are tried."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from megatron_pp_ext.planner.layout.cut import Cut
+from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.fit import fitted
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.planner.step.estimate import RankMemory, memory, memory_beside
+from megatron_pp_ext.planner.step.model_state import model_state
+from megatron_pp_ext.planner.step.workload import Workload, stages_of_ranks
 from megatron_pp_ext.schedule.timing import CriticalPath
 
 
@@ -26,6 +28,7 @@ class CandidateCuts:
     limit: float
     _works: dict[Cut, Workload] = field(default_factory=dict)
     _memories: dict[Cut, tuple[RankMemory, ...]] = field(default_factory=dict)
+    _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
 
     def work(self, cut: Cut) -> Workload:
         """Return the stages of ``cut``."""
@@ -49,8 +52,22 @@ class CandidateCuts:
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches."""
         if cut not in self._memories:
-            self._memories[cut] = short_memory(self.candidate, self.work(cut), self.margin)
+            self._memories[cut] = tuple(self._of_ranks(self.work(cut)))
         return self._memories[cut]
+
+    def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
+        """Yield what ``short_memory`` returns; many cuts give a rank the same stages, counted once."""
+        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
+        layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
+        kept = work.vocabulary.activation if work.vocabulary else 0.0
+        for rank, stages in enumerate(stages_of_ranks(work.placement)):
+            key = rank, work.args.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
+            if key not in self._ranks:
+                own = [work.parts[stage] for stage in stages]
+                state = model_state(work.args, work.summed(own), work.sharing)
+                peaks = order.in_flight.peak(rank, own, kept), order.peak_messages[rank]
+                self._ranks[key] = memory_beside(work, state, work.loss_bytes(rank), *peaks, self.margin)
+            yield self._ranks[key]
 
     def least(self, cut: Cut) -> RankMemory:
         """Return what the fullest rank needs at least."""

@@ -131,14 +131,19 @@ def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> floa
     others = placement.chunks * middle
     loads = Counter(others + more for more in ends)
     loads[others] += placement.ranks - len(ends)
-    # All ways to deal a layer that may be taken, by what the rank then has; the last is the busiest rank's.
+    # Below the level that all would have if each began with the least, every layer is taken.
+    level = min(loads) + layers * least.layer / placement.ranks
+    certain = {load: max(0, int((level - load) / least.layer) - 1) for load in loads}
+    # All other ways to deal a layer that may be taken, by what the rank then has; the last is the busiest's.
     most, each = max(loads), layers // placement.ranks + 2
     dealt = sorted(
         (load + number * least.layer, count)
         for load, count in loads.items()
-        for number in range(1, min(layers, each + int((most - load) / least.layer)) + 1)
+        for number in range(certain[load] + 1, min(layers, each + int((most - load) / least.layer)) + 1)
     )
-    taken = accumulate(count for _, count in dealt)
+    before = sum(count * certain[load] for load, count in loads.items())
+    taken = accumulate((count for _, count in dealt), initial=before)
+    next(taken)
     return max(most, next(load for (load, _), count in zip(dealt, taken, strict=True) if count >= layers))
 
 
@@ -151,7 +156,7 @@ def _mean_messages(placement: Placement, microbatches: int) -> float:
 def least_memory(work: Workload, microbatches: int, margin: float) -> RankMemory:
     """Return what the fullest rank needs in any order."""
     ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
-    shared = work.costs.vocabulary.activation if work.costs.vocabulary else 0.0
+    shared = work.vocabulary.activation if work.vocabulary else 0.0
     found = []
     for rank in {*ranks.values(), work.head_rank}:
         activations = work.by_rank[rank].after_forward + shared

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
@@ -22,6 +23,7 @@ class Workloads:
 
     def __init__(self, args: Namespace, system: System) -> None:
         self._args, self._system = args, system
+        self._described = lru_cache(maxsize=8)(partial(Candidate.described, args=args))
         self._models: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
@@ -34,14 +36,14 @@ class Workloads:
         They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A
         candidate without a schedule has whole backwards, which take no longer than split ones.
         """
-        args = candidate.described(self._args)
+        args = self._described(candidate)
         model = self._model(candidate, args).model
         where = placement or candidate.placement
         return Workload(args, self._system, where, candidate.data, layers, model, _is_split(candidate))
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
         """Return what its ranks have on average, with even stages where these make a difference."""
-        args = replace(candidate, layout=None).described(self._args)
+        args = self._described(_without_layout(candidate))
         sums, least = self._model(candidate, args), fewest(args, placement)
         cut = even(len(sums.model.layers), least)
         sizes = candidate.data, cut, sums.model, _is_split(candidate)
@@ -53,7 +55,7 @@ class Workloads:
         alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.shares_vocabulary, is_split
         key = *alike, placement
         if key not in self._stages:
-            args = replace(candidate, layout=None).described(self._args)
+            args = self._described(_without_layout(candidate))
             if alike not in self._seconds:
                 model = self._model(candidate, args).model
                 self._seconds[alike] = StageSeconds(args, model, placement.shares_vocabulary, is_split)
@@ -66,6 +68,10 @@ class Workloads:
         if key not in self._models:
             self._models[key] = ModelSums(model_on(args, self._system))
         return self._models[key]
+
+
+def _without_layout(one: Candidate) -> Candidate:
+    return one if one.layout is None else replace(one, layout=None)
 
 
 def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:

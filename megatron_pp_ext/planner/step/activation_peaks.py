@@ -31,21 +31,25 @@ class InFlight:
 
         Of a microbatch between S and T it keeps ``from_s_to_t``.
         """
-        found = []
-        for rank, moments in enumerate(self._moments):
-            bytes_each = [
-                value
-                for stage in self._placement.stages_of(rank)
-                for part in (parts[stage],)
-                for value in (
-                    part.after_forward,
-                    part.after_input_gradient,
-                    max(0.0, part.after_input_gradient + part.brief - part.after_forward),
-                    part.brief_in_whole,
-                )
-            ]
-            found.append(float((moments @ np.array([*bytes_each, from_s_to_t])).max()))
-        return tuple(found)
+        of_ranks = map(self._placement.stages_of, range(self._placement.ranks))
+        return tuple(
+            self.peak(rank, [parts[stage] for stage in stages], from_s_to_t)
+            for rank, stages in enumerate(of_ranks)
+        )
+
+    def peak(self, rank: int, own: Sequence[Part], from_s_to_t: float = 0.0) -> float:
+        """Return the most bytes that ``rank`` keeps at one time, for stages of its own that cost ``own``."""
+        bytes_each = [
+            value
+            for part in own
+            for value in (
+                part.after_forward,
+                part.after_input_gradient,
+                max(0.0, part.after_input_gradient + part.brief - part.after_forward),
+                part.brief_in_whole,
+            )
+        ]
+        return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
 
 
 def _moments(placement: Placement, actions: ActionArrays, rank: int) -> Any:

@@ -102,7 +102,7 @@ def memory(
     if name in FLUSH_FREE:
         # The pipeline is full, however few microbatches an update has, and earlier ones sent messages.
         order = program(name, ranks, ranks + SENDS_AHEAD, 1)
-    shared = work.costs.vocabulary
+    shared = work.vocabulary
     activations = order.in_flight.peaks(work.parts, shared.activation if shared else 0.0)
     peaks = zip(activations, order.peak_messages, strict=True)
     return tuple(

@@ -20,6 +20,7 @@ class Pieces:
     ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
+    ``kinds`` tells layers apart: equal ones have the same number.
     """
 
     layers: tuple[Part, ...]
@@ -32,6 +33,10 @@ class Pieces:
     hidden_bytes: float
     loss_workspace: float
     stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
+    kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(map(id, self.layers)))
 
     @property
     def head(self) -> Part:
@@ -106,13 +111,13 @@ def stage_parts(
     ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
     """
     ends = list(accumulate(layers_by_stage))
-    by_stage = [model.layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     how = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
     sums = []
-    for stage in by_stage:
-        key = *how, *map(id, stage)
+    for start, end in zip([0, *ends], ends, strict=False):
+        key = *how, *model.kinds[start:end]
         if key not in model.stages:
-            model.stages[key] = _sum(_recomputed(args, model.hidden_bytes, stage)) + model.other
+            layers = _recomputed(args, model.hidden_bytes, model.layers[start:end])
+            model.stages[key] = _sum(layers) + model.other
         sums.append(model.stages[key])
     for first, last in end_parts(model, shares_vocabulary):
         sums[0] += first

@@ -151,17 +151,21 @@ class Workload:
             return self.model.loss_workspace / self.placement.ranks
         return self.model.loss_workspace if rank == self.head_rank else 0.0
 
+    def summed(self, own: Sequence[Part]) -> Part:
+        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a vocabulary."""
+        first, *others = own
+        return sum(others, first) + self.vocabulary_parameters
+
     @cached_property
     def by_rank(self) -> list[Part]:
         """The sum of the stages of each rank, with the parameters of its part of a shared vocabulary."""
         sums = []
-        rows = self.vocabulary_parameters
         known: dict[tuple[int, ...], Part] = {}
-        for stages in _stages_of_ranks(self.placement):
-            first, *others = own = [self.parts[stage] for stage in stages]
+        for stages in stages_of_ranks(self.placement):
+            own = [self.parts[stage] for stage in stages]
             key = tuple(map(id, own))
             if key not in known:
-                known[key] = sum(others, first) + rows
+                known[key] = self.summed(own)
             sums.append(known[key])
         if self.placement.ranks == 1 and not self.args.untie_embeddings_and_output_weights:
             # A single rank has one copy of a tied weight.
@@ -233,7 +237,8 @@ class Workload:
 
 
 @cache
-def _stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
+def stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
+    """Return the stages of each rank of ``placement``."""
     return [placement.stages_of(rank) for rank in range(placement.ranks)]
 
 
