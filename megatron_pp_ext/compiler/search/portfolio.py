@@ -35,7 +35,7 @@ _ROUND = 1000
 _MOVES = 5500
 """Moves of annealing for each trial, on a small pipeline; for every 16 actions there is one more."""
 
-_MOST_MOVES = 24_000
+_MOST_MOVES = 9000
 """The most moves for each trial."""
 
 _TURNS = ((4, 1), (2, 1), (1, 6))
