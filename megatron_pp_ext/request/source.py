@@ -26,7 +26,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 LONGEST_WAIT = 60.0
 """The seconds that a rank waits while another one compiles: more than a compilation takes on a free core.
 
-That was 3 to 5 s for 16 ranks and 64 microbatches, and 53 s for 64 ranks and 512 (docs/compiler.md).
+docs/compiler.md has what 16 ranks with 64 microbatches, and 64 with 512, took.
 """
 
 FreeBytes = Callable[[], Sequence[float]]

@@ -38,10 +38,12 @@ _WIDTHS = np.array([1, 1, 1, 1, 1, 1, 2, 3])
 _ANY = 4
 """One in this many moves takes any action of the rank."""
 
-_WARM = 16_000
-_WARMEST, _COOLEST = 2, 400
-"""A worse order may at first be longer by one ``_WARM``-th of an action for every move that an action has on
-average, and by no more than half of one.  A long walk has the time to cool down, a short one only to descend.
+_ACTIONS = 16
+_WARMEST, _COOLEST = 4, 200
+"""At first a worse order may, in half of all cases, be longer by one part of an action.
+
+There is a part for every ``_ACTIONS`` actions of the order, within these bounds: on large pipelines warmer
+walks find no shorter orders, and they take longer, as more moves are timed.
 """
 
 _FINE = 1024
@@ -61,7 +63,7 @@ def anneal(problem: Problem, orders: Orders, moves: int, seed: int, floor: int =
         raise ValueError("orders to anneal wait for each other: anneal only what has run")
     state, best = timed_order(problem, orders, timed.starts), np.array(orders)
     random, lengths = generator(seed), np.zeros(4, np.int64)
-    part = min(_COOLEST, max(_WARMEST, _WARM * problem.size // max(1, moves)))
+    part = min(_COOLEST, max(_WARMEST, problem.size // _ACTIONS))
     warm = _FINE * max(problem.duration[: problem.stations]) // part
     for first in range(0, max(1, moves), _SLICE):
         last = min(moves, first + _SLICE)
