@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import (
     TRIALS,
@@ -10,7 +11,7 @@ from megatron_pp_ext.compiler.compile import (
     frontier,
     placements_of,
 )
-from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, least_limits, requested_limit
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.request.pipeline import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
@@ -40,14 +41,14 @@ def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | 
 def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
     """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
     limit, ranks = request.limit, request.ranks
-    assert limit is not None
+    assert isinstance(limit, float)
     try:
         return request.compile(costs, TRIALS if trials is None else trials)
     except InfeasibleLimit:
         if limit > LARGEST_FRACTION:
             raise
-        amount, counted = request.limited(costs)
-        least, whole = _least(ranks, counted), amount / limit
+        whole = kept_by_1f1b(ranks, request.microbatches, costs)
+        least = _least(ranks, replace(costs, message=0.0))
         raise InfeasibleLimit(
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
@@ -56,7 +57,7 @@ def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
 
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Compiled]:
     """The best schedules found for those of some fractions of 1F1B's peak that are feasible."""
-    whole, counted = requested_limit(1.0, ranks, microbatches, costs)
+    whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
     fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
     found = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
     return dict(zip(fractions, found, strict=True))

@@ -13,24 +13,37 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
+Limit = float | tuple[float, ...]
+"""One number for all ranks, or one for each."""
+
 LARGEST_FRACTION = 8.0
 """The largest limit that is read as a fraction; a larger one is an amount of memory."""
 
 
-def requested_limit(limit: float, ranks: int, microbatches: int, costs: Costs) -> tuple[float, Costs]:
-    """Return a requested ``limit`` as an amount of memory for every rank, and the costs to compile with.
+def requested_limit(limit: Limit, ranks: int, microbatches: int, costs: Costs) -> tuple[Limit, Costs]:
+    """Return a requested ``limit`` as an amount of memory, or as one a rank, and the costs to compile with.
 
-    Up to ``LARGEST_FRACTION`` the limit is a fraction of the activations that 1F1B keeps on the rank that
-    keeps most.  Where all ranks have the same layers that is the first one, with those of ``ranks``
-    microbatches, or of all ``microbatches`` where these are fewer.  It limits activations alone, as in the
-    papers, so the returned costs have messages of size 0.  A larger limit is an amount in the unit of
-    ``StageCosts.activation`` and holds activations and messages.
+    Up to ``LARGEST_FRACTION`` a number is a fraction of what 1F1B keeps at most (``kept_by_1f1b``).  It
+    limits activations alone, as in the papers, so the returned costs have messages of size 0.  A larger
+    number is an amount in the unit of ``StageCosts.activation`` and holds activations and messages.  All
+    ranks have numbers of one kind.
     """
-    if not 0 < limit <= LARGEST_FRACTION:
+    numbers = limit if isinstance(limit, tuple) else (limit,)
+    if not all(0 < number <= LARGEST_FRACTION for number in numbers):
         return limit, costs
+    whole = kept_by_1f1b(ranks, microbatches, costs)
+    amounts = tuple(number * whole for number in numbers)
+    return amounts if isinstance(limit, tuple) else amounts[0], replace(costs, message=0.0)
+
+
+def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
+    """Return the activations that 1F1B keeps on the rank that keeps most.
+
+    Where all ranks have the same layers that is the first one, with those of ``ranks`` microbatches, or of
+    all ``microbatches`` where these are fewer.
+    """
     stages = costs.merged(ranks).stages
-    whole = max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
-    return limit * whole, replace(costs, message=0.0)
+    return max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
 
 
 def least_limits(

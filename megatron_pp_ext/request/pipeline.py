@@ -4,15 +4,14 @@ Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`
 come from and in what the stages cost; what the flags mean is the same for all of them.
 """
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
-from megatron_pp_ext.compiler.limits import requested_limit
-from megatron_pp_ext.request import layers, pairs, refusals, sizes, updates, vocabulary_flag
+from megatron_pp_ext.compiler.limits import Limit, requested_limit
+from megatron_pp_ext.request import layers, memory_limit, pairs, refusals, sizes, updates, vocabulary_flag
 from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.request.csv_schedule import read_csv
 from megatron_pp_ext.request.updates import Updates
@@ -46,7 +45,7 @@ class Request:
     splits_backward: bool
     data: int = 1
     layers: tuple[int, ...] | None = None
-    limit: float | None = None
+    limit: Limit | None = None
     updates: Updates | None = None
     from_file: Schedule | None = None
     is_stock: bool = False
@@ -69,8 +68,8 @@ class Request:
         """A placement with the most stages: compiling needs the costs of these."""
         return max(self.placements, key=lambda placement: placement.stages)
 
-    def limited(self, costs: Costs) -> tuple[float, Costs]:
-        """The memory limit of ``flex`` as an amount for every rank, and the costs that it counts."""
+    def limited(self, costs: Costs) -> tuple[Limit, Costs]:
+        """The memory limit of ``flex`` as an amount for all ranks or each, and the costs that it counts."""
         assert self.limit is not None
         return requested_limit(self.limit, self.ranks, self.microbatches, costs)
 
@@ -83,7 +82,7 @@ class Request:
 
 
 def named(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, limit: float | None = None
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, limit: Limit | None = None
 ) -> Request:
     """Return the request for schedule ``name`` where no flags are given.
 
@@ -207,11 +206,6 @@ def _require_meaning(args: Namespace) -> None:
             "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak, such "
             "as 0.5, or a number of bytes, or choose auto"
         )
-    if name == FLEX and not 0 < limit < math.inf:
-        raise ValueError(
-            f"--pipeline-memory-limit is {limit:g}, but must be a number above 0; give a fraction of 1F1B's "
-            "peak, such as 0.5, or a number of bytes"
-        )
     if name == AUTO and args.fp16 and getattr(args, "loss_scale", None) is None:
         raise ValueError(
             "--pipeline-schedule auto measures what memory is free after the first update, and the dynamic "
@@ -251,7 +245,8 @@ def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Re
     if chunks is None:
         can_halve = not layers.has_given_ends(args) and not layers.pattern(args)
         chunks = _COMPILED_CHUNKS if can_halve and layers.spread(args) % (2 * ranks) == 0 else 1
-    request = named(name, ranks, microbatches, chunks, args.pipeline_memory_limit)
+    limit = memory_limit.read(args.pipeline_memory_limit, ranks) if name == FLEX else None
+    request = named(name, ranks, microbatches, chunks, limit)
     if name == AUTO and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:
         return replace(request, placements=(wave(ranks, chunks),))
     if name == FLEX and (layers.stages_described(args) is not None or layers.has_given_ends(args)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from filelock import FileLock, Timeout
 
 from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
-from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.compiler.limits import Limit, least_limits
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.request.csv_schedule import require_microbatches
 from megatron_pp_ext.request.pipeline import Request
@@ -118,7 +118,7 @@ def _compiled(request: Request, costs: Costs) -> Source:
             return ordinary
         return compile_once(ranks, microbatches, counted, limit, [ordinary.placement])
 
-    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[float, Costs]:
+    def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Limit, Costs]:
         return request.limited(measured)
 
     return Source(FLEX, ordinary.placement, True, build, limits, ordinary)

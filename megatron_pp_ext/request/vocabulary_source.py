@@ -84,29 +84,31 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
 
     ``costs`` are those of the stages of ``request.finest`` without a vocabulary, and of the parts; each
     compilation tries ``trials`` orders.  A fraction as limit is one of what 1F1B keeps without sharing, where
-    the stages cost what ``whole`` has.
+    the stages cost what ``whole`` has.  Under ``auto`` each rank has the limit of what it has free.
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
     is_auto = request.schedule == AUTO
     limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
+    limits = limit if isinstance(limit, tuple) else (limit,) * request.ranks
     compiler = _Beside(replace(costs, message=counted.message), request.ranks, trials)
     if is_auto:
         placement, ordinary = request.placement, None
     else:
         ordinary = _shortest_feasible(
             request.placements,
-            lambda placement: compiler.within(limit, request.microbatches, placement),
+            lambda placement: compiler.within(limits, request.microbatches, placement),
             compiler.costs,
         )
         placement = replace(ordinary.placement, shares_vocabulary=False)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         if not is_auto:
-            return compiler.within(limit, microbatches, placement)
+            return compiler.within(limits, microbatches, placement)
         least = compiler.least(microbatches, placement)
         if free_bytes is None:
             return least
-        return compiler.within(max(compiler.needed(least), min(free_bytes())), microbatches, placement)
+        free = tuple(map(max, compiler.needed(least), free_bytes()))
+        return compiler.within(free, microbatches, placement)
 
     shared = replace(placement, shares_vocabulary=True)
     return Source(request.schedule, shared, True, build, known=ordinary)
@@ -120,42 +122,46 @@ class _Beside:
     ranks: int
     trials: int
 
-    def within(self, limit: float, microbatches: int, placement: Placement) -> Schedule:
-        """Return a schedule that keeps ``limit``, parts included; InfeasibleLimit where none was found.
+    def within(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
+        """Return a schedule that keeps every rank's limit, parts included; InfeasibleLimit without one.
 
-        What the parts keep is known once they are in the order, so the limit of the stages is lowered by
+        What the parts keep is known once they are in the order, so the limits of the stages are lowered by
         what was too much.  The last try is the order that keeps least.
         """
-        room = limit
+        rooms = list(limits)
         with suppress(InfeasibleLimit):
             for _ in range(_ATTEMPTS):
-                schedule = self._shared(room, microbatches, placement)
-                excess = self.needed(schedule) - limit
-                if excess <= 0:
+                schedule = self._shared(rooms, microbatches, placement)
+                excess = [needed - limit for needed, limit in zip(self.needed(schedule), limits, strict=True)]
+                if max(excess) <= 0:
                     return schedule
-                room -= excess
-                if room <= 0:
+                rooms = [room - max(0.0, more) for room, more in zip(rooms, excess, strict=True)]
+                if min(rooms) <= 0:
                     break
         least = self.least(microbatches, placement)
-        if (needed := self.needed(least)) <= limit:
+        needs = self.needed(least)
+        rank, limit, needed = max(
+            zip(range(self.ranks), limits, needs, strict=True), key=lambda one: one[2] - one[1]
+        )
+        if needed <= limit:
             return least
         raise InfeasibleLimit(
-            f"a memory limit of {limit:.6g} has no room for the parts of a shared vocabulary, with which the "
-            f"order that keeps least keeps {needed:.6g}; raise --pipeline-memory-limit, or leave "
-            "--pipeline-vocabulary out"
+            f"a memory limit of {limit:.6g} on rank {rank} has no room for the parts of a shared vocabulary, "
+            f"with which the order that keeps least keeps {needed:.6g} there; raise --pipeline-memory-limit, "
+            "or leave --pipeline-vocabulary out"
         )
 
     def least(self, microbatches: int, placement: Placement) -> Schedule:
-        """Return the schedule whose stages keep least."""
-        return self._shared(max(least_limits(self.ranks, self.costs, placement)), microbatches, placement)
+        """Return the schedule whose stages keep least on every rank."""
+        return self._shared(least_limits(self.ranks, self.costs, placement), microbatches, placement)
 
-    def needed(self, schedule: Schedule) -> float:
-        """Return the memory of the fullest rank."""
-        return max(simulate(schedule, self.costs.merged(schedule.placement.stages)).peak_memory)
+    def needed(self, schedule: Schedule) -> tuple[float, ...]:
+        """Return the memory of each rank."""
+        return simulate(schedule, self.costs.merged(schedule.placement.stages)).peak_memory
 
-    def _shared(self, room: float, microbatches: int, placement: Placement) -> Schedule:
+    def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
-            return compile_once(self.ranks, count, self.costs, room, [placement], self.trials)
+            return compile_once(self.ranks, count, self.costs, rooms, [placement], self.trials)
 
         return share(build, microbatches)
 

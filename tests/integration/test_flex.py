@@ -117,6 +117,14 @@ REFUSED = {
         f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.1",
         "infeasible.*raise the limit to at least",
     ),
+    "too small a limit of one rank": (
+        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1-1-0.1-1",
+        "of rank 2 is infeasible.*raise the limit to at least",
+    ),
+    "limits of other ranks": (
+        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1-1-1",
+        "limit 1-1-1 is for 3 ranks, but --pipeline-model-parallel-size is 4; give one number",
+    ),
     "limit of a family": (
         f"{PP4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
         "--pipeline-memory-limit 0.5 has no meaning for --pipeline-schedule v-half",

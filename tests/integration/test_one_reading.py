@@ -57,6 +57,7 @@ ACCEPTED = {
     "flex, ends": f"{FLEX} 0.75 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1",
     "auto": f"{P4} --pipeline-schedule auto",
     "auto, layout of four chunks": f"{P4} --num-layers 14 {LAYOUT} E|(t|)*14L --pipeline-schedule auto",
+    "flex, limits by rank": f"{FLEX} 0.9-0.8-0.8-0.75",
     "flex, ends, three chunks": f"{FLEX} 2 --num-layers 24 --num-virtual-stages-per-pipeline-rank 3 "
     "--decoder-first-pipeline-num-layers 6",
     "pipedream": f"{P4} {UNTIED} --global-batch-size 1 --pipeline-schedule pipedream",
@@ -80,6 +81,9 @@ REFUSED = {
     "recomputed biases under stock": f"{P4} --recompute-activations --recompute-modules mlp",
     "limit": f"{P4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
     "no limit": f"{P4} --pipeline-schedule flex",
+    "limits of other ranks": f"{FLEX} 0.9-0.8",
+    "limits of two kinds": f"{FLEX} 0.9-4e9-0.9-0.9",
+    "limit that is none": f"{FLEX} half",
     "batch": f"{P4} --pipeline-schedule v-half --micro-batch-size 8 --global-batch-size 4",
     "uneven batch": f"{P4} --pipeline-schedule v-half --micro-batch-size 2 --global-batch-size 5",
     "feature": f"{P4} --pipeline-schedule v-half --tp-comm-overlap",
@@ -212,6 +216,7 @@ def _candidates() -> dict[str, Candidate]:
         best[name] = replace(plain, schedule=name, chunks=catalog.entry(name).chunks)
     best["four chunks"] = replace(plain, schedule="interleaved", chunks=4)
     best["flex"] = replace(plain, schedule="flex", chunks=2, limit=0.75)
+    best["flex, by rank"] = replace(best["flex"], limit=(3e10, 4e10, 4e10, 35123456789.0))
     best["context"] = replace(plain, context=2, data=1, schedule="v-half", chunks=2)
     best["tensor, recomputed"] = replace(
         plain, tensor=2, data=1, micro_batch=2, schedule="v-half", chunks=2,

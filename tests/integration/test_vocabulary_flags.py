@@ -40,8 +40,8 @@ REFUSED = {
     ),
     "too little memory": (
         f"{PP4} {SHARED} --pipeline-schedule flex --pipeline-memory-limit 100000",
-        r"limit of [\d.e+]+ has no room for the parts of a shared vocabulary, .* keeps least keeps [\d.e+]+; "
-        "raise --pipeline-memory-limit",
+        r"limit of [\d.e+]+ on rank \d has no room for the parts of a shared vocabulary, .* keeps [\d.e+]+ "
+        "there; raise --pipeline-memory-limit",
     ),
 }
 

@@ -10,15 +10,17 @@ from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import configurations as space_module
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
+from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.step.estimate import estimate
+from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.planner.step.programs import program, splits_backward
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request.memory_limit import spelled
 from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.schedule import catalog
 from tests.support import rounding
@@ -150,13 +152,42 @@ def test_a_limit_of_the_user_is_kept(tmp_path, monkeypatch):
     chosen = fraction.candidate
     work = Workload(chosen.described(space().args), A100, chosen.placement, chosen.data)
     allowed, _ = requested_limit(0.75, 2, chosen.microbatches, work.costs)
-    assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < free.candidate.limit
+    assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < _least(free)
     assert "--pipeline-memory-limit 0.75" in " ".join(chosen.flags())
     amount = search(allowed)
     assert max(rank.activations + rank.messages for rank in amount.estimate.ranks) <= allowed
     assert amount.candidate.limit == allowed
     with pytest.raises(ValueError, match=r"flex finds nothing: memory limit .* raise the limit to at least"):
         search(0.6)
+
+
+def _least(found):
+    limit = found.candidate.limit
+    return min(limit) if isinstance(limit, tuple) else limit
+
+
+def test_ranks_have_limits_of_their_own_where_that_makes_a_shorter_step(tmp_path, monkeypatch):
+    """Where the rank with the vocabulary has few layers, the others have more memory left."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    about = {"pipeline_model_parallel_size": 4, "vocab_size": 128000, "num_layers": 16}
+    about |= {"micro_batch_size": 1, "recompute_granularity": None}
+    where = space(gpus=4, batch=12, schedules=("v-half",), fixed=tuple(about), **about)
+    where = replace(where, is_uneven=True)
+    by_rank = Search(where, A100, 30e9, compiles=Compiles.ONLY).run().best[0]
+    monkeypatch.setattr(Compiler, "_limits", lambda self, cut, left, whole: [min(left)])
+    alike = Search(where, A100, 30e9, compiles=Compiles.ONLY).run().best[0]
+    assert by_rank.estimate.step_seconds < 0.9 * alike.estimate.step_seconds
+    limits = by_rank.candidate.limit
+    assert len(set(limits)) > 1
+    assert min(limits) == alike.candidate.limit
+    peaks = [rank.activations + rank.messages for rank in by_rank.estimate.ranks]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert max(peaks) > min(limits)
+    assert by_rank.estimate.fullest.total <= 30e9
+    args = by_rank.candidate.described(where.args)
+    trained = estimate_request(args, A100, for_world(args, 4))
+    assert trained.fullest.total <= 30e9
+    assert trained.step_seconds <= by_rank.estimate.step_seconds
 
 
 def test_a_schedule_of_the_user_needs_a_pipeline():
@@ -329,4 +360,4 @@ def test_flex_shares_within_the_memory(tmp_path, monkeypatch):
     assert best.estimate.fullest.total <= 60e9
     assert best.estimate.step_seconds <= of_family.best[0].estimate.step_seconds
     flags = " ".join(best.candidate.flags())
-    assert f"--pipeline-memory-limit {best.candidate.limit} --pipeline-vocabulary shared" in flags
+    assert f"--pipeline-memory-limit {spelled(best.candidate.limit)} --pipeline-vocabulary shared" in flags

@@ -206,7 +206,7 @@ def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
         ({"micro_batch_size": True}, "--micro-batch-size True"),
         ({"recompute_granularity": "ful"}, "granularity 'ful', but it must be one of full, selective"),
         ({"swiglu": "no"}, "--swiglu 'no', but it must be true or false"),
-        ({"pipeline_memory_limit": "0.5"}, "--pipeline-memory-limit '0.5', but it must be a number above 0"),
+        ({"pipeline_memory_limit": [0.5]}, r"--pipeline-memory-limit \[0.5\], but it must be a number"),
         ({"num_experts": 8, "moe_layer_freq": [1, 0]}, "a list of 0 and 1, one a layer"),
         ({"num_experts": 8, "moe_layer_freq": 0}, "--moe-layer-freq 0, but it must be a whole number"),
     ],

@@ -36,8 +36,7 @@ def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentPar
         group.add_argument(
             "--pipeline-memory-limit",
             metavar="X",
-            type=float,
-            help="Memory of every pipeline rank under flex. Up to "
+            help="Memory of every pipeline rank under flex, or of each, as in 0.9-0.8. Up to "
             f"{LARGEST_FRACTION:g} it is a fraction of the activations that 1F1B keeps on its first "
             "rank, and messages come on top; a larger one is bytes, for activations and messages.",
         )

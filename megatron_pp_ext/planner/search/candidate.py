@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.planner.step.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
+from megatron_pp_ext.request import memory_limit
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, v
@@ -39,8 +41,8 @@ class Candidate:
 
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them.  ``limit`` is the
-    memory limit of ``flex``, as ``--pipeline-memory-limit`` takes it.  ``is_paired`` says whether forwards
-    and backwards run in pairs, by a flag that the user gives.
+    memory limit of ``flex``, for all ranks or for each (``request.memory_limit``).  ``is_paired`` says
+    whether forwards and backwards run in pairs, by a flag that the user gives.
     """
 
     tensor: int
@@ -54,7 +56,7 @@ class Candidate:
     schedule: str = NO_PIPELINE
     chunks: int = 1
     shares_vocabulary: bool = False
-    limit: float | None = None
+    limit: Limit | None = None
     expert_tensor: int | None = None
     layout: str | None = None
     is_paired: bool = False
@@ -117,7 +119,7 @@ class Candidate:
             "num_virtual_stages_per_pipeline_rank": self.chunks if has_chunks else None,
             "pipeline_model_parallel_layout": self.layout,
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
-            "pipeline_memory_limit": self.limit,
+            "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
             "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.micro_batch * self.data * self.microbatches,

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import le
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import requested_limit
+from megatron_pp_ext.compiler.limits import Limit, requested_limit
 from megatron_pp_ext.planner.search.array_program import ArrayProgram
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
@@ -12,6 +13,7 @@ from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.request import memory_limit
 from megatron_pp_ext.request.pipeline import named
 from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.actions import Schedule
@@ -47,45 +49,70 @@ def _laid_out(cut: Candidate, best: Sequence[Evaluated], workloads: Workloads) -
 
 
 class Compiler:
-    """Compiles for candidates of ``space``, within ``limit`` bytes a GPU."""
+    """Compiles for candidates of ``space``, within ``limit`` bytes a GPU.
+
+    ValueError where --pipeline-memory-limit is no number.
+    """
 
     def __init__(self, space: Space, workloads: Workloads, limit: float, margin: float) -> None:
         self._space, self._workloads = space, workloads
         self._limit, self._margin = limit, margin
+        if space.args.pipeline_memory_limit is not None:
+            memory_limit.numbers(space.args.pipeline_memory_limit)
 
     def compiled(self, cut: Candidate) -> Evaluated | str:
         """Return ``cut`` with the estimate of its compiled order, or why there is none."""
-        work = self._workloads.work(cut)
-        limit = float(self._left(work))
-        if limit <= 0:
+        left = self._left(self._workloads.work(cut))
+        if min(left) <= 0:
             return "weights, gradients and optimizer leave no memory: take more GPUs"
-        given = self._space.args.pipeline_memory_limit
         alone = replace(cut.placement, shares_vocabulary=False)
         whole = self._workloads.work(cut, alone).costs
-        if given and requested_limit(given, cut.pipeline, cut.microbatches, whole)[0] < limit:
-            limit = given
         try:
-            schedule = _schedule(cut, whole, work.costs, limit)
+            limits = self._limits(cut, left, whole)
+        except ValueError as error:  # numbers for another pipeline
+            return str(error)
+        found = [self._within(cut, limit, whole) for limit in limits]
+        fitting = [one for one in found if not isinstance(one, str)]
+        # Of two that differ by rounding the first is taken, with one number.
+        return min(fitting, key=lambda one: round(one.estimate.step_seconds, 9)) if fitting else found[0]
+
+    def _limits(self, cut: Candidate, left: tuple[float, ...], whole: Costs) -> list[Limit]:
+        """Return the limits to compile ``cut`` with, where the ranks have so many bytes ``left``.
+
+        More memory on some ranks need not lead the compiler to a shorter order, and it may choose a placement
+        with other stages than ``cut``.  So one number for all ranks competes with one for each.
+        """
+        given = self._space.args.pipeline_memory_limit
+        if given is not None:
+            limit = memory_limit.read(given, cut.pipeline)
+            amount, _ = requested_limit(limit, cut.pipeline, cut.microbatches, whole)
+            amounts = amount if isinstance(amount, tuple) else (amount,) * cut.pipeline
+            if all(map(le, amounts, left)):
+                return [limit]
+            left = tuple(map(min, amounts, left))
+        return [min(left), left] if len(set(left)) > 1 else [min(left)]
+
+    def _within(self, cut: Candidate, limit: Limit, whole: Costs) -> Evaluated | str:
+        """Return ``cut`` as compiled within ``limit``, or why that cannot be."""
+        try:
+            schedule = _schedule(cut, whole, self._workloads.work(cut).costs, limit)
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
         found = estimate(work, ArrayProgram(schedule), FLEX, cut.microbatches, self._margin)
         if found.fullest.total > self._limit:
             needed = found.fullest.total / 1e9
-            return f"within --pipeline-memory-limit {limit:g} it needs {needed:.1f} GB: lower it"
+            given = memory_limit.spelled(limit)
+            return f"within --pipeline-memory-limit {given} it needs {needed:.1f} GB: lower it"
         return Evaluated(replace(cut, limit=limit), found)
 
-    def _left(self, work: Workload) -> int:
-        """Return the bytes that the fullest rank has left for activations and messages."""
+    def _left(self, work: Workload) -> tuple[float, ...]:
+        """Return the whole bytes that each rank has left for activations and messages."""
         kept = (rank_memory(work, rank, 0.0, 0, self._margin) for rank in range(len(work.states)))
-        room = (
-            (self._limit - one.weights - one.gradients - one.optimizer, one.loss + one.messages)
-            for one in kept
-        )
-        return int(min(left / (1 + self._margin) - others for left, others in room))
+        return tuple(float(int((self._limit - one.total) / (1 + self._margin))) for one in kept)
 
 
-def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: float) -> Schedule:
+def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Schedule:
     """Compile the order of ``cut``; InfeasibleLimit where it cannot keep ``limit``.
 
     ``whole`` are the costs with the vocabulary in the end stages, ``costs`` those of ``cut``.  A layout says

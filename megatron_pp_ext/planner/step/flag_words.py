@@ -34,12 +34,12 @@ _VALUES = {
 
 _TEXTS = (
     "--pipeline-schedule", "--pipeline-model-parallel-layout", "--hybrid-layer-pattern",
+    "--pipeline-memory-limit",
 )  # fmt: skip
 
 _COUNTS = (*SIZES, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _FLOATS = (
-    "attention_dropout", "hidden_dropout", "layernorm_epsilon", "rope_scaling_factor",
-    "pipeline_memory_limit", "sgd_momentum",
+    "attention_dropout", "hidden_dropout", "layernorm_epsilon", "rope_scaling_factor", "sgd_momentum",
 )  # fmt: skip
 _MODULES = "--recompute-modules"
 

@@ -171,8 +171,8 @@ def require_complete(args: Namespace, where: str) -> None:
             rule = f"one of {', '.join(choice for choice in _CHOICES[name] if choice)}"
         elif isinstance(default, bool) and not isinstance(value, bool):
             rule = "true or false"
-        elif name == "pipeline_memory_limit" and value is not None and not _is_amount(value):
-            rule = "a number above 0"
+        elif name == "pipeline_memory_limit" and value is not None and not _is_limit(value):
+            rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"
         elif name == "moe_layer_freq" and args.num_experts and not _is_frequency(value, args.num_layers):
             rule = "a whole number of 1 or more, or a list of 0 and 1, one a layer"
         else:
@@ -191,8 +191,9 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and is_number(value) and 0 < value < math.inf
+def _is_limit(value: object) -> bool:
+    is_amount = isinstance(value, int | float) and is_number(value) and 0 < value < math.inf
+    return is_amount or isinstance(value, str)
 
 
 def _is_frequency(value: object, layers: int | None) -> bool:

@@ -1,0 +1,55 @@
+"""--pipeline-memory-limit: one number for all pipeline ranks, or one for each, as in 0.9-0.8-0.8-0.7.
+
+What the numbers mean is said in ``compiler.limits.requested_limit``.
+"""
+
+import math
+from contextlib import suppress
+
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
+
+_FLAG = "--pipeline-memory-limit"
+
+
+def read(given: float | str, ranks: int) -> Limit:
+    """Return the limit that ``given`` is on ``ranks`` pipeline ranks; ValueError if it cannot be."""
+    found = numbers(given)
+    if len(found) == 1:
+        return found[0]
+    if len(found) != ranks:
+        raise ValueError(
+            f"{_FLAG} {given} is for {len(found)} ranks, but --pipeline-model-parallel-size is {ranks}; "
+            f"give one number for all ranks, or {ranks}"
+        )
+    if min(found) <= LARGEST_FRACTION < max(found):
+        raise ValueError(
+            f"{_FLAG} {given} mixes fractions, which are up to {LARGEST_FRACTION:g}, and bytes; give all "
+            "ranks fractions, or all bytes"
+        )
+    return found
+
+
+def numbers(given: float | str) -> tuple[float, ...]:
+    """Return the numbers in ``given``, one or several; ValueError unless all are above 0."""
+    found = _split(given)
+    if not all(0 < number < math.inf for number in found):
+        raise ValueError(
+            f"{_FLAG} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
+            "or a number of bytes, for all ranks or, as in 0.9-0.8, for each"
+        )
+    return found
+
+
+def spelled(limit: Limit) -> str:
+    """Return ``limit`` as the flag takes it."""
+    found = limit if isinstance(limit, tuple) else (limit,)
+    return "-".join(f"{number:.0f}" if number == int(number) else repr(number) for number in found)
+
+
+def _split(given: float | str) -> tuple[float, ...]:
+    """Return the numbers in ``given``, 0 where it is none."""
+    with suppress(ValueError, OverflowError):
+        return (float(given),)  # 1e-3 is one number, too
+    with suppress(ValueError):
+        return tuple(map(float, str(given).split("-")))
+    return (0.0,)
