@@ -30,10 +30,6 @@ VERSION = 9
 TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
-_CLOSE = 1e-6
-"""The largest relative difference of two makespans that rounding to integer time may reverse."""
-
-
 Turn = Callable[[str], AbstractContextManager[object]]
 """Returns the context in which the schedule of this name in the cache is compiled, maybe one at a time."""
 
@@ -223,10 +219,10 @@ def _shortest(
     """Return the shortest proposal of the portfolio and its origin; of equally long ones the first.
 
     The methods compare orders by integer makespan, which may be off by rounding.  So the proposals within
-    ``_CLOSE`` of the best are simulated and compared again.
+    ``CLOSE`` of the best are simulated and compared again.
     """
     # Imported here because it takes numba a second, which nobody needs who compiles nothing.
-    from megatron_pp_ext.compiler.search.proposals import Proposal, from_families, from_search
+    from megatron_pp_ext.compiler.search.proposals import CLOSE, Proposal, from_families, from_search
 
     proposals: list[Proposal] = []
     for problem, (_, costs) in zip(problems, cuts, strict=True):
@@ -241,7 +237,7 @@ def _shortest(
     shortest = min(proposal.makespan for proposal in proposals)
     best: tuple[Timeline, str] | None = None
     for proposal in proposals:
-        if proposal.makespan <= shortest * (1 + _CLOSE):
+        if proposal.makespan <= shortest * (1 + CLOSE):
             timeline = proposal.timeline
             if not all(map(at_most, timeline.peak_memory, limits)):
                 raise AssertionError(f"{proposal.origin} breaks the limit it was made for")

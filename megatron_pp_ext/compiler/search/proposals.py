@@ -20,6 +20,9 @@ from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
+CLOSE = 1e-6
+"""The largest relative difference of two makespans that rounding to integer time may reverse."""
+
 _ATTEMPTS = 3
 """The number of times that a search may run, with more room left for messages each time."""
 
@@ -41,9 +44,9 @@ class Proposal:
 
 
 def from_families(problem: Problem, costs: Costs, limits: Sequence[float]) -> list[Proposal]:
-    """Return the published families that keep the limits, or else the order that always does."""
+    """Return the shortest published families that keep the limits, or else the order that always does."""
     families = [one for one in _in_codes(problem) if problem.fits(one[0])]
-    kept = [one for one in _timed(problem, costs, families) if _keeps(one, limits)]
+    kept = _shortest(_timed(problem, costs, families), limits)
     return kept or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
 
 
@@ -79,7 +82,7 @@ def _timed(problem: Problem, costs: Costs, found: Iterable[tuple[Orders, str]]) 
 def from_search(
     problem: Problem, costs: Costs, limits: Sequence[float], trials: int, bound: float
 ) -> list[Proposal]:
-    """Return the results of a search of ``problem`` that keep ``limits``; no makespan is below ``bound``.
+    """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
 
     The search may use the room beside the fewest messages that there can be.  Where the best result has more
     messages, and they do not fit, the search begins anew with room for that many.
@@ -95,9 +98,10 @@ def from_search(
             Proposal(length / problem.scale, problem, orders, costs, origin)
             for length, orders, origin in search(problem, trials, floor, starts)
         ]
-        kept += [one for one in found if _keeps(one, limits)]
+        shortest = _shortest(found, limits)
+        kept += shortest
         best = min(found, key=lambda one: one.makespan, default=None)
-        if best is None or _keeps(best, limits):
+        if best is None or any(one is best for one in shortest):
             break
         timeline = best.timeline
         beside = zip(limits, timeline.peak_messages, timeline.peak_memory, rooms, needed, strict=True)
@@ -111,6 +115,20 @@ def from_search(
         rooms = less
         problem = problem_of(placement, microbatches, costs, rooms)
     return kept
+
+
+def _shortest(found: Iterable[Proposal], limits: Sequence[float]) -> list[Proposal]:
+    """Return those of ``found`` that keep ``limits`` and are ``CLOSE`` to the shortest of these, in order.
+
+    They are judged from the shortest on, since counting messages takes longer than most of a search.
+    """
+    kept: dict[int, Proposal] = {}
+    for at, one in sorted(enumerate(found), key=lambda item: item[1].makespan):
+        if kept and one.makespan > next(iter(kept.values())).makespan * (1 + CLOSE):
+            break
+        if _keeps(one, limits):
+            kept[at] = one
+    return [kept[at] for at in sorted(kept)]
 
 
 def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:
