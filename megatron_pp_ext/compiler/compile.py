@@ -222,17 +222,24 @@ def _shortest(
     ``CLOSE`` of the best are simulated and compared again.
     """
     # Imported here because it takes numba a second, which nobody needs who compiles nothing.
-    from megatron_pp_ext.compiler.search.proposals import CLOSE, Proposal, from_families, from_search
+    from megatron_pp_ext.compiler.search.proposals import (
+        CLOSE,
+        Proposal,
+        families_of,
+        from_families,
+        from_search,
+    )
 
     proposals: list[Proposal] = []
-    for problem, (_, costs) in zip(problems, cuts, strict=True):
-        proposals += from_families(problem, costs, limits)
+    families = [families_of(problem) for problem in problems]
+    for problem, (_, costs), ones in zip(problems, cuts, families, strict=True):
+        proposals += from_families(problem, costs, limits, ones)
     # The most promising placement comes first: its result may make a search of the others unnecessary.
     for at in sorted(range(len(cuts)), key=bounds.__getitem__):
         (placement, costs), bound = cuts[at], bounds[at]
         shortest = min(proposal.makespan for proposal in proposals)
         if trials and bound < shortest * (1 - TOLERANCE) and not _is_dominated(placement, cuts):
-            proposals += from_search(problems[at], costs, limits, trials, bound)
+            proposals += from_search(problems[at], costs, limits, families[at], trials, bound)
 
     shortest = min(proposal.makespan for proposal in proposals)
     best: tuple[Timeline, str] | None = None

@@ -141,11 +141,12 @@ class Problem:
         first n inputs of a stage are there when any n of them are.
         """
         stages = self.placement.stages
-        first = {Kind.F: 0, Kind.W: 2 * stages, Kind.B: 3 * stages}
-        return [
-            [2 * stages - 1 - stage if kind is Kind.I else first[kind] + stage for stage, kind, _ in row]
-            for row in schedule.orders
-        ]
+        codes = range(2 * stages), range(2 * stages, 3 * stages), range(3 * stages, 4 * stages)
+        compute, weight, whole = map(
+            list, codes
+        )  # the numbers themselves: orders repeat them a million times
+        code = {Kind.F: compute, Kind.I: compute[::-1], Kind.W: weight, Kind.B: whole}
+        return [[code[kind][stage] for stage, kind, _ in row] for row in schedule.orders]
 
 
 def with_value[Value](values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:

@@ -23,6 +23,9 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 CLOSE = 1e-6
 """The largest relative difference of two makespans that rounding to integer time may reverse."""
 
+Start = tuple[Orders, str]
+"""Orders and where they come from."""
+
 _ATTEMPTS = 3
 """The number of times that a search may run, with more room left for messages each time."""
 
@@ -43,15 +46,17 @@ class Proposal:
         return simulate(self.problem.schedule(self.orders, FLEX), self.costs)
 
 
-def from_families(problem: Problem, costs: Costs, limits: Sequence[float]) -> list[Proposal]:
-    """Return the shortest published families that keep the limits, or else the order that always does."""
-    families = [one for one in _in_codes(problem) if problem.fits(one[0])]
+def from_families(
+    problem: Problem, costs: Costs, limits: Sequence[float], families: Sequence[Start]
+) -> list[Proposal]:
+    """Return the shortest ``families`` that keep the limits, or else the order that always does."""
+    families = [one for one in families if problem.fits(one[0])]
     kept = _shortest(_timed(problem, costs, families), limits)
     return kept or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
 
 
-def _in_codes(problem: Problem) -> list[tuple[Orders, str]]:
-    """Return the published orders and their origins."""
+def families_of(problem: Problem) -> list[Start]:
+    """Return the published orders that ``problem`` has, whether or not they keep its limits."""
     return [
         (problem.orders(schedule), f"published {schedule.name}")
         for schedule in published(problem.placement, problem.microbatches)
@@ -72,7 +77,7 @@ def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:
                 continue
 
 
-def _timed(problem: Problem, costs: Costs, found: Iterable[tuple[Orders, str]]) -> Iterator[Proposal]:
+def _timed(problem: Problem, costs: Costs, found: Iterable[Start]) -> Iterator[Proposal]:
     for orders, origin in found:
         timed = time_orders(problem, orders)
         if timed is not None:
@@ -80,7 +85,12 @@ def _timed(problem: Problem, costs: Costs, found: Iterable[tuple[Orders, str]]) 
 
 
 def from_search(
-    problem: Problem, costs: Costs, limits: Sequence[float], trials: int, bound: float
+    problem: Problem,
+    costs: Costs,
+    limits: Sequence[float],
+    families: Sequence[Start],
+    trials: int,
+    bound: float,
 ) -> list[Proposal]:
     """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
 
@@ -91,12 +101,11 @@ def from_search(
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
     needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
-    starts = _in_codes(problem)
     kept: list[Proposal] = []
     for _ in range(_ATTEMPTS):
         found = [
             Proposal(length / problem.scale, problem, orders, costs, origin)
-            for length, orders, origin in search(problem, trials, floor, starts)
+            for length, orders, origin in search(problem, trials, floor, families)
         ]
         shortest = _shortest(found, limits)
         kept += shortest
