@@ -1,39 +1,36 @@
-"""Does a correction of late gradients bring PipeDream to 1F1B's loss?  (two CPU cores)
+"""Does a correction of late gradients bring PipeDream to 1F1B's loss?  (one CPU core, about 23 minutes)
 
-    python -m benchmarks.runtime.delay_correction [--samples N] [--tuned FILE]
+    python -m benchmarks.runtime.delay_correction [--samples N] [--keep FOLDER]
 
-A small GPT learns the sources of Python's standard library.  First, every way of training tries the same
-learning rates in a single process that keeps all versions of the weights (``tests.support.delayed``), which
-the tests hold equal to the pipelines.  Then the best of each runs on real ranks, for its seconds.  Writes
-results/delay_correction.md and .png.
+A small GPT learns the sources of Python's standard library.  Every way of training searches the same
+learning rates and values of beta1 in the same manner, in a single process that keeps all versions of the
+weights (``tests.support.delayed``), which the tests hold equal to the pipelines.  The best settings then run
+with more seeds.  Writes results/delay_correction.md and .png.
 """
 
 import json
-import multiprocessing
 import sys
 import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, NamedTuple
 
-import torch
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
+from benchmarks.runtime.curves import LAST, learning_curve
+from benchmarks.runtime.settings import BETAS, RATES, Settings, search
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration import install
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure
-from tests.support import training
-from tests.support.delayed import Reference
 from tests.support.ranks import run_ranks
 
 LAYERS, MICROBATCH, INTERVAL = 4, 4, 4
-RATES = ("5e-4", "1e-3", "2e-3")
+FIRST, NESTEROVS_FIRST = Settings("1e-3", "0.9"), Settings("1e-3", "0.99")
+"""Where the search begins; 0.99 is the value of Nesterov's paper."""
+SEEDS = (1234, 1, 2)
+"""The first is Megatron's own, with which the search is done."""
+CORRECTIONS = ("error-feedback", "nesterov")
 MODEL = (
     f"--untie-embeddings-and-output-weights --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 "
     f"--seq-length 64 --max-position-embeddings 64 --micro-batch-size {MICROBATCH} --attention-dropout 0 "
@@ -41,18 +38,6 @@ MODEL = (
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0 --eval-interval 100000 "
     "--log-interval 100000 --distributed-timeout-minutes 5"
 ).split()
-CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "error-feedback": (),
-    "nesterov": ("--adam-beta1", "0.99"),  # the paper's
-}
-"""The flags that go with each correction."""
-LAST = 0.15
-"""The part of the samples over which a run's last losses are averaged."""
-
-
-_ON_RANKS = """## The best rate of 1f1b and of the best other way, on real ranks
-
-Ranks share two cores here, so seconds say little about a cluster. Losses are means of as many samples."""
 
 
 class Way(NamedTuple):
@@ -69,20 +54,6 @@ class Way(NamedTuple):
         schedule = {None: "1f1b", "previous": "pipedream-2bw", "latest": "pipedream"}[self.rule]
         return f"{schedule}, {self.correction}" if self.correction else schedule
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags of a single process and of a pipeline alike."""
-        batch = str(MICROBATCH * self.interval)
-        return ("--global-batch-size", batch, *(CORRECTIONS[self.correction] if self.correction else ()))
-
-    @property
-    def pipeline(self) -> tuple[str, ...]:
-        """The flags of a pipeline alone."""
-        schedule = "pipedream-2bw" if self.rule == "previous" else "pipedream"
-        flags = ("--pipeline-schedule", schedule) if self.rule else ()
-        correction = ("--pipeline-delay-correction", self.correction) if self.correction else ()
-        return ("--pipeline-model-parallel-size", str(self.stages), *flags, *correction)
-
 
 class Case(NamedTuple):
     """What is compared: all ways of training with as many microbatches an update and the same delays."""
@@ -95,190 +66,150 @@ class Case(NamedTuple):
     @property
     def ways(self) -> list[Way]:
         """1F1B, the schedule, and the schedule with each correction."""
-        without = Way(None, self.stages, self.interval), Way(self.rule, self.stages, self.interval)
-        return [*without, *(without[1]._replace(correction=name) for name in CORRECTIONS)]
+        without = Way(self.rule, self.stages, self.interval)
+        corrected = (without._replace(correction=name) for name in CORRECTIONS)
+        return [Way(None, 1, self.interval), without, *corrected]
 
 
 CASES = (
-    Case(f"PipeDream-2BW, {INTERVAL} microbatches an update, 2 ranks", "previous", 2, INTERVAL),
-    Case(f"PipeDream-2BW, {INTERVAL} microbatches an update, 4 ranks", "previous", 4, INTERVAL),
     Case("PipeDream, an update every microbatch, 2 ranks", "latest", 2, 1),
     Case("PipeDream, an update every microbatch, 4 ranks", "latest", 4, 1),
+    Case(f"PipeDream-2BW, {INTERVAL} microbatches an update, 2 or 4 ranks", "previous", 2, INTERVAL),
 )
 
 
-class Curve(NamedTuple):
-    """The loss of every update, and the seconds after which it was done."""
+class Bench:
+    """The last losses of single processes on ``samples`` of ``data``; ``folder`` keeps them."""
 
+    def __init__(self, data: str, samples: int, folder: Path) -> None:
+        self._data, self._samples = data, samples
+        self._file = folder / f"{samples}.json"
+        known = json.loads(self._file.read_text()) if self._file.exists() else []
+        self._losses = {(Way(*way), Settings(*settings), seed): loss for way, settings, seed, loss in known}
+
+    def __len__(self) -> int:
+        """Return how many losses are known."""
+        return len(self._losses)
+
+    def loss(self, way: Way, settings: Settings, seed: int = SEEDS[0]) -> float:
+        """Return the last loss of ``way`` with ``settings``."""
+        key = way, settings, seed
+        if key not in self._losses:
+            loss = self._losses[key] = self._learn(*key)
+            print(f"{way.name}, {way.stages} stages, {settings}, {seed}: {loss:.3f}", file=sys.stderr)
+            self._file.write_text(json.dumps([(*key, loss) for key, loss in self._losses.items()]))
+        return self._losses[key]
+
+    def best(self, way: Way) -> Settings:
+        """Return the best settings of ``way``."""
+        first = NESTEROVS_FIRST if way.correction == "nesterov" else FIRST
+        return search(first, lambda settings: self.loss(way, settings))
+
+    def tried(self, way: Way) -> int:
+        """Return how many settings were tried for ``way``."""
+        return len({settings for one, settings, _ in self._losses if one == way})
+
+    def _learn(self, way: Way, settings: Settings, seed: int) -> float:
+        batch = MICROBATCH * way.interval
+        flags = [*MODEL, "--data-path", self._data, "--train-iters", str(self._samples // batch)]
+        flags += ["--global-batch-size", str(batch), "--seed", str(seed)]
+        flags += ["--lr", settings.rate, "--adam-beta1", settings.beta]
+        straight = "-".join("1" * way.stages)
+        reference = (straight, way.interval, way.rule, way.correction) if way.rule else None
+        return run_ranks(learning_curve, 1, cpu.with_cpu_flags(flags), reference)[0].last
+
+
+class Reached(NamedTuple):
+    """What a way reached with its best settings: the last losses, one a seed, and their mean against 1F1B."""
+
+    settings: Settings
     losses: list[float]
-    seconds: list[float]
-
-    @property
-    def last(self) -> float:
-        """The mean loss of the last samples."""
-        return mean(self.losses[-max(1, round(LAST * len(self.losses))) :])
-
-    @property
-    def smooth(self) -> list[float]:
-        """After every update the mean of as many losses, of fewer at the start."""
-        width = max(1, round(LAST * len(self.losses)))
-        return [mean(self.losses[max(0, end - width) : end]) for end in range(1, len(self.losses) + 1)]
-
-    def seconds_to(self, loss: float) -> float | None:
-        """Return the seconds until the mean of as many losses was ``loss``; None if it never was."""
-        width = max(1, round(LAST * len(self.losses)))
-        for end in range(width, len(self.losses) + 1):
-            if mean(self.losses[end - width : end]) <= loss:
-                return self.seconds[end - 1]
-        return None
+    percent: float
 
 
-def train(rank: int, argv: list[str], reference: tuple | None) -> Curve:
-    """Train as one rank, or as the single process that follows ``reference``."""
-    torch.set_num_threads(1)
-    install()
-    ends: list[float] = []
-    if reference:
-        Reference(*reference).take_over()
-    step = training.training.train_step
-
-    def timed_step(*args, **kwargs):
-        if not ends:
-            ends.append(time.perf_counter())
-        result = step(*args, **kwargs)
-        ends.append(time.perf_counter())
-        return result
-
-    training.training.train_step = timed_step
-    losses = training._train(rank, argv, training.initialize_by_layer, None).losses
-    return Curve(losses, [end - ends[0] for end in ends[1:]])
+def measure(bench: Bench, case: Case) -> dict[Way, Reached]:
+    """Return what all ways of ``case`` reach."""
+    best = {way: bench.best(way) for way in case.ways}
+    losses = {way: [bench.loss(way, best[way], seed) for seed in SEEDS] for way in case.ways}
+    stock = mean(losses[case.ways[0]])
+    return {way: Reached(best[way], losses[way], 100 * (mean(losses[way]) / stock - 1)) for way in case.ways}
 
 
-def learn(data: str, samples: int, way: Way, rate: str, on_ranks: bool = False) -> Curve:
-    """Train ``way`` with the learning ``rate``, in a single process or ``on_ranks``."""
-    steps = samples // (MICROBATCH * way.interval)
-    flags = [*MODEL, "--data-path", data, "--train-iters", str(steps), "--lr", rate, *way.flags]
-    straight = "-".join("1" * way.stages)
-    reference = (straight, way.interval, way.rule, way.correction) if way.rule else None
-    if on_ranks:
-        return run_ranks(train, way.stages, cpu.with_cpu_flags([*flags, *way.pipeline]), None)[-1]
-    return run_ranks(train, 1, cpu.with_cpu_flags(flags), reference)[0]
-
-
-def alone(way: Way) -> Way:
-    """Return the way that is the same in a single process: flushes, and 2BW, do not depend on the stages."""
-    return way if way.rule == "latest" else way._replace(stages=2)
-
-
-def tune(data: str, samples: int) -> dict[Way, dict[str, float]]:
-    """Return the last loss of every way with every rate, by single processes, one a core."""
-    runs = list(product(dict.fromkeys(alone(way) for case in CASES for way in case.ways), RATES))
-    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-        curves = pool.map(partial(learn, data, samples), *zip(*runs, strict=True))
-        found: dict[Way, dict[str, float]] = {}
-        for (way, rate), curve in zip(runs, curves, strict=True):
-            found.setdefault(way, {})[rate] = curve.last
-            print(f"{way.name}, {way.stages} stages, {rate}: {curve.last:.3f}", file=sys.stderr, flush=True)
-    return found
-
-
-def tuned_once(file: Path | None, data: str, samples: int) -> dict[Way, dict[str, float]]:
-    """Tune, or read from ``file`` what an earlier run has written there."""
-    if file and file.exists():
-        return {Way(*way): losses for way, losses in json.loads(file.read_text())}
-    found = tune(data, samples)
-    if file:
-        file.write_text(json.dumps(list(found.items())))
-    return found
-
-
-def best(losses: dict[str, float]) -> str:
-    """Return the rate with the lowest loss."""
-    return min(losses, key=losses.__getitem__)
-
-
-def cells(losses: dict[str, float]) -> list[str]:
-    """Return the losses for a table's row, the best in bold."""
-    return [f"**{loss:.3f}**" if rate == best(losses) else f"{loss:.3f}" for rate, loss in losses.items()]
-
-
-def grid(tuned: dict[Way, dict[str, float]]) -> str:
-    """Return the table of all last losses, the best of each row in bold."""
-    rows: list[Row] = []
-    for case in CASES:
-        for way in case.ways:
-            losses = tuned[alone(way)]
-            more = min(losses.values()) / min(tuned[alone(case.ways[0])].values()) - 1
-            rows.append((case.title, way.name, *cells(losses), f"{100 * more:+.1f}%" if way.rule else ""))
-    return table(("case", "schedule", *RATES, "best against 1f1b's best"), rows)
-
-
-def confirm(data: str, samples: int, tuned: dict[Way, dict[str, float]], picture: Path) -> str:
-    """Run 1F1B and the best of the others on real ranks; return the table, and draw them."""
-    rows: list[Row] = []
-    drawn = figure.new_figure(11, 7)
-    axes = drawn.subplots(2, 2)
-    for case, ax in zip(CASES, axes.flat, strict=True):
-        stock, *others = case.ways
-        winner = min(others, key=lambda way: min(tuned[alone(way)].values()))
-        curves = {way: learn(data, samples, way, best(tuned[alone(way)]), True) for way in (stock, winner)}
-        target = curves[stock].last
-        for way, curve in curves.items():
-            reached = curve.seconds_to(1.01 * target)
-            rows.append(
-                (
-                    case.title,
-                    way.name,
-                    best(tuned[alone(way)]),
-                    f"{curve.last:.3f}",
-                    f"{100 * (curve.last / target - 1):+.1f}%" if way.rule else "",
-                    f"{curve.seconds[-1]:.1f}",
-                    "never" if reached is None else f"{reached:.1f}",
-                )
-            )
-            ax.plot(curve.seconds, curve.smooth, "-" if way.rule else "--", label=way.name)
-        ax.set(title=case.title, xlabel="seconds", ylabel="training loss")
-        ax.legend(frameon=False)
-        ax.spines[["top", "right"]].set_visible(False)
-    drawn.tight_layout()
-    figure.save(drawn, picture)
-    head = (
-        "case",
-        "schedule",
-        "rate",
-        "last loss",
-        "against 1f1b",
-        "seconds",
-        "seconds to 1f1b's loss + 1%",
+def row(bench: Bench, case: Case, way: Way, reached: Reached) -> Row:
+    """Return the row of a way in the table."""
+    settings, losses, percent = reached
+    return (
+        case.title,
+        way.name,
+        settings.rate,
+        f"{settings.beta} (edge)" if settings.at_the_edge else settings.beta,
+        bench.tried(way),
+        " ".join(f"{loss:.3f}" for loss in losses),
+        f"{percent:+.1f}%" if way.rule else "",
     )
-    return table(head, rows)
+
+
+def draw(found: dict[Case, dict[Way, Reached]], path: Path) -> None:
+    """Draw how far each way is from 1F1B, which is the line at zero."""
+    picture = figure.new_figure(9, 4.2)
+    axes = picture.subplots()
+    names = (None, *CORRECTIONS)
+    for place, name in enumerate(names):
+        percents = [
+            reached.percent
+            for ways in found.values()
+            for way, reached in ways.items()
+            if way.rule and way.correction == name
+        ]
+        left = [case + (place - 1) / 4 for case in range(len(found))]
+        bars = axes.bar(left, percents, 0.22, label=name or "no correction")
+        axes.bar_label(bars, fmt="%+.1f%%", padding=2, fontsize=8)
+    axes.axhline(0, color="black", linewidth=0.8, label="1F1B")
+    axes.axhline(1, color=figure.GREY, linestyle=":", label="1F1B + 1%")
+    axes.set_xticks(range(len(found)), [case.title.replace(", ", ",\n") for case in found], fontsize=8)
+    axes.set(ylabel="last loss against 1F1B's, mean of three seeds, %")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.tight_layout()
+    figure.save(picture, path)
 
 
 def main(
     out: Out = RESULTS / "delay_correction.md",
     samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 2400,
-    tuned: Annotated[
-        Path | None, typer.Option(help="Keeps the tuning's losses: a later run goes on with them.")
+    keep: Annotated[
+        Path | None, typer.Option(help="A folder that keeps the losses: a later command goes on with them.")
     ] = None,
-    on_ranks: Annotated[
-        bool, typer.Option("--ranks/--no-ranks", help="Run the best of each on real ranks, too.")
-    ] = True,
 ) -> None:
-    """Tune, confirm, and write the page; the picture shows what ran on real ranks."""
+    """Search the settings of all ways, and write the page and the picture."""
     picture = RESULTS / "delay_correction.png" if str(out) == "-" else out.with_suffix(".png")
+    if keep:
+        keep.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         prepare(None, Path(folder) / "text")
-        losses = tuned_once(tuned, f"{folder}/text", samples)
-        confirmed = confirm(f"{folder}/text", samples, losses, picture) if on_ranks else ""
+        bench = Bench(f"{folder}/text", samples, keep or Path(folder))
+        known = len(bench)
+        found = {case: measure(bench, case) for case in CASES}
+    draw(found, picture)
+    head = ("case", "schedule", "rate", "beta1", "settings tried", "last losses", "mean against 1f1b")
     publish(
         out,
         "Corrections of late gradients",
         f"A GPT of {LAYERS} layers (hidden size 64) learns from {samples:,} samples of 64 bytes of text, "
-        f"{MICROBATCH} a microbatch, with Adam at a constant rate; nesterov with beta1 0.99, the others with "
-        f"0.9. A last loss is the mean over the last {100 * LAST:.0f}% of the samples.",
-        "## The same learning rates for all, in a single process that keeps all versions of the weights",
-        grid(losses),
-        *((_ON_RANKS, confirmed, f"See {picture.name}.") if on_ranks else ()),
+        f"{MICROBATCH} a microbatch, with Adam at a constant rate, in a single process that keeps all "
+        f"versions of the weights. A last loss is the mean over the last {100 * LAST:.0f}% of the samples. "
+        f"{known} of the {len(bench)} runs were made by earlier commands, which kept their losses.",
+        f"Each way starts at rate {FIRST.rate} and beta1 {FIRST.beta} ({NESTEROVS_FIRST.beta} for nesterov) "
+        "and goes downhill, first along the rates and then along the values of beta1, until neither "
+        f"neighbour is lower. The rates are {', '.join(RATES)}, the values of beta1 {', '.join(BETAS)}; "
+        "(edge) marks a choice at an end of these lines, beyond which the loss may be lower still. The "
+        f"search uses the first seed; what it finds runs with the seeds {', '.join(map(str, SEEDS))}. The "
+        "last column compares the means of the three.",
+        table(
+            head,
+            [row(bench, case, way, reached) for case, ways in found.items() for way, reached in ways.items()],
+        ),
+        f"![How far each way is from 1F1B's loss]({picture.name})",
     )
 
 

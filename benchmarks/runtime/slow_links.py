@@ -28,9 +28,9 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime import delay_correction
-from benchmarks.runtime.delay_correction import LAST, Curve, best, cells
+from benchmarks.runtime.curves import LAST, Curve, learning_curve
 from benchmarks.runtime.machine import sleep_precisely
+from benchmarks.runtime.settings import best, cells
 from megatron_pp_ext import cpu
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of
@@ -125,7 +125,7 @@ def train(rank: int, argv: list[str], bandwidth: float) -> Curve:
     # The first backward of a process imports for a second.
     torch.ones(1, requires_grad=True).sum().backward()
     Link(bandwidth).install()
-    return delay_correction.train(rank, argv, None)
+    return learning_curve(rank, argv, None)
 
 
 class Bench(NamedTuple):

@@ -8,18 +8,21 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
-from megatron_pp_ext.planner.step.model_description import require_complete, settle
+from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
 from megatron_pp_ext.request.refusals import refuse_endless_recomputation
 
+_LEAVE_OUT = "leave it out of the estimate"
 _NOT_COUNTED = (
-    ("multi_latent_attention", "the compressed keys of --multi-latent-attention are not modelled"),
-    ("yaml_cfg", "--yaml-cfg hides the flags"),
-    ("use_megatron_fsdp", "--use-megatron-fsdp shards weights in a way that is not modelled"),
+    ("multi_latent_attention", "its compressed keys are not modelled", _LEAVE_OUT),
+    ("yaml_cfg", "the planner reads flags alone", "give the model's sizes as flags"),
+    ("use_megatron_fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
     (
         "pipeline_replicas",
-        "the replicas of --pipeline-replicas are not modelled",
+        "the planner models as many replicas in all stages",
+        f"{_LEAVE_OUT}, or cut the model with mpp partition, which models replicas",
     ),
 )
+"""Arguments with the rule that refuses them, and the fix."""
 
 
 class _Parser(ArgumentParser):
@@ -39,9 +42,10 @@ def read_flags(words: Sequence[str]) -> Namespace:
         # Where this package's schedules are installed, Megatron's parser has their flags already.
         parser = add_flags(lambda parser: parser)(parser)
     args = parser.parse_args(list(words))
-    for name, reason in _NOT_COUNTED:
-        if getattr(args, name, None):
-            raise ValueError(f"{reason}: leave it out of the estimate")
+    for name, rule, fix in _NOT_COUNTED:
+        if value := getattr(args, name, None):
+            given = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ValueError(f"{given}: {rule}; {fix}")
     settle(args)
     args.num_layers = args.num_layers or getattr(args, "encoder_num_layers", None)
     args.seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)

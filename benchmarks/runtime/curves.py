@@ -1,0 +1,61 @@
+"""The losses of a training run of Megatron on the CPU, with the seconds of its updates."""
+
+import time
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+
+from megatron_pp_ext.integration import install
+from tests.support import training
+from tests.support.delayed import Reference
+
+LAST = 0.15
+"""The part of the samples over which a run's last losses are averaged."""
+
+
+class Curve(NamedTuple):
+    """The loss of every update, and the seconds after which it was done."""
+
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def last(self) -> float:
+        """The mean loss of the last samples."""
+        return mean(self.losses[-max(1, round(LAST * len(self.losses))) :])
+
+    @property
+    def smooth(self) -> list[float]:
+        """After every update the mean of as many losses, of fewer at the start."""
+        width = max(1, round(LAST * len(self.losses)))
+        return [mean(self.losses[max(0, end - width) : end]) for end in range(1, len(self.losses) + 1)]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return the seconds until the mean of as many losses was ``loss``; None if it never was."""
+        width = max(1, round(LAST * len(self.losses)))
+        for end in range(width, len(self.losses) + 1):
+            if mean(self.losses[end - width : end]) <= loss:
+                return self.seconds[end - 1]
+        return None
+
+
+def learning_curve(rank: int, argv: list[str], reference: tuple | None) -> Curve:
+    """Train as one rank, or as the single process that follows ``reference``."""
+    torch.set_num_threads(1)
+    install()
+    ends: list[float] = []
+    if reference:
+        Reference(*reference).take_over()
+    step = training.training.train_step
+
+    def timed_step(*args, **kwargs):
+        if not ends:
+            ends.append(time.perf_counter())
+        result = step(*args, **kwargs)
+        ends.append(time.perf_counter())
+        return result
+
+    training.training.train_step = timed_step
+    losses = training._train(rank, argv, training.initialize_by_layer, None).losses
+    return Curve(losses, [end - ends[0] for end in ends[1:]])
