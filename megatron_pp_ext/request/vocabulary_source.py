@@ -15,7 +15,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX, SHARED
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.vocabulary import share
 
 _WORTH_SHARING = 0.01
@@ -125,6 +125,20 @@ class _Beside:
     def within(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
         """Return a schedule that keeps every rank's limit, parts included; InfeasibleLimit without one.
 
+        It is no longer than the one for the least limit on all ranks: more memory on some of them does not
+        always lead the compiler to a shorter schedule.
+        """
+        own = self._keeping(limits, microbatches, placement)
+        if len(set(limits)) == 1:
+            return own
+        with suppress(InfeasibleLimit):
+            alike = self._keeping((min(limits),) * self.ranks, microbatches, placement)
+            return min(own, alike, key=lambda one: self._simulated(one).makespan)
+        return own
+
+    def _keeping(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
+        """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
+
         What the parts keep is known once they are in the order, so the limits of the stages are lowered by
         what was too much.  The last try is the order that keeps least.
         """
@@ -157,7 +171,10 @@ class _Beside:
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
         """Return the memory of each rank."""
-        return simulate(schedule, self.costs.merged(schedule.placement.stages)).peak_memory
+        return self._simulated(schedule).peak_memory
+
+    def _simulated(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.costs.merged(schedule.placement.stages))
 
     def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
