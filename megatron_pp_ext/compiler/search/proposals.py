@@ -100,7 +100,8 @@ def from_search(
     placement, microbatches = problem.placement, problem.microbatches
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
     needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
-    floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
+    # Where messages count, the search goes on behind the bound: what meets it may have too many of them.
+    floor = 0 if costs.message else math.ceil(bound * problem.scale * (1 - TOLERANCE))
     kept: list[Proposal] = []
     for _ in range(_ATTEMPTS):
         found = [
