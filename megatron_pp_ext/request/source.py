@@ -24,9 +24,9 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 
 LONGEST_WAIT = 60.0
-"""The seconds that a rank waits while another one compiles: more than a compilation takes on a free core.
+"""The seconds that a rank waits while another one compiles; then it compiles, too.
 
-docs/compiler.md has what 16 ranks with 64 microbatches, and 64 with 512, took.
+On a free core, schedules for up to 64 ranks and 512 microbatches take less (docs/compiler.md).
 """
 
 FreeBytes = Callable[[], Sequence[float]]

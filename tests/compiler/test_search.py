@@ -7,6 +7,7 @@ import pytest
 
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
+from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.compiler.search.tables import generator, tables
@@ -88,6 +89,17 @@ def test_annealing_shortens_a_poor_order_within_the_limits(placement):
     assert timeline.makespan == shortest / problem.scale < time_orders(problem, poor).makespan / problem.scale
     assert all(peak <= limit for peak, limit in zip(timeline.peak_activations, limits, strict=True))
     assert anneal(problem, orders, 4000, 3, floor=shortest) == (shortest, orders)
+
+
+def test_a_search_goes_on_behind_its_bound():
+    """Who asks for results decides which of them is the last: what meets the bound may not fit."""
+    placement = v(3)
+    problem = problem_of(placement, 5, unequal(placement), [20] * 3)
+    poor = one_at_a_time(problem)
+    bound = 2 * time_orders(problem, poor).makespan
+    found = [length for length, _, _ in search(problem, 1, bound, [(poor, "poor")])]
+    assert max(found) <= bound
+    assert len(found) > 2
 
 
 @PLACEMENTS

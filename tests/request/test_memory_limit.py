@@ -63,7 +63,7 @@ def flex(limit: float | tuple[float, ...]) -> Request:
 
 @pytest.mark.parametrize("limits", [(0.45, 1.0, 1.0), (1.0, 1.0, 0.45)])
 def test_each_rank_keeps_its_own_limit(limits: tuple[float, ...]) -> None:
-    """And the ranks with more memory use it, for a shorter step than all would have with the least."""
+    """The ranks with more memory use it, for a shorter step than all would have with the least."""
     found = flex(limits).compile(COSTS, trials=50).timeline
     amounts = tuple(fraction * RANKS * 8.0 for fraction in limits)
     assert keeps(found, amounts)
@@ -78,7 +78,7 @@ def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeli
 
 
 def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
-    """And more memory on some ranks makes no longer step."""
+    """More memory on some of the ranks makes no step longer."""
     shared = COSTS.with_shared_output_layer(12.0, RANKS)
     limits = (30.0, 50.0, 50.0)
     found = beside_vocabulary(limits, shared)
@@ -90,7 +90,7 @@ def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
 def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(
     free: tuple[float, ...], is_shorter: bool
 ) -> None:
-    """In the second case the compiler finds no shorter order for what some ranks have more."""
+    """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
     shared = COSTS.with_shared_output_layer(12.0, RANKS)
     source = compiled_beside_vocabulary(named(AUTO, RANKS, MICROBATCHES), COSTS, shared, trials=50)
     least = (30.0,) * RANKS
@@ -100,4 +100,4 @@ def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(
     assert keeps(found, free)
     assert keeps(found, least) is not is_shorter
     assert (found.makespan < lower.makespan) is is_shorter
-    assert found.makespan <= lower.makespan
+    assert found.makespan <= lower.makespan  # the compiler alone would find a longer one in the second case

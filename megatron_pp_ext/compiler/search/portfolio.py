@@ -51,13 +51,11 @@ def search(
     """Yield the makespan, orders and origin of each result of ``trials`` trials; all keep the limits.
 
     ``starts`` are orders with their origins, which may have whole backwards and break the limits.  ``floor``
-    is a lower bound on the makespan, at which the search ends.
+    is a lower bound on the makespan, at which annealing ends.  Whoever has what they need stops asking.
     """
     pool: list[Found] = []
     for found in chain(_known(problem, starts), _listed(problem, trials)):
         yield found
-        if found[0] <= floor:
-            return
         pool.append(found)
     moves = trials * min(_MOST_MOVES, _MOVES + problem.size // 16)
     for turn, (rivals, eighths) in enumerate(_TURNS):
@@ -67,8 +65,6 @@ def search(
             annealed = f"{origin}, annealed" if turn == 0 else origin
             pool[at] = (*anneal(problem, orders, share, len(_TURNS) * at + turn, floor), annealed)
             yield pool[at]
-            if pool[at][0] <= floor:
-                return
 
 
 def _known(problem: Problem, starts: Sequence[tuple[Orders, str]]) -> Iterator[Found]:

@@ -142,9 +142,8 @@ class Problem:
         """
         stages = self.placement.stages
         codes = range(2 * stages), range(2 * stages, 3 * stages), range(3 * stages, 4 * stages)
-        compute, weight, whole = map(
-            list, codes
-        )  # the numbers themselves: orders repeat them a million times
+        # Lists, so that the million actions of a large pipeline share these few numbers.
+        compute, weight, whole = map(list, codes)
         code = {Kind.F: compute, Kind.I: compute[::-1], Kind.W: weight, Kind.B: whole}
         return [[code[kind][stage] for stage, kind, _ in row] for row in schedule.orders]
 

@@ -94,20 +94,21 @@ def from_search(
 ) -> list[Proposal]:
     """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
 
-    The search may use the room beside the fewest messages that there can be.  Where the best result has more
+    A search ends with the first of its results that meets the bound and keeps the limits.  It may use the
+    room beside the fewest messages that there can be.  Where the best result has more
     messages, and they do not fit, the search begins anew with room for that many.
     """
     placement, microbatches = problem.placement, problem.microbatches
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
     needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
-    # Where messages count, the search goes on behind the bound: what meets it may have too many of them.
-    floor = 0 if costs.message else math.ceil(bound * problem.scale * (1 - TOLERANCE))
+    floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
     kept: list[Proposal] = []
     for _ in range(_ATTEMPTS):
-        found = [
-            Proposal(length / problem.scale, problem, orders, costs, origin)
-            for length, orders, origin in search(problem, trials, floor, families)
-        ]
+        found = []
+        for length, orders, origin in search(problem, trials, floor, families):
+            found.append(Proposal(length / problem.scale, problem, orders, costs, origin))
+            if length <= floor and _keeps(found[-1], limits):
+                break
         shortest = _shortest(found, limits)
         kept += shortest
         best = min(found, key=lambda one: one.makespan, default=None)

@@ -73,7 +73,7 @@ class Compiler:
             return str(error)
         found = [self._within(cut, limit, whole) for limit in limits]
         fitting = [one for one in found if not isinstance(one, str)]
-        # Of two that differ by rounding the first is taken, with one number.
+        # Steps that differ by rounding alone count as equal, and then one number for all ranks wins.
         return min(fitting, key=lambda one: round(one.estimate.step_seconds, 9)) if fitting else found[0]
 
     def _limits(self, cut: Candidate, left: tuple[float, ...], whole: Costs) -> list[Limit]:

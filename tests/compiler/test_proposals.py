@@ -1,0 +1,60 @@
+"""What a search proposes: the shortest of its results whose messages fit, too."""
+
+import pytest
+
+from megatron_pp_ext.compiler.search import proposals
+from megatron_pp_ext.compiler.search.problem import problem_of
+from megatron_pp_ext.compiler.search.proposals import Proposal, families_of, from_search, one_at_a_time
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+
+RANKS, MICROBATCHES, BOUND, LIMITS = 2, 4, 30, (1000.0, 1000.0)
+
+
+def proposed(
+    lengths: list[int], fitting: set[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[float], list[int], list[float]]:
+    """Search where the results have ``lengths``, and those at the places ``fitting`` keep the limits.
+
+    Return the lengths of the proposals, the places that the search came to, and the lengths that were judged.
+    """
+    placement = v(RANKS)
+    problem = problem_of(placement, MICROBATCHES, Costs.unit(placement), LIMITS)
+    reached: list[int] = []
+    judged: list[float] = []
+
+    def search(problem, trials, floor, starts):
+        for place, length in enumerate(lengths):
+            reached.append(place)
+            yield length * problem.scale, one_at_a_time(problem), f"result {place}"
+
+    def keeps(one: Proposal, limits) -> bool:
+        judged.append(one.makespan)
+        return int(one.origin.split()[1]) in fitting
+
+    monkeypatch.setattr(proposals, "search", search)
+    monkeypatch.setattr(proposals, "_keeps", keeps)
+    families = families_of(problem)
+    found = from_search(problem, Costs.unit(placement), LIMITS, families, 1, BOUND)
+    return [one.makespan for one in found], reached, judged
+
+
+def test_a_search_ends_with_a_result_at_the_bound_that_fits(monkeypatch):
+    assert proposed([40, 30, 30, 35], {0, 2, 3}, monkeypatch)[:2] == ([30], [0, 1, 2])
+
+
+def test_a_search_goes_on_while_none_at_the_bound_fits(monkeypatch):
+    found, reached, _ = proposed([30, 40, 35, 36], {1, 2, 3}, monkeypatch)
+    assert found == [35]
+    assert reached == [0, 1, 2, 3]
+
+
+def test_results_are_judged_from_the_shortest_on(monkeypatch):
+    """What is longer than one that fits is not, since counting messages takes long."""
+    _, _, judged = proposed([50, 40, 35, 45], {0, 1, 3}, monkeypatch)
+    assert judged == [35, 40]
+
+
+def test_results_that_rounding_may_reverse_keep_their_order(monkeypatch):
+    close = 35 * (1 + proposals.CLOSE / 2)
+    assert proposed([close, 40, 35], {0, 1, 2}, monkeypatch)[0] == [close, 35]
