@@ -142,8 +142,8 @@ def speed() -> str:
     about = (
         f"1,024 A100, batches of 1,536 sequences of 2,048: {found['legal']:,} configurations, of which "
         f"{found['unfit']:,} cannot fit and {found['replayed']:,} were replayed, took "
-        f"{use.processor_seconds:.0f} s of one core (user and system) and {use.peak_mib / 1024:.2f} GiB, two "
-        "compilations of flex included."
+        f"{use.processor_seconds:.0f} s of one core (user and system) and {use.peak_mib / 1024:.2f} GiB, "
+        "compiling flex for two sizes included."
     )
     return f"{about}\n\n{table(('configuration', 'step s', 'MFU'), rows)}"
 
