@@ -47,7 +47,7 @@ DIFFERENT = {
     "another limit": (
         (*FLEX, "0.75", "--global-batch-size", "2"),
         (*FLEX, "1", "--global-batch-size", "2"),
-        "--pipeline-memory-limit is 0.75 on rank 0 and 1.0 on rank 1",
+        "--pipeline-memory-limit is 0.75 on rank 0 and 1 on rank 1",
     ),
     "other chunks": (
         ("--pipeline-schedule", "interleaved"),
