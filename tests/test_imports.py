@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "schedule", "compiler", "request", "partition", "planner", "view"}
+PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "request", "partition", "planner", "view"}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
@@ -24,6 +24,7 @@ BELOW: dict[str, set[str]] = {
     "__init__": set(),
     "files": set(),
     "json_input": set(),
+    "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
     "request": {"files", "json_input", "schedule", "compiler"},
@@ -35,7 +36,17 @@ BELOW: dict[str, set[str]] = {
     "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "planner"},
     "cpu": set(),
-    "integration": {*_STEPS, "__init__", "partition", "planner", "runtime", "view", "verification", "cpu"},
+    "integration": {
+        *_STEPS,
+        "__init__",
+        "log_lines",
+        "partition",
+        "planner",
+        "runtime",
+        "view",
+        "verification",
+        "cpu",
+    },
     "data_split": set(),
     "launch_errors": {"files"},
     "text_data": {"data_split", "files"},

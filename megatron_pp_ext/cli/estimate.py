@@ -12,6 +12,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
+from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 
@@ -63,9 +64,10 @@ def estimate(
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.request.pipeline import for_world
 
-    words, chosen = with_layout(words, args, gpus)
-    request = for_world(args, gpus)
-    found = estimate_request(args, machine, request, margin)
+    with waiting("estimating"):
+        words, chosen = with_layout(words, args, gpus)
+        request = for_world(args, gpus)
+        found = estimate_request(args, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     show(found, request, machine, gpus)
     if chosen:

@@ -1,27 +1,59 @@
-"""Says what a command waits for: a spinner on a terminal, elsewhere one line after two seconds."""
+"""Says what a command waits for: a spinner on a terminal, elsewhere a line after two seconds, more later."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import Timer
 
+from megatron_pp_ext import log_lines
 from megatron_pp_ext.cli.report import console
 
 _PATIENCE_SECONDS = 2.0
 
+_PAUSE_SECONDS = 10.0
+"""The least time between two lines."""
+
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show ``what`` is being done while the context lasts; on stderr where there is no terminal."""
+    """Show ``what`` is being done while the context lasts; on stderr where there is no terminal.
+
+    What the package logs of its progress meanwhile is shown behind it.
+    """
     if console.is_terminal:
-        with console.status(what):
+        with console.status(what) as status, heard(lambda line: status.update(f"{what}: {line}")):
             yield
         return
-    stream = sys.stderr
-    late = Timer(_PATIENCE_SECONDS, lambda: print(f"{what} ...", file=stream, flush=True))
+    lines = _Lines(what)
+    late = Timer(_PATIENCE_SECONDS, lines.show)
     late.daemon = True
     late.start()
     try:
-        yield
+        with heard(lines.take):
+            yield
     finally:
         late.cancel()
+
+
+def heard(show: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Return the context in which ``show`` gets what the package logs of its progress."""
+    return log_lines.shown("megatron_pp_ext", show)
+
+
+class _Lines:
+    """The latest line about ``what``, for stderr: shown when asked for, and from then on now and then."""
+
+    def __init__(self, what: str) -> None:
+        self._what = self._latest = what
+        self._stream = sys.stderr
+        self._next = float("inf")
+
+    def show(self) -> None:
+        print(f"{self._latest} ...", file=self._stream, flush=True)
+        self._next = time.monotonic() + _PAUSE_SECONDS
+
+    def take(self, line: str) -> None:
+        self._latest = f"{self._what}: {line}"
+        if time.monotonic() >= self._next:
+            self.show()

@@ -14,7 +14,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
-from megatron_pp_ext.cli.progress import waiting
+from megatron_pp_ext.cli.progress import heard, waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 
@@ -164,8 +164,8 @@ def run_with_bar(search: "Search") -> "Result":
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     )  # fmt: skip
-    with bar:
-        task = bar.add_task("bounding", total=None)
+    task = bar.add_task("bounding", total=None)
+    with bar, heard(lambda line: bar.update(task, description=line)):
 
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)

@@ -4,6 +4,7 @@ The placement is settled with the flags, since the model is built by it.  The sc
 a step first needs one for its number of microbatches.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,9 +174,14 @@ def _in_turn(name: str) -> Iterator[None]:
         problem = f"{lock.lock_file} was locked by another process for {LONGEST_WAIT:g} s"
     except (OSError, NotImplementedError) as error:  # the latter is filelock's where there is no flock
         problem = f"{lock.lock_file} cannot be locked ({getattr(error, 'strerror', None) or error})"
-    if problem and os.environ.get("LOCAL_RANK", "0") == "0":
+    log = logging.getLogger("megatron_pp_ext.compiler")
+    level = log.level
+    if problem and os.environ.get("LOCAL_RANK", "0") != "0":
+        log.setLevel(logging.WARNING)  # the others beside the first one would all say the same
+    elif problem:
         print(f"megatron_pp_ext: {problem}; the schedule is compiled without waiting for others", flush=True)
     try:
         yield
     finally:
+        log.setLevel(level)
         lock.release()

@@ -1,12 +1,19 @@
 """What a command says while it works."""
 
 import io
+import logging
+import os
+import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
 from megatron_pp_ext.cli import progress
+
+LOG = logging.getLogger("megatron_pp_ext.some_room")
 
 
 @pytest.mark.parametrize("patience", [0.0, 3600.0])
@@ -18,3 +25,77 @@ def test_long_work_is_named_where_there_is_no_terminal(patience, monkeypatch):
         while not sys.stderr.getvalue() and time.monotonic() < give_up:
             time.sleep(0.01)
     assert sys.stderr.getvalue() == ("" if patience else "thinking ...\n")
+
+
+def logged(monkeypatch, patience):
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    give_up = time.monotonic() + 60
+    with progress.waiting("thinking"):
+        while not patience and not sys.stderr.getvalue() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        LOG.info("some progress")
+        LOG.info("more progress")
+    LOG.info("nobody waits any more")
+    return sys.stderr.getvalue().splitlines()
+
+
+def test_what_is_logged_meanwhile_is_shown_now_and_then(monkeypatch):
+    assert logged(monkeypatch, 3600.0) == []
+    assert logged(monkeypatch, 0.0) == ["thinking ..."]
+    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
+    lines = ["thinking ...", "thinking: some progress ...", "thinking: more progress ..."]
+    assert logged(monkeypatch, 0.0) == lines
+
+
+def test_what_is_logged_before_is_the_first_line(monkeypatch):
+    """Patience ends behind the line, which is then shown in the place of what only names the work."""
+    shown = []
+    monkeypatch.setattr(progress, "Timer", lambda seconds, show: shown.append(show) or mock.Mock())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with progress.waiting("thinking"):
+        LOG.info("some progress")
+        shown[0]()
+    assert sys.stderr.getvalue() == "thinking: some progress ...\n"
+
+
+def test_a_terminal_shows_the_latest_line_beside_its_spinner(monkeypatch):
+    terminal = Console(force_terminal=True, width=80, file=io.StringIO())
+    monkeypatch.setattr(progress, "console", terminal)
+    with progress.waiting("thinking"):
+        LOG.info("some progress")
+    assert "thinking: some progress" in terminal.file.getvalue()
+
+
+FIRST_TIME = """
+import sys
+from megatron_pp_ext.cli import app, progress
+
+progress._PATIENCE_SECONDS = progress._PAUSE_SECONDS = 0.0
+app(sys.argv[1:])
+"""
+
+
+def test_a_command_says_once_that_it_compiles_loops(tmp_path):
+    words = "schedule flex -p 2 -m 2 --memory-limit 1 --f 20 --i 22 --w 14 --hop 1 --trials 1"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+
+    def said(cache):
+        run = subprocess.run(
+            [sys.executable, "-c", FIRST_TIME, *words.split()],
+            env=environment | {"MEGATRON_PP_EXT_CACHE": str(tmp_path / cache)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+        return {
+            line.removeprefix("compiling flex: ").removesuffix(" ...") for line in run.stderr.splitlines()
+        }
+
+    loops = {line for line in said("first") if line.startswith("compiling inner loops for this machine")}
+    assert len(loops) == 1
+    again = said("second")
+    assert not again & loops
+    assert any(line.startswith("compiling a schedule for p = 2, m = 2, ") for line in again)
+    assert not any("a schedule for" in line for line in said("second"))

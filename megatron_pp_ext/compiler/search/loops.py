@@ -5,9 +5,13 @@ on whole numbers, on which every machine agrees.  The code is kept on disk, for 
 of the sources: numba by itself looks at the file of a loop, and not at what it takes from other files.
 Nothing relies on the files.  Code that cannot be read is compiled again, and code that cannot be written
 serves one process.
+
+With NUMBA_DISABLE_JIT=1 nothing is compiled, and the loops are Python that takes the same decisions about a
+hundred times more slowly.
 """
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +26,9 @@ from numba import config, njit
 from megatron_pp_ext.compiler.search.cache import user_folder
 
 _PACKAGE = Path(__file__).parents[2]
+
+FIRST_TIME = "compiling inner loops for this machine, which takes about ten seconds the first time"
+"""Logged for each loop without code, by whose module goes who is told; all loops of a room take so long."""
 
 
 def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
@@ -39,7 +46,11 @@ class Loop:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the function; each argument is of one type in all calls."""
+        if config.DISABLE_JIT:
+            return self._function(*arguments)
         if self._compiled is None:
+            if not _has_code(self._function):
+                logging.getLogger(self._function.__module__).info(FIRST_TIME)
             self._compiled = _kept(self._function)
         try:
             return self._compiled(*arguments)
@@ -63,6 +74,12 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
         return cast(Callable[..., Any], njit(cache=True)(function))
     finally:
         config.CACHE_DIR = before
+
+
+def _has_code(function: Callable[..., Any]) -> bool:
+    """Whether the code of ``function`` is kept on disk, for one type of each argument."""
+    index = f"*.{function.__qualname__}-*.nbi"
+    return next(_folder(_source(function)).rglob(index), None) is not None
 
 
 def _source(function: Callable[..., Any]) -> Path:

@@ -1,7 +1,9 @@
 """What a run says at its start: the schedule with its prediction, and what follows the placement."""
 
+import functools
 from argparse import Namespace
 
+from megatron_pp_ext import log_lines
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.request.vocabulary_source import CostsOf
 from megatron_pp_ext.schedule import catalog
@@ -10,6 +12,17 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.schedule.simulate import simulate
+
+
+@functools.cache
+def show_compiling() -> None:
+    """Print what the compiler logs from now on; of the ranks of a machine one alone compiles a schedule."""
+    log_lines.show_all("megatron_pp_ext.compiler", lambda line: _print_once(line))
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(f"megatron_pp_ext: {line}", flush=True)
 
 
 def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:

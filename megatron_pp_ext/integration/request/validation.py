@@ -18,7 +18,7 @@ from megatron_pp_ext.integration.hooks import dataset_helpers, replicated_ranks
 from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
 from megatron_pp_ext.integration.request import model_costs, needed_flags
 from megatron_pp_ext.integration.request.agreement import refused
-from megatron_pp_ext.integration.request.start_up import summary
+from megatron_pp_ext.integration.request.start_up import show_compiling, summary
 from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.request import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.request.chunks import chunks_requested
@@ -53,6 +53,7 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(args, needed_flags.OUR_SCRIPT, False):
                 needed_flags.require_for_our_script(args)
             needed_flags.require_valid(args, defaults)
+            show_compiling()
             found = read_flags(args)
             if args.rank == 0 and not dataset_helpers.are_built():
                 dataset_helpers.build()

@@ -1,0 +1,102 @@
+"""What the compiler logs: the loops that it compiles the first time, and each search with its sizes."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext import log_lines
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.search import diary
+from megatron_pp_ext.compiler.search.diary import Diary
+from megatron_pp_ext.compiler.search.problem import problem_of
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What a search logs."""
+    lines: list[str] = []
+    with log_lines.shown(diary.__name__, lines.append):
+        yield lines
+
+
+COMPILE = """
+import logging, sys
+from megatron_pp_ext.compiler.search.integer_timing import time_orders
+from megatron_pp_ext.compiler.search.problem import problem_of
+from megatron_pp_ext.compiler.search.proposals import one_at_a_time
+from megatron_pp_ext.compiler.search.timed_order import timed_order
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+problem = problem_of(v(2), 1, Costs.unit(v(2)), [2] * 2)
+orders = one_at_a_time(problem)
+timed_order(problem, orders, time_orders(problem, orders).starts)
+"""
+"""Runs two loops that take a second or two to compile."""
+
+
+def test_loops_are_announced_only_where_there_is_no_code(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def said() -> list[str]:
+        command = [sys.executable, "-c", COMPILE]
+        run = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=600, check=True
+        )
+        return run.stdout.splitlines()
+
+    line = "compiling inner loops for this machine, which takes about ten seconds the first time"
+    assert {*said()} == {line}
+    assert said() == []
+
+
+def test_a_search_says_what_it_compiles_and_what_that_took(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
+    for limits in (3.0, (3.0, 3.0, 4.0)):
+        for _ in range(2):  # the second time it is in the cache
+            compile_schedule(3, 5, Costs.unit(v(3)), limits, placements=[v(3)], trials=1)
+    expected = [
+        rf"{word} a schedule for p = 3, m = 5, v placement, {limit}{took}"
+        for limit in ("limit 3", "limits from 3 to 4")
+        for word, took in (
+            ("compiling", ""),
+            ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"),
+        )
+    ]
+    assert len(said) == len(expected)
+    assert all(map(re.fullmatch, expected, said)), said
+
+
+def test_a_long_search_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    clock = iter((100.0, 105.0, 111.0, 112.0, 121.0, 122.0, 122.5))
+    monkeypatch.setattr(diary.time, "monotonic", lambda: next(clock))
+    what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"
+    log = Diary(problem_of(v(2), 4, Costs.unit(v(2)), [1e10] * 2), [1e10] * 2, 20.0)
+    for makespan in (25.0, 22.0, 21.0, 23.0, 19.9):
+        log.found(makespan)
+    log.end()
+    assert said == [
+        f"compiling {what}",
+        f"compiling {what}: so far 10.0% above its lower bound after 11 s",
+        f"compiling {what}: so far 5.0% above its lower bound after 21 s",
+        f"compiled {what}, in 22.5 s, 0.0% above its lower bound",
+    ]
+
+
+def test_a_search_without_a_result_says_so(said: list[str]) -> None:
+    Diary(problem_of(v(2), 4, Costs.unit(v(2)), [4.0] * 2), [4.0] * 2, 20.0).end()
+    assert said[-1].endswith("s, none found")
