@@ -3,7 +3,7 @@
 # make test   lint, types and tests                                            (ARGS=what pytest should get)
 # make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones
-# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py)
+# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
 # make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
 # make lock   renews requirements.lock, from which make env installs
@@ -73,8 +73,8 @@ smoke-%: .venv-%/.installed
 	@touch $@
 
 mutants: env
-	$(if $(WORD),,$(BIN)/python -m tests.hunt.mutants.pure_rooms $(ROOM) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED)))
-	$(if $(ROOM),,$(BIN)/python -m tests.hunt.mutants.defects $(WORD))
+	$(if $(WORD),,$(BIN)/python -m tests.hunt.mutants.pure_rooms $(ROOM) $(if $(N),--number $(N)) $(if $(SEED),--seed $(SEED)) $(if $(LOOPS),--loops))
+	$(if $(ROOM)$(LOOPS),,$(BIN)/python -m tests.hunt.mutants.defects $(WORD))
 
 fuzz: env
 	$(BIN)/python -W ignore -m tests.hunt.fuzz $(if $(N),--cases $(N)) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))

@@ -45,7 +45,7 @@ timed_order(problem, orders, time_orders(problem, orders).starts)
 
 
 def test_loops_are_announced_only_where_there_is_no_code(tmp_path: Path) -> None:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_DISABLE_JIT": "0"}
 
     def said() -> list[str]:
         command = [sys.executable, "-c", COMPILE]

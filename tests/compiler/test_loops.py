@@ -18,6 +18,7 @@ def sum_below(end: int) -> int:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "code")
+    monkeypatch.setattr(loops.config, "DISABLE_JIT", 0)
     return tmp_path / "code"
 
 

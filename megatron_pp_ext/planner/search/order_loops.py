@@ -126,7 +126,8 @@ def follow(
 def _slot(kind: int, stage: int, microbatch: int, size: int, microbatches: int) -> int:
     """Return the number of what an action delivers, where a whole backward stands for its I."""
     row = kind if kind < B else I if kind == B else kind - 1
-    return row * size + stage * microbatches + microbatch
+    # Kinds are numbers of eight bits, with which numpy, unlike numba, would go on where nothing is compiled.
+    return np.int64(row) * size + stage * microbatches + microbatch
 
 
 @part_of_loop

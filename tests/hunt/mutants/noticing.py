@@ -2,6 +2,9 @@
 
 The tests that reach the changed line run first to last by how long they take, until one fails.  A mutant that
 makes them take far longer than they do without it, or far more memory, counts as noticed.
+
+Who asks for it has the loops that numba compiles run as Python (NUMBA_DISABLE_JIT): coverage does not reach
+compiled code, and to compile a mutant takes longer than most tests.
 """
 
 import contextlib
@@ -13,7 +16,6 @@ import resource
 import signal
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -28,7 +30,7 @@ from hypothesis import Phase, settings
 from tests.hunt.mutants.mutations import Mutant
 
 LONGEST = 2.0
-"""Seconds: tests that take longer are left to ``make test``."""
+"""Seconds of the processor: tests that take longer are left to ``make test``."""
 
 _MEMORY = 4 << 30
 """Bytes that a mutant may take beyond what the process has already."""
@@ -56,12 +58,16 @@ class Reached:
         )
 
 
-def reached(root: Path, package: str, tests: Sequence[str]) -> Reached:
-    """Run ``tests``, folders or files, once without a mutant; RuntimeError if they fail."""
+def reached(root: Path, package: str, tests: Sequence[str], interpreted: bool = False) -> Reached:
+    """Run ``tests``, folders or files, once without a mutant; RuntimeError if they fail.
+
+    With ``interpreted`` no loop is compiled.
+    """
 
     def work() -> Reached | None:
         cover = coverage.Coverage(data_file=None, include=[f"{root}/{package}/*"], config_file=False)
         plugin = _Durations(cover)
+        _have_loops_interpreted(interpreted)
         cover.start()
         failed = _pytest(tests, plugin)
         cover.stop()
@@ -80,18 +86,24 @@ def reached(root: Path, package: str, tests: Sequence[str]) -> Reached:
     return result
 
 
-def is_noticed(root: Path, mutant: Mutant, tests: Reached) -> bool:
-    """Whether any of the tests that reach ``mutant`` fails with it."""
+def is_noticed(root: Path, mutant: Mutant, tests: Reached, interpreted: bool = False) -> bool:
+    """Whether any of the tests that reach ``mutant`` fails with it; ``interpreted`` is as in ``reached``."""
     chosen = tests.tests(mutant)
     if not chosen:
         return False
     expected = sum(tests.seconds[test] for test in chosen)
 
     def work() -> bool:
+        _have_loops_interpreted(interpreted)
         sys.meta_path.insert(0, _Instead(root, mutant))
         return _pytest(chosen, _Quick())
 
     return _forked(work, int(10 + 5 * expected)) is not False
+
+
+def _have_loops_interpreted(yes: bool) -> None:
+    """Decide for this process, which has not imported numba yet."""
+    os.environ["NUMBA_DISABLE_JIT"] = str(int(yes))
 
 
 def _pytest(arguments: Sequence[str], *plugins: object) -> bool:
@@ -160,19 +172,21 @@ class _Quick:
 
 
 class _Durations(_Quick):
-    """Measures each test, and tells coverage which one is running."""
+    """Measures each test, and tells coverage which one is running.
+
+    ``seconds`` are of the processor, so that they say little of how busy the machine is.
+    """
 
     def __init__(self, cover: coverage.Coverage) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
         self._cover = cover
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._cover.switch_context(item.nodeid)
+        before = sum(os.times()[:4])
         try:
             return (yield)
         finally:
+            self.seconds[item.nodeid] = sum(os.times()[:4]) - before
             self._cover.switch_context("")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration

@@ -1,6 +1,6 @@
 """Mutants of the pure-Python rooms, drawn by a seed, and the share of them that the tests of the room notice.
 
-    python -m tests.hunt.mutants.pure_rooms [ROOM...] [--number N] [--seed S]
+    python -m tests.hunt.mutants.pure_rooms [ROOM...] [--number N] [--seed S] [--loops]
 
 ``equivalent.toml`` names the mutants that nobody can notice, each with the reason; they are not counted.
 Each room has a section of the page of results.
@@ -11,18 +11,25 @@ import random
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.report import table
 from tests.hunt.mutants import report
 from tests.hunt.mutants.mutations import Mutant, count, mutants
-from tests.hunt.mutants.noticing import is_noticed, reached
+from tests.hunt.mutants.noticing import Reached, is_noticed, reached
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "megatron_pp_ext"
 ROOMS = ("schedule", "compiler", "partition", "planner")
 MORE_TESTS = {"planner": ["tests/cli/test_planner_commands.py"]}
 """Tests of a room beside those of its own folder."""
+
+LOOP_TESTS = {
+    "compiler": ["tests/compiler/test_search.py", "tests/compiler/test_loops.py"],
+    "planner": ["tests/planner/test_array_program.py", "tests/planner/test_layout.py"],
+}
+"""The tests of a room's compiled loops: sizes so small that they are quick where nothing is compiled."""
 
 SLOW = (
     "--deselect=tests/planner/test_published.py::test_the_98b_grid_search",
@@ -31,9 +38,19 @@ SLOW = (
 """Tests of the rooms that are not even tried once here."""
 
 
-def drawn(room: str, number: int, seed: int) -> Iterator[Mutant]:
-    """Yield ``number`` mutants of ``room``, any of its mutants as likely as any other."""
+_IMPORTS_LOOPS = "from megatron_pp_ext.compiler.search.loops import "
+
+
+def has_loops(file: str) -> bool:
+    """Whether numba compiles functions of ``file``."""
+    return _IMPORTS_LOOPS in (ROOT / file).read_text(encoding="utf-8")
+
+
+def drawn(room: str, number: int, seed: int, loops: bool = False) -> Iterator[Mutant]:
+    """Yield ``number`` mutants of ``room``, each as likely as another, with ``loops`` of files with loops."""
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / room).rglob("*.py"))
+    if loops:
+        files = list(filter(has_loops, files))
     everywhere = [(file, at) for file in files for at in range(count(ROOT, file))]
     # A seed draws the same place however many are drawn.
     places = random.Random(f"{room} {seed}").sample(everywhere, len(everywhere))[:number]
@@ -50,14 +67,36 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     return {(one["file"], one["before"], one["after"]): one["why"] for one in listed.get("mutant", [])}
 
 
-def survivors(room: str, number: int, seed: int) -> tuple[Counter[str], list[Mutant]]:
-    """Try ``number`` mutants of ``room``; return the number of each outcome, and those not noticed."""
-    tests = reached(ROOT, f"{PACKAGE}/{room}", [f"tests/{room}", *MORE_TESTS.get(room, ()), *SLOW])
+class _Judge:
+    """The tests of a room, and what they say of a mutant."""
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+
+    @cached_property
+    def _plain(self) -> Reached:
+        tests = [f"tests/{self._room}", *MORE_TESTS.get(self._room, ()), *SLOW]
+        return reached(ROOT, f"{PACKAGE}/{self._room}", tests)
+
+    @cached_property
+    def _of_loops(self) -> Reached:
+        return reached(ROOT, f"{PACKAGE}/{self._room}", LOOP_TESTS[self._room], interpreted=True)
+
+    def notices(self, mutant: Mutant) -> bool:
+        """Whether a test fails with ``mutant``."""
+        if has_loops(mutant.file):
+            return is_noticed(ROOT, mutant, self._of_loops, interpreted=True)
+        return is_noticed(ROOT, mutant, self._plain)
+
+
+def survivors(room: str, number: int, seed: int, loops: bool) -> tuple[Counter[str], list[Mutant]]:
+    """Try mutants of ``room`` (``drawn``); return the number of each outcome, and those not noticed."""
+    judge = _Judge(room)
     known, counts, left = equivalents(), Counter[str](), []
-    for mutant in drawn(room, number, seed):
+    for mutant in drawn(room, number, seed, loops):
         if (mutant.file, mutant.before, mutant.after) in known:
             counts["equivalent"] += 1
-        elif is_noticed(ROOT, mutant, tests):
+        elif judge.notices(mutant):
             counts["noticed"] += 1
         else:
             counts["survived"] += 1
@@ -66,9 +105,9 @@ def survivors(room: str, number: int, seed: int) -> tuple[Counter[str], list[Mut
     return counts, left
 
 
-def section(room: str, number: int, seed: int) -> str:
+def section(room: str, number: int, seed: int, loops: bool) -> str:
     """Try the room's mutants, and return the text about them."""
-    counts, left = survivors(room, number, seed)
+    counts, left = survivors(room, number, seed, loops)
     judged = counts["noticed"] + counts["survived"]
     share = f"{counts['noticed'] / judged:.0%}" if judged else "-"
     head = ["drawn", "equivalent", "noticed", "survived", "noticed of those not equivalent"]
@@ -83,9 +122,11 @@ def main() -> None:
     parser.add_argument("rooms", nargs="*", choices=[[], *ROOMS], metavar="ROOM")
     parser.add_argument("--number", type=int, default=150, help="mutants a room")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--loops", action="store_true", help="only files whose functions numba compiles")
     asked = parser.parse_args()
-    for room in asked.rooms or ROOMS:
-        report.write_section(f"Pure Python: {room}", section(room, asked.number, asked.seed))
+    for room in asked.rooms or (LOOP_TESTS if asked.loops else ROOMS):
+        title = f"Compiled loops: {room}" if asked.loops else f"Pure Python: {room}"
+        report.write_section(title, section(room, asked.number, asked.seed, asked.loops))
 
 
 if __name__ == "__main__":
