@@ -11,7 +11,7 @@ from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.compiler.search.tables import generator, tables
-from megatron_pp_ext.compiler.search.timed_order import timed_order
+from megatron_pp_ext.compiler.search.timed_order import estimate, timed_order
 from megatron_pp_ext.compiler.search.tune import tune
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -122,6 +122,24 @@ def test_all_that_is_known_of_an_order_follows_its_moves(placement):
             assert (getattr(state, name) == getattr(fresh, name)).all(), name
         assert not state.heap.waits.any() and not state.listed.any()
     assert (state.order // problem.microbatches != before).any()
+
+
+@PLACEMENTS
+def test_a_move_is_estimated_by_the_longest_way_through_what_it_moves(placement):
+    """Where everything stays in its place, these are ways that are there already."""
+    problem = problem_of(placement, 3, unequal(placement), [10 * placement.chunks] * placement.ranks)
+    orders = one_at_a_time(problem)
+    state = timed_order(problem, orders, time_orders(problem, orders).starts)
+    ways = state.start + state.tail
+    longest = ways.argmax()
+    for rank, row in enumerate(state.order):
+        for first in range(len(row)):
+            for last in range(first + 1, len(row) + 1):
+                new = np.full(len(row), longest)
+                new[first:last] = row[first:last]
+                found = estimate(tables(problem), state, rank, new, first, last)
+                assert found == max(ways[row[first:last]])
+    assert (state.trial == state.start).all()
 
 
 def test_tails_are_the_longest_ways():

@@ -9,7 +9,7 @@ import pytest
 from megatron_pp_ext.planner.search.array_program import ArrayProgram
 from megatron_pp_ext.planner.step.programs import Program, scheduled
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import linear
@@ -30,6 +30,10 @@ def costs_of(schedule, random):
 def assert_the_same(schedule, random):
     plain, fast = Program(schedule), ArrayProgram(schedule)
     assert fast.peak_messages == plain.peak_messages
+    no_work = len(OF_STAGES) * schedule.placement.stages + 2
+    assert [place for place in fast._steps[1:, 3].tolist() if place != no_work] == [
+        place for *_, place in plain.timer._needs if place != no_work
+    ], "of equal ends the first one begins the critical path"
     for _ in range(2):
         costs = costs_of(schedule, random)
         assert fast.timer.spans(costs) == plain.timer.spans(costs)
@@ -40,7 +44,7 @@ def assert_the_same(schedule, random):
 def test_numbers_are_those_of_a_plain_program(name):
     random = Random(name)
     ways = [(False, False), (True, False), *([(False, True)] if catalog.entry(name).make_paired else [])]
-    sizes = product((2, 3, 5), (1, 4, 11), CHUNKS.get(name, (catalog.entry(name).chunks,)))
+    sizes = product((2, 3, 5, 6), (1, 4, 11), CHUNKS.get(name, (catalog.entry(name).chunks,)))
     for (ranks, microbatches, chunks), (shares, is_paired) in product(sizes, ways):
         assert_the_same(scheduled(name, ranks, microbatches, chunks, shares, is_paired), random)
 

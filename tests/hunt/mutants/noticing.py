@@ -32,6 +32,9 @@ from tests.hunt.mutants.mutations import Mutant
 LONGEST = 2.0
 """Seconds of the processor: tests that take longer are left to ``make test``."""
 
+_COMPILED = 300
+"""Seconds of the processor after which tests of compiled loops count as failed; they take a tenth of it."""
+
 _MEMORY = 4 << 30
 """Bytes that a mutant may take beyond what the process has already."""
 
@@ -84,6 +87,18 @@ def reached(root: Path, package: str, tests: Sequence[str], interpreted: bool = 
     if not isinstance(result, Reached):
         raise RuntimeError(f"the tests fail without a mutant: {' '.join(tests)}")
     return result
+
+
+def is_noticed_compiled(root: Path, mutant: Mutant, tests: Sequence[str]) -> bool:
+    """Whether any of ``tests`` fails with all loops compiled anew: code that is kept is of the sources."""
+
+    def work() -> bool:
+        with tempfile.TemporaryDirectory(prefix="loops-") as folder:
+            os.environ["NUMBA_CACHE_DIR"] = folder
+            sys.meta_path.insert(0, _Instead(root, mutant))
+            return _pytest(tests, _Quick())
+
+    return _forked(work, _COMPILED) is not False
 
 
 def is_noticed(root: Path, mutant: Mutant, tests: Reached, interpreted: bool = False) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.report import table
 from tests.hunt.mutants import report
 from tests.hunt.mutants.mutations import Mutant, count, mutants
-from tests.hunt.mutants.noticing import Reached, is_noticed, reached
+from tests.hunt.mutants.noticing import Reached, is_noticed, is_noticed_compiled, reached
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "megatron_pp_ext"
@@ -26,10 +26,17 @@ MORE_TESTS = {"planner": ["tests/cli/test_planner_commands.py"]}
 """Tests of a room beside those of its own folder."""
 
 LOOP_TESTS = {
-    "compiler": ["tests/compiler/test_search.py", "tests/compiler/test_loops.py"],
+    "compiler": [
+        "tests/compiler/test_search.py",
+        "tests/compiler/test_event_heap.py",
+        "tests/compiler/test_loops.py",
+    ],
     "planner": ["tests/planner/test_array_program.py", "tests/planner/test_layout.py"],
 }
 """The tests of a room's compiled loops: sizes so small that they are quick where nothing is compiled."""
+
+COMPILED_TESTS = {"compiler": ["tests/compiler/test_version.py"]}
+"""Tests that decide about what those leave, with loops compiled: a quarter of a minute a mutant."""
 
 SLOW = (
     "--deselect=tests/planner/test_published.py::test_the_98b_grid_search",
@@ -85,7 +92,10 @@ class _Judge:
     def notices(self, mutant: Mutant) -> bool:
         """Whether a test fails with ``mutant``."""
         if has_loops(mutant.file):
-            return is_noticed(ROOT, mutant, self._of_loops, interpreted=True)
+            compiled = COMPILED_TESTS.get(self._room, ())
+            return is_noticed(ROOT, mutant, self._of_loops, interpreted=True) or (
+                bool(compiled) and is_noticed_compiled(ROOT, mutant, compiled)
+            )
         return is_noticed(ROOT, mutant, self._plain)
 
 
