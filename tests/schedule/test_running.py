@@ -115,9 +115,8 @@ def test_messages_limit_the_pace_where_too_few_microbatches_are_in_flight() -> N
 def test_stages_that_wait_for_each_other_all_take_the_longest_update() -> None:
     """With one microbatch an update and a barrier behind it, a stage's update does not hide behind others."""
     costs = costs_of((10.0, 20.0), (10.0, 20.0))
-    apart, together = (
-        seconds_of_an_update(Replicas.straight(2), 1, costs, [0.0, 6.0], all_wait) for all_wait in (False, True)
-    )
+    straight = Replicas.straight(2)
+    apart, together = (seconds_of_an_update(straight, 1, costs, [0.0, 6.0], wait) for wait in (False, True))
     assert apart == pytest.approx(36)
     # The last stage's forward and backward, then the first stage's backward, and the update.
     assert together == pytest.approx(10 + 20 + 20 + 6)
