@@ -59,11 +59,11 @@ def estimate(
     machine = systems.read(system)
     args, words = described(flags, model)
     args.micro_batch_size = args.micro_batch_size or 1
-    one = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    gpus = one if world_size is None else world_size
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.request.pipeline import for_world
+    from megatron_pp_ext.request.sizes import fewest_ranks
 
+    gpus = fewest_ranks(args) if world_size is None else world_size
     with waiting("estimating"):
         words, chosen = with_layout(words, args, gpus)
         request = for_world(args, gpus)
@@ -105,9 +105,12 @@ def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[
 def show(found: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
     """Time in a few lines, memory as a table."""
     tokens = found.tokens_per_second / gpus
+    replicas = request.updates.replicas if request.updates else None
+    copies = f"{request.data} data-parallel"
+    if replicas is not None and not replicas.is_straight:
+        copies = f"{replicas} replicas of the stages"
     console.print(
-        f"{request.schedule} on {gpus} x {machine.name}, {request.data} data-parallel, "
-        f"{request.microbatches} microbatches\n"
+        f"{request.schedule} on {gpus} x {machine.name}, {copies}, {request.microbatches} microbatches\n"
         f"step {found.step_seconds:.4g} s: pipeline {found.pipeline_seconds:.4g} s, reductions and update "
         f"{found.other_seconds:.4g} s\n"
         f"MFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
@@ -116,7 +119,7 @@ def show(found: "Estimate", request: "Request", machine: "System", gpus: int) ->
     console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {found.band}")
     if found.note:
         console.print(found.note)
-    if request.ranks > 1 and request.microbatches < request.ranks:
+    if request.updates is None and request.ranks > 1 and request.microbatches < request.ranks:
         console.print(
             f"{request.ranks} pipeline ranks share {request.microbatches} microbatches: raise "
             "--global-batch-size",

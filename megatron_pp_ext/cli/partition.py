@@ -58,6 +58,9 @@ def partition(
     layout: Annotated[
         bool, typer.Option("--layout", help="Print only Megatron's --pipeline-model-parallel-layout.")
     ] = False,
+    flags: Annotated[
+        bool, typer.Option("--flags", help="Print only the flags of training, which mpp estimate takes, too.")
+    ] = False,
     json: ask.Json = None,
 ) -> None:
     """Cut a model into stages for pipelining without a flush, with replicas where they help.
@@ -65,8 +68,10 @@ def partition(
     This is PipeDream's partitioner, which minimises the seconds between microbatches over all workers.
     Weight versions, microbatches in flight and --state-per-weight count against --memory.
     """
+    if layout and flags:
+        raise ValueError("--layout and --flags print different parts of one answer: leave one of them out")
     from megatron_pp_ext.partition import profile_file
-    from megatron_pp_ext.partition.layout import layout_of, replicas_flag
+    from megatron_pp_ext.partition.layout import layout_of, replicas_flag, training_flags
     from megatron_pp_ext.partition.partitioner import partition as best_partition
 
     machines = _levels(workers, bandwidth, levels)
@@ -81,6 +86,8 @@ def partition(
         typer.echo(layout_of(found, model))
         if flag := replicas_flag(found):
             typer.echo(f"the stages have different numbers of replicas: add {flag}", err=True)
+    elif flags:
+        typer.echo(training_flags(found, model))
     else:
         _show(found, model)
 

@@ -111,6 +111,11 @@ def search(
     batch = args.global_batch_size
     if not batch:
         raise ValueError("no batch: give --global-batch-size")
+    if args.pipeline_replicas is not None:
+        raise ValueError(
+            f"--pipeline-replicas {args.pipeline_replicas}: a search gives all stages as many: leave it "
+            "out; mpp partition finds replicas, and mpp estimate tells what they take"
+        )
     names, compiles = _schedules(schedules, args)
     flag = stages_flag(args)
     if flag is not None:

@@ -37,7 +37,15 @@ def replicas_flag(partition: Partition) -> str:
 
 
 def training_flags(partition: Partition, profile: Profile) -> str:
-    """Return the flags that train a partition of two stages or more, without those of the model."""
+    """Return the flags that train a partition, without those of the model.
+
+    ValueError for one stage, which is no pipeline, and for a model that is not Megatron's.
+    """
+    if len(partition.stages) == 1:
+        raise ValueError(
+            "one stage with all workers is the best cut, for which there are no flags: train it with data "
+            "parallelism alone"
+        )
     sizes = f"--pipeline-model-parallel-size {len(partition.stages)}"
     layout = f"--pipeline-model-parallel-layout '{layout_of(partition, profile)}'"
     return " ".join(filter(None, ("--pipeline-schedule pipedream", sizes, layout, replicas_flag(partition))))

@@ -75,6 +75,11 @@ def requested(args: Namespace) -> Replicas | None:
     return Replicas(tuple(map(int, counts)))
 
 
+def of_stages(args: Namespace) -> Replicas:
+    """The replicas of each stage, one each where ``args`` request none; ValueError as for ``requested``."""
+    return requested(args) or Replicas.straight(args.pipeline_model_parallel_size)
+
+
 def require_world(args: Namespace, replicas: Replicas, world_size: int) -> None:
     """Raise ValueError unless ``world_size`` ranks are what ``replicas`` take, with tensor parallelism."""
     width = args.tensor_model_parallel_size

@@ -5,6 +5,13 @@ from argparse import Namespace
 from megatron_pp_ext.request import replicas
 
 
+def fewest_ranks(args: Namespace) -> int:
+    """The ranks of one copy of the model; with --pipeline-replicas those of all replicas of its stages."""
+    replicated = replicas.requested(args)
+    across = replicated.ranks if replicated else args.pipeline_model_parallel_size
+    return int(args.tensor_model_parallel_size * across * args.context_parallel_size)
+
+
 def data_parallel_size(args: Namespace, world_size: int) -> int:
     """The data-parallel size on ``world_size`` ranks; 1 where stages have numbers of replicas of their own.
 
@@ -15,8 +22,7 @@ def data_parallel_size(args: Namespace, world_size: int) -> int:
         replicas.require_world(args, replicated, world_size)
         require_divisible(args, args.tensor_model_parallel_size)
         return 1
-    ranks = args.pipeline_model_parallel_size
-    model = args.tensor_model_parallel_size * ranks * args.context_parallel_size
+    ranks, model = args.pipeline_model_parallel_size, fewest_ranks(args)
     if world_size % model:
         below = world_size // model * model
         nearest = f"{below} or {below + model}" if below else f"{model}"

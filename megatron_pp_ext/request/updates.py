@@ -120,8 +120,7 @@ def read(args: Namespace, microbatches: int) -> Updates:
     an update.
     """
     name = args.pipeline_schedule
-    replicated = replicas.requested(args)
-    stages = replicated or Replicas.straight(args.pipeline_model_parallel_size)
+    replicated, stages = replicas.requested(args), replicas.of_stages(args)
     interval = _interval(name, stages, args.pipeline_update_interval, microbatches)
     refuse_first(args, _NEVER)
     if replicated:

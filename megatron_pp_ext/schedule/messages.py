@@ -134,6 +134,14 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
     return Message(stage, stage - 1, microbatch)
 
 
+def giver(action: Action, stages: int) -> Action | None:
+    """Return the action whose message ``action`` takes, a backward named as by ``delivers``, or None."""
+    message = incoming_message(action, stages)
+    if message is None:
+        return None
+    return Action(message.sender, Kind.F if message.sender < message.receiver else Kind.I, message.microbatch)
+
+
 def planned_launches(
     orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
 ) -> list[list[tuple[Launch, ...]]]:
@@ -212,9 +220,7 @@ def posted_receives(
 def launch_line(
     orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
 ) -> list[tuple[int, int, Action]]:
-    """Return all actions of ``orders`` in the line that the module's docstring requires.
-
-    With each action come its simulated end and its rank.
+    """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
 
     Actions are sorted by their simulated ends, and by rank where these are equal; the two of a pair, which
     end together, follow each other as on their rank.  Messages from actions that are not in ``orders`` were
@@ -234,11 +240,7 @@ def launch_line(
             return (Action(stages - 1, Kind.F if kind is Kind.S else Kind.I, microbatch),)
         if kind in (Kind.I, Kind.B) and stage == stages - 1:
             return tuple(scores.get(microbatch, ()))
-        message = incoming_message(action, stages)
-        if message is None:
-            return ()
-        kind = Kind.F if message.sender < message.receiver else Kind.I
-        made_by = Action(message.sender, kind, message.microbatch)
+        made_by = giver(action, stages)
         return (made_by,) if made_by in here else ()
 
     ends: dict[Action, int] = {}

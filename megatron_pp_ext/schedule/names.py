@@ -88,7 +88,8 @@ NOT_HERE = {
     AUTO: f"it is {FLEX} within the memory that the devices have free, which only training can measure; look "
     f"at {FLEX} with --memory-limit, and train with --pipeline-schedule {AUTO}",
     PIPEDREAM: "it runs 1f1b over the whole training without an end, so it has no makespan; look at 1f1b "
-    f"with many microbatches, and train with --pipeline-schedule {PIPEDREAM}",
+    "with many microbatches, let mpp estimate tell its pace, and train with --pipeline-schedule "
+    f"{PIPEDREAM}",
     TWO_VERSIONS: f"it runs in the order of {PIPEDREAM}, which is 1f1b's; look at 1f1b with many "
     f"microbatches, and train with --pipeline-schedule {TWO_VERSIONS}",
     "seq1f1b": "it cuts the sequence into parts that depend on each other, which no order of "

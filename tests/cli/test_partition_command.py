@@ -1,6 +1,7 @@
 """``mpp partition`` and ``mpp profile`` of a file: what they print, write and refuse."""
 
 import json
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -86,6 +87,29 @@ def test_flags_that_train_replicas(mpp):
     assert "train it" not in mpp("partition vgg16.txt --workers 2 --bandwidth 1e9").stdout
 
 
+MODEL = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--vocab-size 256 --tokenizer-type NullTokenizer --untie-embeddings-and-output-weights "
+    "--micro-batch-size 1 --global-batch-size 6"
+)
+
+
+def test_flags_go_from_the_partitioner_to_the_estimate(mpp, tmp_path):
+    """As they are printed: schedule, stages, layout and replicas, on as many GPUs as there are workers."""
+    flags = mpp("partition gpt.json --workers 5 --bandwidth 1e9 --flags").stdout
+    words = shlex.split(f"estimate --system a100-80g --json found.json -- {MODEL} {flags}")
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "pipedream on 5 x a100-80g, 2-3 replicas of the stages, 6 microbatches" in result.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["gpus"], len(found["ranks"])) == (5, 5)
+    each = found["step_seconds"] / 6
+    assert f"a microbatch every {each:.4g} s" in " ".join(result.output.split())
+    first, last = found["ranks"][1], found["ranks"][2]
+    assert first["versions"] / first["weights"] == 1 and last["versions"] == 0
+    assert found["torchrun"][:3] == ["torchrun", "--nproc-per-node", "5"]
+
+
 def test_profile_shows_and_converts(mpp, tmp_path):
     result = mpp("profile vgg16.txt --json vgg16.json")
     assert result.exit_code == 0, result.output
@@ -117,6 +141,9 @@ def test_profile_shows_and_converts(mpp, tmp_path):
         ("partition vgg16.txt --levels 4x25e9,2 --workers 8", "--levels has '2'"),
         ("partition vgg16.txt --levels 4x25e9,2x3e9 --workers 4", "--workers is 4, but --levels"),
         ("partition vgg16.txt --workers 2 --bandwidth 1e9 --straight --layout", "has the symbol ''"),
+        ("partition vgg16.txt --workers 2 --bandwidth 1e9 --straight --flags", "has the symbol ''"),
+        ("partition gpt.json --workers 2 --bandwidth 1e15 --flags", "one stage with all workers"),
+        ("partition gpt.json --workers 2 --bandwidth 1e9 --layout --flags", "leave one of them out"),
         ("profile nowhere.json", "nowhere.json: No such file"),
         ("profile gpt.json --script a.py", "--script a.py is for measuring"),
         ("profile gpt.json -- --save there", "--save would write a checkpoint"),

@@ -9,6 +9,8 @@ import torch
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.request import launch_flags
 from megatron_pp_ext.integration.runners import flush_free
+from megatron_pp_ext.request.pipeline import for_world
+from megatron_pp_ext.request.sizes import fewest_ranks
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training
 from tests.support.flags import assert_refused
@@ -118,6 +120,7 @@ REFUSED = {
     f"{REPLICATED} --global-batch-size 4 --pipeline-update-interval 4": (
         r"--global-batch-size: 4 microbatch\(es\) cannot be .* replicas 3-1; take a multiple of 3 x micro"
     ),
+    f"{REPLICATED} --pipeline-model-parallel-layout auto": "auto chooses stages that take equally long, and",
     f"{REPLICATED} --pipeline-schedule 1f1b": "replicas 3-1 has no meaning for .* 1f1b; leave it out",
     "--pipeline-model-parallel-size 2 --pipeline-replicas 3-1": "3-1 has no meaning for Megatron's own sched",
     f"{REPLICATED} --pipeline-schedule pipedream-2bw": "as it has pipeline ranks, 4, but got 3; raise",
@@ -158,11 +161,7 @@ def test_what_the_flags_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (pipeline.updates.interval, pipeline.request.data, pipeline.request.microbatches) == (3, 1, 3)
 
 
-def test_the_planner_does_not_know_replicas() -> None:
-    words = [*training.TINY, *REPLICATED.split()]
-    with pytest.raises(ValueError) as error:
-        launch_flags.read_flags(words)
-    assert str(error.value) == (
-        "--pipeline-replicas 3-1: the planner models as many replicas in all stages; leave it out of the "
-        "estimate, or cut the model with mpp partition, which models replicas"
-    )
+def test_the_planner_reads_the_same_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = launch_flags.read_flags([*training.TINY, *REPLICATED.split()])
+    assert fewest_ranks(args) == 4
+    assert for_world(args, 4).updates == read_flags(monkeypatch, REPLICATED).updates

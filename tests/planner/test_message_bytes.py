@@ -56,5 +56,6 @@ def test_one_rank_has_none() -> None:
 
 def test_without_a_flush_sends_of_earlier_updates_count() -> None:
     """An update of one microbatch sends one message a rank, but the pipeline goes on."""
-    ranks = memory(work(linear(4)), program("pipedream", 4, 1, 1), "pipedream", 1)
+    made = work(linear(4), pipeline_model_parallel_size=4)
+    ranks = memory(made, program("pipedream", 4, 1, 1), "pipedream", 1)
     assert [rank.messages / HIDDEN - SENDS_AHEAD - 1 for rank in ranks] == [1, 2, 2, 2]

@@ -16,11 +16,6 @@ _NOT_COUNTED = (
     ("multi_latent_attention", "its compressed keys are not modelled", _LEAVE_OUT),
     ("yaml_cfg", "the planner reads flags alone", "give the model's sizes as flags"),
     ("use_megatron_fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
-    (
-        "pipeline_replicas",
-        "the planner models as many replicas in all stages",
-        f"{_LEAVE_OUT}, or cut the model with mpp partition, which models replicas",
-    ),
 )
 """Arguments with the rule that refuses them, and the fix."""
 

@@ -76,6 +76,11 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
 def _require_choice(args: Namespace) -> None:
     """Raise ValueError where ``args`` leave no layout to choose, or say otherwise how layers are spread."""
     pipeline.require_pipeline(_FLAG, args)
+    if args.pipeline_replicas is not None:
+        raise ValueError(
+            f"{_FLAG} chooses stages that take equally long, and those with --pipeline-replicas "
+            f"{args.pipeline_replicas} are to differ; give the layout that mpp partition prints with them"
+        )
     ranks, count = args.pipeline_model_parallel_size, layers.count(args)
     for flag in (
         *layers.ENDS,

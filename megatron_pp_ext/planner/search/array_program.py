@@ -24,7 +24,7 @@ class ArrayProgram:
 
     def __init__(self, schedule: Schedule) -> None:
         self._placement = schedule.placement
-        self._actions = actions = action_arrays(schedule)
+        self._actions = actions = action_arrays(schedule.orders)
         rank_of = schedule.placement.rank_of
         self._home = np.array([rank_of(stage) for stage in range(schedule.placement.stages)])
         is_first = np.zeros(len(actions.stage), np.bool_)

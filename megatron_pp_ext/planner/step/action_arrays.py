@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Kind
+from megatron_pp_ext.schedule.messages import Orders
 
 F, I, W, B, S, T = range(6)
 """The codes of the kinds of actions; those of a stage come first, as in ``OF_STAGES``."""
@@ -34,13 +35,13 @@ class ActionArrays(NamedTuple):
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
 
-def action_arrays(schedule: Schedule) -> ActionArrays:
-    """Return the actions of ``schedule`` as arrays."""
-    stages, kinds, microbatches = zip(*chain.from_iterable(schedule.orders), strict=True)
+def action_arrays(orders: Orders) -> ActionArrays:
+    """Return the actions of ``orders`` as arrays."""
+    stages, kinds, microbatches = zip(*chain.from_iterable(orders), strict=True)
     letters = np.frombuffer("".join(kinds).encode(), np.uint8)
     return ActionArrays(
         np.array(stages, np.int32),
         _CODES[letters],
         np.array(microbatches, np.int32),
-        np.array([0, *accumulate(map(len, schedule.orders))]),
+        np.array([0, *accumulate(map(len, orders))]),
     )

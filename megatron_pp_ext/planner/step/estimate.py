@@ -8,19 +8,19 @@ are not gathered under the first forward.
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from operator import mul
 
 from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.model_state import ModelState
 from megatron_pp_ext.planner.step.programs import Prepared, Program, program
+from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.request import updates
+from megatron_pp_ext.request import replicas, updates
 from megatron_pp_ext.request.csv_schedule import require_microbatches
 from megatron_pp_ext.request.pipeline import Request
 from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
@@ -28,6 +28,12 @@ from megatron_pp_ext.schedule.timing import Span
 MARGIN = 0.05
 """The memory that allocators leave unused and that is not modelled (kernels' workspace), as a fraction of the
 memory that comes and goes in a step: activations, messages and the loss's workspace."""
+
+_LONG_RUN = (
+    "a microbatch every {:.4g} s, of which the busiest stage, {}, needs {:.4g} s; no published run without a "
+    "flush was compared with this"
+)
+"""The note of an estimate without a flush."""
 
 _UNPROVED = (
     "a pair takes {:.2f} of its forward and backward; no published run in pairs was compared with this"
@@ -98,17 +104,15 @@ def memory(
     work: Workload, order: Prepared, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
     """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
-    ranks = work.placement.ranks
     if name in FLUSH_FREE:
-        # The pipeline is full, however few microbatches an update has, and earlier ones sent messages.
-        order = program(name, ranks, ranks + SENDS_AHEAD, 1)
+        return tuple(
+            rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
+            for kept in _unflushed(work, name, microbatches).kept()
+        )
     shared = work.vocabulary
     activations = order.in_flight.peaks(work.parts, shared.activation if shared else 0.0)
     peaks = zip(activations, order.peak_messages, strict=True)
-    return tuple(
-        rank_memory(work, rank, *peak, margin, _older_versions(work, name, rank, microbatches))
-        for rank, peak in enumerate(peaks)
-    )
+    return tuple(rank_memory(work, rank, *peak, margin) for rank, peak in enumerate(peaks))
 
 
 def rank_memory(
@@ -153,20 +157,22 @@ class Pace:
 
 def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
     """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
+    if name in FLUSH_FREE:
+        return _unflushed_pace(_unflushed(work, name, microbatches))
     spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
-    if name in FLUSH_FREE:
-        # Nothing drains between steps: a step takes what its microbatches add to a long run.
-        ranks = work.placement.ranks
-        full = max(microbatches, 2 * ranks)
-        short, longer = (
-            max(span.end for span in program(name, ranks, count, 1).timer.spans(work.costs))
-            for count in (full, full + microbatches)
-        )
-        makespan = longer - short
     bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     # The bubble of a single rank may round to below nothing.
     return Pace(makespan + waits_around(work, spans), makespan, max(0.0, bubble))
+
+
+def _unflushed_pace(unflushed: Unflushed) -> Pace:
+    """Return how long a step takes from update to update; its pipeline is one whose updates take no time."""
+    of_stages = unflushed.updates.replicas
+    pipeline = unflushed.seconds([0.0] * of_stages.stages)
+    busy = sum(map(mul, of_stages.counts, unflushed.working))
+    bubble = 1 - busy / (of_stages.ranks * pipeline)
+    return Pace(unflushed.seconds(unflushed.updating), pipeline, max(0.0, bubble))
 
 
 def estimate(
@@ -183,7 +189,7 @@ def estimate(
     """
     found = paced or pace(work, order, name, microbatches)
     args = work.args
-    gpus = work.model_ranks * work.data
+    gpus = work.gpus
     dtype = ("fp8" if args.fp8 else "bf16") if args.bf16 or args.fp16 else "fp32"
     tokens = args.seq_length * args.micro_batch_size * work.data * microbatches
     seconds = found.step_seconds
@@ -230,6 +236,10 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
         order = program(name, request.ranks, microbatches, placement.chunks, is_paired=request.is_paired)
     work = work_on(placement)
     found = estimate(work, order, name, microbatches, margin)
+    if request.updates is not None:
+        stage, least = Unflushed(work, request.updates).busiest
+        each = found.step_seconds / microbatches
+        return replace(found, note=_LONG_RUN.format(each, stage, least / microbatches))
     return replace(found, note=_UNPROVED.format(work.costs.pair)) if request.is_paired else found
 
 
@@ -240,25 +250,17 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
     behind, all but its last bucket; an overlapped gathering has the time until the rank's first action,
     and one forward.
     """
-    args = work.args
     last = max(span.end for span in spans)
     after = before = update = 0.0
-    for rank, (wait, span) in enumerate(zip(work.waits, spans, strict=True)):
-        exposed, gathered = wait.reduction, wait.gathering
-        least = work.last_bucket(rank)
-        if args.overlap_grad_reduce:
-            exposed = max(least * exposed, exposed - work.backward_seconds(rank))
-        if args.overlap_param_gather:
-            gathered = max(least * gathered, gathered - work.by_rank[rank].forward_seconds)
-        after = max(after, span.end + exposed - last)
-        before = max(before, gathered - span.start)
+    for rank, span in enumerate(spans):
+        wait = work.exposed(rank)
+        after = max(after, span.end + wait.reduction - last)
+        before = max(before, wait.gathering - span.start)
         update = max(update, wait.update)
     return before + after + work.tied_seconds + update
 
 
-def _older_versions(work: Workload, name: str, rank: int, microbatches: int) -> int:
-    """Return the number of copies of a rank's weights that its microbatches in flight still need."""
-    if name not in FLUSH_FREE:
-        return 0
-    straight = Replicas.straight(work.placement.ranks)
-    return updates.described(work.args, name, microbatches, straight).copies(rank)
+def _unflushed(work: Workload, name: str, microbatches: int) -> Unflushed:
+    """Return the steps of the schedule ``name``, which never flushes."""
+    stages = replicas.of_stages(work.args)
+    return Unflushed(work, updates.described(work.args, name, microbatches, stages))

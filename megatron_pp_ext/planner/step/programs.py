@@ -51,7 +51,7 @@ class Program:
     @cached_property
     def in_flight(self) -> InFlight:
         """The activations in flight."""
-        return InFlight(self._schedule.placement, action_arrays(self._schedule))
+        return InFlight(self._schedule.placement, action_arrays(self._schedule.orders))
 
     @cached_property
     def timer(self) -> ScheduleTimer:

@@ -5,8 +5,9 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from typing import Any
 
 from megatron_pp_ext.planner.step.frameworks import divides_messages
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
@@ -29,6 +30,7 @@ from megatron_pp_ext.planner.step.stage_parts import (
     vocabulary_part,
 )
 from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.request import replicas
 from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
@@ -84,6 +86,9 @@ class Workload:
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
     same.  ``is_split`` says whether backwards come in two halves.
+
+    With --pipeline-replicas each rank of ``placement`` stands for all replicas of its stage, which are alike,
+    and ``data`` is 1.
     """
 
     def __init__(
@@ -98,7 +103,11 @@ class Workload:
     ) -> None:
         self.args, self.system, self.placement, self.data = args, system, placement, data
         self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
-        self.model_ranks = self.tensor * placement.ranks * self.context
+        replicated = replicas.requested(args)
+        # The copies that there are of each stage, and the distance between the farthest that send messages.
+        self._copies = replicated.counts if replicated else (data,) * placement.ranks
+        farthest = replicated.ranks - 1 if replicated else (placement.ranks - 1) * data
+        self.gpus = self.tensor * self.context * sum(self._copies)
         # Ranks that have the same experts are so far apart.
         self._expert_stride = args.expert_model_parallel_size * (
             args.expert_tensor_parallel_size or self.tensor
@@ -110,8 +119,7 @@ class Workload:
         shares = placement.shares_vocabulary
         self._vocabulary_part = vocabulary_part(args, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
-        stride = self.tensor * self.context * data
-        is_near = (placement.ranks - 1) * stride < system.gpus_per_node
+        is_near = farthest * self.tensor * self.context < system.gpus_per_node
         self._hop_link = system.node if is_near else system.between_nodes
         self.message = message_bytes(args, model.hidden_bytes)
         self.hop = hop_seconds(args, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
@@ -173,21 +181,47 @@ class Workload:
             sums[0] = sums[0] + Part(parameters=-tied)
         return sums
 
-    @cached_property
+    @property
     def sharing(self) -> Sharing:
-        """The numbers of ranks over which gradients are summed; an expert's ranks are those that have it."""
-        dense = self.data * self.context
-        return Sharing(dense, max(1, dense * self.tensor // self._expert_stride))
+        """The numbers of ranks over which the first stage's gradients are summed, and others' as a rule.
+
+        Only --pipeline-replicas makes a difference between stages.
+        """
+        return self._sharings[0]
+
+    @cached_property
+    def _sharings(self) -> list[Sharing]:
+        """The same for each rank; an expert's ranks are those that have it."""
+
+        def shared_by(copies: int) -> Sharing:
+            dense = copies * self.context
+            return Sharing(dense, max(1, dense * self.tensor // self._expert_stride))
+
+        return _once(shared_by, self._copies)
 
     @cached_property
     def states(self) -> list[ModelState]:
         """Weights, gradients and optimizer state of each rank."""
-        return _once(lambda part: model_state(self.args, part, self.sharing), self.by_rank)
+        state = partial(model_state, self.args)
+        return _once(state, self.by_rank, self._sharings)
 
     @cached_property
     def waits(self) -> list[Waits]:
         """The seconds that each rank waits beside its actions if nothing is overlapped."""
-        return _once(self._waits, self.by_rank)
+        return _once(self._waits, self.by_rank, self._sharings)
+
+    def exposed(self, rank: int) -> Waits:
+        """Return what ``rank`` waits where it hides what it may behind its last backward and first forward.
+
+        The last bucket of gradients, and the first of weights, cannot be hidden.
+        """
+        wait, least = self.waits[rank], self.last_bucket(rank)
+        reduction, gathering = wait.reduction, wait.gathering
+        if self.args.overlap_grad_reduce:
+            reduction = max(least * reduction, reduction - self.backward_seconds(rank))
+        if self.args.overlap_param_gather:
+            gathering = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
+        return replace(wait, reduction=reduction, gathering=gathering)
 
     @property
     def tied_seconds(self) -> float:
@@ -201,7 +235,7 @@ class Workload:
     def last_bucket(self, rank: int) -> float:
         """Return the share of a rank's gradients that is complete only after its very last action."""
         part = self.by_rank[rank]
-        bucket = max(_BUCKET, 1e6 * self.sharing.dense)
+        bucket = max(_BUCKET, 1e6 * self._sharings[rank].dense)
         return min(1.0, bucket / max(1.0, part.parameters + part.expert_parameters))
 
     def backward_seconds(self, rank: int) -> float:
@@ -214,8 +248,8 @@ class Workload:
         forward += self.placement.ranks * self._vocabulary_part.forward_operations
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
-    def _waits(self, part: Part) -> Waits:
-        args, system, sharing = self.args, self.system, self.sharing
+    def _waits(self, part: Part, sharing: Sharing) -> Waits:
+        args, system = self.args, self.system
         groups = (
             (part.parameters, sharing.dense, self.tensor),
             (part.expert_parameters, sharing.expert, self._expert_stride),
@@ -242,8 +276,9 @@ def stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
     return [placement.stages_of(rank) for rank in range(placement.ranks)]
 
 
-def _once[Made](compute: Callable[[Part], Made], parts: Sequence[Part]) -> list[Made]:
-    """Return ``compute`` of every part, called once for parts that are one object, as most stages are."""
-    distinct = {id(part): part for part in parts}
-    made = {key: compute(part) for key, part in distinct.items()}
-    return [made[id(part)] for part in parts]
+def _once[Made](compute: Callable[..., Made], *columns: Sequence[Any]) -> list[Made]:
+    """Return ``compute`` of every row, called once for rows of the same objects, as most stages have."""
+    keys = [tuple(map(id, row)) for row in zip(*columns, strict=True)]
+    distinct = dict(zip(keys, zip(*columns, strict=True), strict=True))
+    made = {key: compute(*row) for key, row in distinct.items()}
+    return [made[key] for key in keys]

@@ -6,6 +6,7 @@ on the same replica, so that every rank knows where a microbatch went.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Self
@@ -63,7 +64,7 @@ class Replicas:
 
     def first_rank(self, stage: int) -> int:
         """Return the rank of replica 0 of ``stage``."""
-        return [0, *accumulate(self.counts)][stage]
+        return sum(self.counts[:stage])
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs ``stage`` for ``microbatch``."""
@@ -73,7 +74,7 @@ class Replicas:
         """Return the stage of which ``rank`` is a replica; ValueError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
-        return next(stage for stage in range(self.stages) if rank < self.first_rank(stage + 1))
+        return bisect_right(list(accumulate(self.counts)), rank)
 
     def turns(self, rank: int, microbatches: int) -> range:
         """Return those of the first ``microbatches`` microbatches that ``rank`` takes."""
