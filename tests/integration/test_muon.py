@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.integration import releases
 from tests.support import rounding, training
 from tests.support.ranks import run_ranks
 from tests.support.without_flush import MODEL, flags_of, pretrain, reference, run
@@ -14,7 +15,9 @@ from tests.support.without_flush import MODEL, flags_of, pretrain, reference, ru
 pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
 
 MUON = ("--optimizer", "muon", "--lr", "0.002")
-SHARED = (*MUON, "--use-distributed-optimizer", "--bf16")
+SHARED = (*MUON, "--bf16", "--use-distributed-optimizer")
+if releases.megatron_release() < releases.CORE_0_18:
+    SHARED = ("--optimizer", "dist_muon", *SHARED[2:-1])
 """Replicas share out whole matrices; without bf16 Megatron fails at the first loss (``get_loss_scale``)."""
 FEEDBACK = ("--pipeline-delay-correction", "error-feedback")
 
