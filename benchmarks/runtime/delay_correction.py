@@ -1,4 +1,4 @@
-"""Does a correction of late gradients bring PipeDream to 1F1B's loss?  (one CPU core, about an hour)
+"""Does a correction of late gradients bring PipeDream to 1F1B's loss?  (one CPU core, about 90 minutes)
 
     python -m benchmarks.runtime.delay_correction [--samples N] [--keep FOLDER]
 
@@ -174,7 +174,7 @@ def row(bench: Bench, case: Case, way: Way, reached: Reached) -> Row:
 
 def draw(found: dict[Case, dict[Way, Reached]], path: Path) -> None:
     """Draw how far each way is from 1F1B with Adam, and from 1F1B with the same optimizer."""
-    picture = figure.new_figure(13, 4.6)
+    picture = figure.new_figure(15, 4.8)
     panels = picture.subplots(1, 2, sharey=True)
     for axes, title in zip(panels, ("1F1B's with Adam", "1F1B's with the same optimizer"), strict=True):
         for place, way in enumerate(way for way in CASES[0].ways if way.rule):
@@ -187,7 +187,7 @@ def draw(found: dict[Case, dict[Way, Reached]], path: Path) -> None:
             label = f"{way.optimizer.title()}, {way.correction or 'no correction'}"
             left = [case + (place - 2) / 6 for case in range(len(found))]
             bars = axes.bar(left, percents, 0.15, label=label)
-            axes.bar_label(bars, fmt="%+.1f", padding=2, fontsize=7)
+            axes.bar_label(bars, fmt="%+.1f", padding=2, fontsize=6)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.axhline(1, color=figure.GREY, linestyle=":")
         axes.set_xticks(range(len(found)), [case.title.replace(", ", ",\n") for case in found], fontsize=7)
