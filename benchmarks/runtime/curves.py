@@ -31,13 +31,16 @@ class Curve(NamedTuple):
         width = max(1, round(LAST * len(self.losses)))
         return [mean(self.losses[max(0, end - width) : end]) for end in range(1, len(self.losses) + 1)]
 
-    def seconds_to(self, loss: float) -> float | None:
-        """Return the seconds until the mean of as many losses was ``loss``; None if it never was."""
+    def updates_to(self, loss: float) -> int | None:
+        """Return the updates until the mean of as many losses was ``loss``; None if it never was."""
         width = max(1, round(LAST * len(self.losses)))
-        for end in range(width, len(self.losses) + 1):
-            if mean(self.losses[end - width : end]) <= loss:
-                return self.seconds[end - 1]
-        return None
+        ends = range(width, len(self.losses) + 1)
+        return next((end for end in ends if mean(self.losses[end - width : end]) <= loss), None)
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return the seconds until then; None if it never was."""
+        updates = self.updates_to(loss)
+        return self.seconds[updates - 1] if updates else None
 
 
 def learning_curve(rank: int, argv: list[str], reference: tuple | None) -> Curve:

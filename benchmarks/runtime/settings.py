@@ -1,39 +1,40 @@
 """How a way of training chooses its settings: by the lowest loss, of all that are tried or downhill."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 RATES = ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
-BETAS = ("0.5", "0.8", "0.9", "0.95", "0.98", "0.99")
+MOMENTA = ("0", "0.2", "0.5", "0.8", "0.9", "0.95", "0.98", "0.99", "0.995")
 
 
 class Settings(NamedTuple):
-    """What a way of training chooses for itself: the learning rate and Adam's beta1."""
+    """What a way of training chooses for itself: the learning rate, and Adam's beta1 or Muon's momentum."""
 
     rate: str
-    beta: str
+    momentum: str
 
     @property
     def at_the_edge(self) -> bool:
-        """Whether a value beyond those of the search could be better still."""
-        return self.rate in (RATES[0], RATES[-1]) or self.beta in (BETAS[0], BETAS[-1])
+        """Whether a value beyond those of the search could be better still; a momentum has none below 0."""
+        return self.rate in (RATES[0], RATES[-1]) or self.momentum == MOMENTA[-1]
 
 
 def search(first: Settings, loss: Callable[[Settings], float]) -> Settings:
-    """Return the best settings downhill from ``first``: among the rates, then among the values of beta1."""
-    rate = lowest(RATES, first.rate, lambda rate: loss(first._replace(rate=rate)))
-    beta = lowest(BETAS, first.beta, lambda beta: loss(Settings(rate, beta)))
-    return Settings(rate, beta)
+    """Return settings, downhill from ``first``, none of whose eight neighbours has a lower loss.
 
-
-def lowest(line: Sequence[str], start: str, loss: Callable[[str], float]) -> str:
-    """Return a value on ``line`` whose neighbours have no lower loss, downhill from ``start``."""
-    place = line.index(start)
+    A lower momentum goes with a higher rate, so that neither is searched alone.
+    """
+    place = RATES.index(first.rate), MOMENTA.index(first.momentum)
     while True:
-        near = (place, *(at for at in (place - 1, place + 1) if 0 <= at < len(line)))
-        following = min(near, key=lambda at: loss(line[at]))
+        around = [
+            (rate, momentum)
+            for rate, momentum in product(*(range(at - 1, at + 2) for at in place))
+            if 0 <= rate < len(RATES) and 0 <= momentum < len(MOMENTA)
+        ]
+        following = min([place, *around], key=lambda at: loss(Settings(RATES[at[0]], MOMENTA[at[1]])))
         if following == place:
-            return line[place]
+            return Settings(RATES[place[0]], MOMENTA[place[1]])
         place = following
 
 

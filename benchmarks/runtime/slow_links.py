@@ -133,18 +133,23 @@ class Bench(NamedTuple):
 
     folder: Path
     samples: int
+    ways: dict[str, tuple[str, ...]] = WAYS
 
     def learn(self, way: str, layout: str, rate: str, bandwidth: float) -> Curve:
         """Train, or read the curve of an earlier run; pipelines have the stages of ``layout``."""
         file = self.folder / f"{way}, {rate}, {bandwidth:g}, {self.samples}.json"
         if not file.exists():
-            stages = ("--pipeline-model-parallel-layout", layout) if PIPELINE[0] in WAYS[way] else ()
-            updates = self.samples // batch(way)
-            curve = run_ranks(train, RANKS, self._argv(updates, rate, *WAYS[way], *stages), bandwidth)[-1]
-            file.write_text(json.dumps(curve))
+            file.write_text(json.dumps(self.train(way, layout, rate, bandwidth)))
         curve = Curve(*json.loads(file.read_text()))
         print(f"{file.stem}: {curve.last:.3f}, {curve.seconds[-1]:.1f} s", file=sys.stderr, flush=True)
         return curve
+
+    def train(self, way: str, layout: str, rate: str, bandwidth: float) -> Curve:
+        """Train, whatever an earlier run has left."""
+        flags = self.ways[way]
+        stages = ("--pipeline-model-parallel-layout", layout) if PIPELINE[0] in flags else ()
+        updates = self.samples // batch(flags)
+        return run_ranks(train, RANKS, self._argv(updates, rate, *flags, *stages), bandwidth)[-1]
 
     def profile(self) -> Profile:
         """Measure every layer on one rank, or read what an earlier run has measured."""
@@ -159,14 +164,14 @@ class Bench(NamedTuple):
         return cpu.with_cpu_flags([*MODEL, "--data-path", f"{self.folder}/text", *length, *flags])
 
 
-def batch(way: str) -> int:
+def batch(flags: Sequence[str]) -> int:
     """Return the samples of an update."""
-    return int(WAYS[way][WAYS[way].index("--global-batch-size") + 1])
+    return int(flags[flags.index("--global-batch-size") + 1])
 
 
 def rates(tuned: dict[str, dict[str, float]]) -> str:
     """Return the table of last losses, the best of each row in bold."""
-    rows: list[Row] = [(way, batch(way), *cells(losses)) for way, losses in tuned.items()]
+    rows: list[Row] = [(way, batch(WAYS[way]), *cells(losses)) for way, losses in tuned.items()]
     return table(("way", "samples an update", *RATES), rows)
 
 
@@ -187,7 +192,7 @@ def section(bandwidth: float, profile: Profile, curves: dict[str, Curve], sample
     rows = [
         (
             way,
-            batch(way),
+            batch(WAYS[way]),
             f"{1e3 * curve.seconds[-1] / samples:.1f}",
             f"{curve.last:.3f}",
             f"{reached[way]:.1f}",
@@ -196,12 +201,8 @@ def section(bandwidth: float, profile: Profile, curves: dict[str, Curve], sample
         for way, curve in curves.items()
     ]
     head = (
-        "way",
-        "samples an update",
-        "ms a sample",
-        "last loss",
-        f"seconds to {loss:.3f}",
-        "speedup over the faster data parallelism",
+        *("way", "samples an update", "ms a sample", "last loss"),
+        *(f"seconds to {loss:.3f}", "speedup over the faster data parallelism"),
     )
     return f"## {megabytes(bandwidth)}\n\n{about}\n\n{table(head, rows)}"
 
@@ -221,7 +222,7 @@ def draw(links: dict[float, dict[str, Curve]], path: Path) -> None:
     picture = figure.new_figure(11, 7)
     against_samples, *others = picture.subplots(math.ceil((1 + len(links)) / 2), 2, sharey=True).flat
     for way, curve in next(iter(links.values())).items():
-        counts = [batch(way) * (update + 1) for update in range(len(curve.losses))]
+        counts = [batch(WAYS[way]) * (update + 1) for update in range(len(curve.losses))]
         against_samples.plot(counts, curve.smooth, style(way), label=way)
     against_samples.set(title="any link", xlabel="samples", ylabel="training loss")
     against_samples.legend(frameon=False)

@@ -3,6 +3,7 @@
 Megatron passes --distributed-backend to its first group only. Some of the groups that it makes later name
 nccl themselves, and its barriers name the GPU to wait on, an argument that gloo does not take. Two functions
 get here what Megatron gives them on a GPU: memory that stays until it is sent, and sizes that are numbers.
+A third gathers parts of different sizes, as nccl does.
 """
 
 import functools
@@ -82,8 +83,23 @@ def _as_numbers(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
+def _gather_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``all_gather`` for parts of different sizes, by which Muon's replicas exchange their weights."""
+
+    @functools.wraps(gather)
+    def gathering(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group, **kwargs)
+        parts[dist.get_rank(group)].copy_(own)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    return gathering
+
+
 def install() -> None:
-    """Wrap the functions that make groups, the barrier, ``isend`` and ``all_to_all_single``."""
+    """Wrap the functions that make groups, the barrier, and three that exchange tensors."""
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = _redirect_backend(dist.distributed_c10d.init_process_group, 0)  # type: ignore
         module.new_group = _redirect_backend(dist.distributed_c10d.new_group, 2)  # type: ignore
@@ -92,3 +108,4 @@ def install() -> None:
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _count_by_numbers(
         dist.all_to_all_single
     )
+    dist.all_gather = dist.distributed_c10d.all_gather = _gather_unequal_parts(dist.all_gather)

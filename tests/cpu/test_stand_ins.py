@@ -109,6 +109,19 @@ def test_ranks_exchange_parts_of_any_size(kind: Callable[[list[int]], object]) -
     assert run_ranks(exchange, 2) == [[0, 1, 2], [3, 10, 11]]
 
 
+def test_ranks_gather_parts_of_any_size() -> None:
+    """nccl does so, and by it the replicas that share Megatron's Muon exchange weights; one may have none."""
+
+    def gather(rank: int) -> list[list[float]]:
+        dist.init_process_group("nccl")
+        own = torch.full((3 * rank,), float(rank))
+        parts = [torch.empty(0), torch.empty(3)]
+        dist.all_gather(parts, own, group=dist.group.WORLD)
+        return [part.tolist() for part in parts]
+
+    assert run_ranks(gather, 2) == 2 * [[[], [1, 1, 1]]]
+
+
 def test_installing_again_changes_nothing() -> None:
     before = torch.zeros
     cpu.install()

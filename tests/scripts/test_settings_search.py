@@ -1,47 +1,37 @@
-"""The search of a benchmark for a learning rate and beta1 goes downhill and stops where it should."""
+"""The search of a benchmark for a learning rate and a momentum goes downhill and stops where it should."""
 
-from collections.abc import Callable
-
-import pytest
-
-from benchmarks.runtime.settings import BETAS, RATES, Settings, lowest, search
+from benchmarks.runtime.settings import MOMENTA, RATES, Settings, search
 
 
-def counted(losses: dict[str, float], asked: list[str]) -> Callable[[str], float]:
-    """Return the losses of a line, which notes what was ``asked``."""
+def test_downhill_along_a_diagonal() -> None:
+    """A lower momentum goes with a higher rate: alone, neither of the two has a lower loss."""
+    asked: set[Settings] = set()
 
-    def loss(value: str) -> float:
-        asked.append(value)
-        return losses[value]
-
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("losses", "found", "never_asked"),
-    [
-        ((5, 4, 3, 2, 1, 2), 4, {0}),  # two steps along the line
-        ((1, 2, 3, 4, 5, 6), 0, {4, 5}),  # to the end of the line
-        ((0, 5, 2, 4, 1, 0), 2, {0, 4, 5}),  # a lower value beyond a hill stays unknown
-        ((3, 2, 2, 2, 1, 0), 2, {0, 4, 5}),  # on level ground it stays
-    ],
-)
-def test_downhill_from_the_third_value(losses, found, never_asked) -> None:
-    asked: list[str] = []
-    line = "abcdef"
-    assert lowest(line, "c", counted(dict(zip(line, losses, strict=True)), asked)) == line[found]
-    assert set(line) - set(asked) == {line[place] for place in never_asked}
-
-
-def test_beta_is_searched_at_the_best_rate() -> None:
     def loss(settings: Settings) -> float:
-        rate, beta = RATES.index(settings.rate), BETAS.index(settings.beta)
-        return 2 * abs(rate - 3) + abs(beta - rate)
+        asked.add(settings)
+        rate, momentum = RATES.index(settings.rate), MOMENTA.index(settings.momentum)
+        return 3 * abs(rate + momentum - 6) + abs(rate - 4)
 
-    assert search(Settings("1e-3", "0.9"), loss) == Settings(RATES[3], BETAS[3])
+    assert search(Settings(RATES[2], MOMENTA[4]), loss) == Settings(RATES[4], MOMENTA[2])
+    # Two steps, each to a corner, and the neighbours of where it stops.
+    assert len(asked) == 9 + 5 + 5
+
+
+def test_a_lower_value_beyond_a_hill_stays_unknown() -> None:
+    losses = {settings: 1 for settings in (Settings(RATES[0], MOMENTA[0]), Settings(RATES[2], MOMENTA[0]))}
+    start = Settings(RATES[2], MOMENTA[2])
+    assert search(start, lambda settings: losses.get(settings, 2)) == start
+
+
+def test_to_a_corner_of_the_grid() -> None:
+    def loss(settings: Settings) -> float:
+        return RATES.index(settings.rate) - MOMENTA.index(settings.momentum)
+
+    assert search(Settings(RATES[3], MOMENTA[5]), loss) == Settings(RATES[0], MOMENTA[-1])
 
 
 def test_a_choice_at_an_end_of_a_line_is_marked() -> None:
-    assert Settings(RATES[0], BETAS[2]).at_the_edge
-    assert Settings(RATES[2], BETAS[-1]).at_the_edge
-    assert not Settings(RATES[1], BETAS[-2]).at_the_edge
+    assert Settings(RATES[0], MOMENTA[2]).at_the_edge
+    assert Settings(RATES[2], MOMENTA[-1]).at_the_edge
+    assert not Settings(RATES[1], MOMENTA[0]).at_the_edge  # there is no momentum below 0
+    assert not Settings(RATES[1], MOMENTA[-2]).at_the_edge

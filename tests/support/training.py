@@ -67,6 +67,11 @@ TINY = shlex.split(
     "--distributed-timeout-minutes 5"
 )
 
+# Before 0.18 Muon has a function of its own.
+OPTIMIZER_MAKERS = [
+    name for name in ("get_megatron_optimizer", "get_megatron_muon_optimizer") if hasattr(training, name)
+]
+
 ONE_OF_TWO = {"--step-batch-size-schedule": "--global-batch-size", "--train-samples": "--train-iters"}
 """Flags beside which Megatron refuses one of those above."""
 
@@ -131,7 +136,7 @@ def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) 
     sys.argv = ["pretrain_gpt.py", *argv]
     cpu.fork_checkpoint_writers(argv)
     for name, watch in (
-        ("get_megatron_optimizer", functools.partial(_watch_optimizer, run, initialize, grab)),
+        *((name, functools.partial(_watch_optimizer, run, initialize, grab)) for name in OPTIMIZER_MAKERS),
         ("train_step", functools.partial(_watch_train_step, run)),
         ("evaluate", functools.partial(_watch_evaluate, run)),
         ("print_rank_last", functools.partial(_watch_log, run)),

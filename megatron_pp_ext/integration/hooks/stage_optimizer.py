@@ -22,7 +22,9 @@ def updates_by_stage() -> bool:
 
 
 def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Sum a statistic of the gradients over this stage's ranks alone.
+    """Sum a statistic of the gradients over this stage's ranks alone, also where stock names no group.
+
+    The distributed optimizer of Muon and its like (``LayerWiseDistributedOptimizer``) sums over all ranks.
 
     Seams: ``get_grad_norm_fp32`` and ``count_zeros_fp32`` in ``megatron.core.optimizer.clip_grads``.
     """
@@ -33,9 +35,8 @@ def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not updates_by_stage():
             return stock(*args, **kwargs)
         call = parameters.bind(*args, **kwargs)
-        group = call.arguments.get("grad_stats_parallel_group")
-        if group is not None:
-            call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
+        group = call.arguments.get("grad_stats_parallel_group") or dist.group.WORLD
+        call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
         return stock(*call.args, **call.kwargs)
 
     return statistic

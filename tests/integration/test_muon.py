@@ -1,0 +1,87 @@
+"""Megatron's Muon under schedules that never flush, against one process that follows the papers' formulas."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.integration import releases
+from tests.support import rounding, training
+from tests.support.ranks import run_ranks
+from tests.support.without_flush import MODEL, flags_of, pretrain, reference, run
+
+pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
+
+MUON = ("--optimizer", "muon", "--lr", "0.002")
+SHARED = (*MUON, "--bf16", "--use-distributed-optimizer")
+if releases.megatron_release() < releases.CORE_0_18:
+    SHARED = ("--optimizer", "dist_muon", *SHARED[2:-1])
+"""Replicas share out whole matrices; without bf16 Megatron fails at the first loss (``get_loss_scale``)."""
+FEEDBACK = ("--pipeline-delay-correction", "error-feedback")
+
+
+@pytest.mark.parametrize("correction", [None, "error-feedback"])
+@pytest.mark.parametrize(
+    ("replicas", "interval", "rule"),
+    [("1-1", 1, "latest"), ("1-1-1-1", 1, "latest"), ("1-1", 2, "previous"), ("2-1", 2, "latest")],
+)
+def test_parameters(replicas: str, interval: int, rule: str, correction: str | None) -> None:
+    expected = reference(replicas, interval, rule, MUON, correction)
+    flags = (*MODEL, *MUON, *flags_of(replicas, interval, rule), *(FEEDBACK if correction else ()))
+    ranks = run(sum(map(int, replicas.split("-"))), flags)
+    assert ranks[-1]["losses"] == expected["losses"]
+    trained = {name: value for rank in ranks for name, value in rank["parameters"].items()}
+    assert trained.keys() == expected["parameters"].keys()
+    for name, value in trained.items():
+        assert torch.equal(value, expected["parameters"][name]), name
+
+
+VARIANTS = {
+    "momentum": (1, 1, (*MUON, "--muon-momentum", "0.5", "--muon-nesterov")),
+    "tensor": (2, 1, (*MUON, "--tensor-model-parallel-size", "2")),
+    "shared": (2, 2, SHARED),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_with_other_settings_and_parallelism(variant: str) -> None:
+    width, data, flags = VARIANTS[variant]
+    for flag in flags:
+        if flag.startswith("--") and not training.has_flag(flag):
+            pytest.skip(f"this Megatron has no {flag}")
+    alone = run(width, (*MODEL, *flags, "--global-batch-size", str(data)), ("1-1", 1, "latest"))
+    ranks = run(2 * width, (*MODEL, *flags, *flags_of("1-1", 1, "latest", data)))
+    assert ranks[-1]["losses"] == alone[0]["losses"]
+
+
+@pytest.mark.parametrize("flags", [MUON, SHARED], ids=["alone", "shared"])
+def test_clipping_goes_by_stage(flags: tuple[str, ...]) -> None:
+    """Where replicas share Muon's work, stock takes the norm over all ranks."""
+    flags = (*MODEL, *flags, "--clip-grad", "0.1", "--train-iters", "2", *flags_of("1-1", 1, "latest"))
+    first, last = (rank["norms"][0] for rank in run(2, flags))
+    whole = run(2, (*flags, "--pipeline-allow-waits"))
+    assert whole[0]["norms"] == whole[1]["norms"]
+    assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+def test_schedules_with_a_flush_train_as_stock(schedule: str) -> None:
+    flags = (*MUON, "--clip-grad", "0", "--pipeline-model-parallel-size", "2")
+    stock = training.train(2, flags)
+    ours = training.train(2, (*flags, "--pipeline-schedule", schedule))
+    assert [run.losses for run in ours if run.losses] == [stock[-1].losses]
+
+
+@pytest.mark.parametrize("correction", [None, "error-feedback"])
+def test_stock_loads_checkpoints(correction: str | None, tmp_path: Path) -> None:
+    """With the state of its own Muon, and the optimizer's weights, not those ahead."""
+    schedule = (*flags_of("1-1", 1, "latest"), *(FEEDBACK if correction else ()))
+    ends = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    trained = run(2, (*MODEL, *MUON, "--train-iters", "4", *schedule, *ends))
+    stock = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "1", "--load", str(tmp_path))
+    argv = cpu.with_cpu_flags([*training.TINY, "--mock-data", *MODEL, *MUON, "--train-iters", "4", *stock])
+    for ours, loaded in zip(trained, run_ranks(pretrain, 2, argv, None), strict=True):
+        for name, value in loaded["parameters"].items():
+            assert torch.equal(value, ours["parameters"][name]), name
