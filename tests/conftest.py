@@ -3,6 +3,8 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +31,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder at the end of the session."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)
+
+
+@pytest.fixture
+def short_searches(tmp_path: Path) -> Iterator[None]:
+    """For tests of what any compiled schedule shows: short searches, without what was compiled before."""
+    from tests.support.few_trials import few_trials  # it imports this module
+
+    with few_trials(str(tmp_path / "short")):
+        yield

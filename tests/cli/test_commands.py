@@ -87,7 +87,7 @@ def test_a_vocabulary_that_all_ranks_share(mpp, tmp_path):
     assert f"{numbers['shared']:.5g}" in from_file.output
 
 
-def test_compare_has_a_row_for_a_shared_vocabulary(mpp):
+def test_compare_has_a_row_for_a_shared_vocabulary(mpp, short_searches):
     result = mpp("compare", "-p", 2, "-m", 4, "--output-layer", 1)
     assert result.exit_code == 0, result.output
     assert "v-zb +S" in result.output and "+S: all ranks share the output layer" in result.output
@@ -281,7 +281,9 @@ def test_an_amount_holds_messages_and_a_fraction_does_not(mpp, tmp_path):
     assert peaks == {0.5: 2, 400: 1.5}
 
 
-def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(mpp, tmp_path, monkeypatch):
+def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(
+    mpp, short_searches, tmp_path, monkeypatch
+):
     monkeypatch.setattr(report.console, "width", 80)
     result = mpp("compare", "-p", 2, "-m", 4, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output

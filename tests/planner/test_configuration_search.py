@@ -166,9 +166,8 @@ def _least(found):
     return min(limit) if isinstance(limit, tuple) else limit
 
 
-def test_ranks_have_limits_of_their_own_where_that_makes_a_shorter_step(tmp_path, monkeypatch):
+def test_ranks_have_limits_of_their_own_where_that_makes_a_shorter_step(short_searches, monkeypatch):
     """Where the rank with the vocabulary has few layers, the others have more memory left."""
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     about = {"pipeline_model_parallel_size": 4, "vocab_size": 128000, "num_layers": 16}
     about |= {"micro_batch_size": 1, "recompute_granularity": None}
     where = space(gpus=4, batch=12, schedules=("v-half",), fixed=tuple(about), **about)
@@ -348,8 +347,7 @@ def test_a_single_rank_shares_nothing():
     assert not any(one.shares_vocabulary for one in deep)
 
 
-def test_flex_shares_within_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+def test_flex_shares_within_the_memory(short_searches):
     about = {"pipeline_model_parallel_size": 2, "pipeline_vocabulary": "shared", "vocab_size": 128000}
     where = space(gpus=2, batch=6, schedules=("v-half",), fixed=tuple(about), **about)
     of_family, compiled = (

@@ -19,7 +19,6 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
-from tests.support.few_trials import few_trials
 
 # Kernels of these small layers are shorter than the time to start them, which would hide what is compared.
 H100 = replace(system.read("h100"), kernel_seconds=0.0)
@@ -168,8 +167,7 @@ def test_auto_shares_nothing_where_other_flags_rule_it_out():
     assert deep == estimated(vocabulary=None, mtp_num_layers=1)
 
 
-def test_flex_counts_the_parts_of_the_vocabulary_in_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+def test_flex_counts_the_parts_of_the_vocabulary_in_its_limit(short_searches):
     sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "pipeline_memory_limit": 300e6}
     separate, shared = (_flex(which, **sizes) for which in (None, "shared"))
     beside = (EMBEDS_AHEAD + 2) * HIDDEN
@@ -177,9 +175,8 @@ def test_flex_counts_the_parts_of_the_vocabulary_in_its_limit(tmp_path, monkeypa
     assert shared.pipeline_seconds < separate.pipeline_seconds
 
 
-def test_auto_does_not_share_what_has_no_room(tmp_path, monkeypatch):
+def test_auto_does_not_share_what_has_no_room(short_searches):
     """A microbatch and its messages fit, but nothing beside them; far below that, sharing is refused too."""
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 8}
     for limit in (75e6, 1e6):
         with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
@@ -188,11 +185,10 @@ def test_auto_does_not_share_what_has_no_room(tmp_path, monkeypatch):
     assert auto == replace(separate, note="vocabulary not shared: the memory limit has no room for its parts")
 
 
-def test_a_limit_that_the_parts_alone_exceed_is_refused(tmp_path):
+def test_a_limit_that_the_parts_alone_exceed_is_refused(short_searches):
     """What is left for the stages is below nothing then, and no limit to compile with."""
     sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 256000}
-    refused = pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary")
-    with few_trials(str(tmp_path)), refused:
+    with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
         _flex("shared", **sizes, pipeline_memory_limit=100e6)
 
 

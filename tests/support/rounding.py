@@ -19,7 +19,7 @@ from megatron_pp_ext.compiler.search.problem import TOLERANCE
 if TYPE_CHECKING:  # tests of schedules need no torch
     import torch
 
-FLOAT64, FLOAT32, BFLOAT16 = 2.0**-52, 2.0**-23, 2.0**-7
+FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = 2.0**-52, 2.0**-23, 2.0**-10, 2.0**-7
 """The eps of each type: the distance from 1 to the next number."""
 
 TERMS = 4096

@@ -88,6 +88,7 @@ class Run:
 
 
 Grab = Callable[[list[torch.nn.Module]], Any]
+Disturb = Callable[[list[torch.nn.Module]], None]
 
 
 def train(
@@ -96,6 +97,7 @@ def train(
     *,
     initialize: Callable[[list[torch.nn.Module]], None] | None = None,
     grab: Grab | None = None,
+    disturb: Disturb | None = None,
     timeout: float = ranks.HANG_SECONDS,
 ) -> list[Run]:
     """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
@@ -105,6 +107,7 @@ def train(
     ``initialize(chunks)`` sets the weights before the optimizer is made and a checkpoint is loaded; by
     default they go by layer. ``grab(chunks)`` is called once, on every rank, after the gradients of the first
     step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
+    ``disturb(chunks)`` may change the final gradients of every step, and comes after ``grab``.
 
     Skips the test on an older Megatron that lacks one of ``flags``.
     """
@@ -117,7 +120,8 @@ def train(
         if flag in flags:
             del tiny[(at := tiny.index(other)) : at + 2]
     argv = cpu.with_cpu_flags([*tiny, *data, *flags])
-    return ranks.run_ranks(_train, world_size, argv, initialize or initialize_by_layer, grab, timeout=timeout)
+    hooks = (initialize or initialize_by_layer, grab, disturb)
+    return ranks.run_ranks(_train, world_size, argv, *hooks, timeout=timeout)
 
 
 @functools.cache
@@ -131,12 +135,17 @@ def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(releases.megatron_release() < release, reason=why)
 
 
-def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) -> Run:
+def _train(
+    rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None
+) -> Run:
     run = Run()
     sys.argv = ["pretrain_gpt.py", *argv]
     cpu.fork_checkpoint_writers(argv)
     for name, watch in (
-        *((name, functools.partial(_watch_optimizer, run, initialize, grab)) for name in OPTIMIZER_MAKERS),
+        *(
+            (name, functools.partial(_watch_optimizer, run, initialize, grab, disturb))
+            for name in OPTIMIZER_MAKERS
+        ),
         ("train_step", functools.partial(_watch_train_step, run)),
         ("evaluate", functools.partial(_watch_evaluate, run)),
         ("print_rank_last", functools.partial(_watch_log, run)),
@@ -152,7 +161,9 @@ def _train(rank: int, argv: list[str], initialize: Callable, grab: Grab | None) 
     return run
 
 
-def _watch_optimizer(run: Run, initialize: Callable, grab: Grab | None, make: Callable) -> Callable:
+def _watch_optimizer(
+    run: Run, initialize: Callable, grab: Grab | None, disturb: Disturb | None, make: Callable
+) -> Callable:
     """Set the weights before the optimizer is made, and look at the gradients before its first step."""
 
     def watched(config: Any, chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +171,16 @@ def _watch_optimizer(run: Run, initialize: Callable, grab: Grab | None, make: Ca
         optimizer = make(config, chunks, *args, **kwargs)
         step = optimizer.step
 
+        def disturbed_step() -> Any:
+            if disturb:
+                disturb(chunks)
+            return step()
+
         def first_step() -> Any:
-            optimizer.step = step
+            optimizer.step = disturbed_step
             if grab:
                 run.grabbed = grab(chunks)
-            return step()
+            return disturbed_step()
 
         optimizer.step = first_step
         return optimizer
@@ -219,10 +235,15 @@ def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         shape[0] = rows[1]
     elif _is_cut(parameter):
         shape[parameter.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-    numbers = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    numbers = 0.05 * normal(name, shape)
     is_norm_scale = len(shape) == 1 and name.endswith("weight")
     return numbers + 1 if is_norm_scale else numbers
+
+
+def normal(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Normally distributed numbers, drawn by ``name`` alone."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

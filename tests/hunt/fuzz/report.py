@@ -73,9 +73,9 @@ def _by(named: Iterable[tuple[str, Outcome]]) -> str:
     rows = [
         (
             name,
-            kinds[Kind.EQUAL],
+            kinds[Kind.EQUAL] + kinds[Kind.NOISE],
             kinds[Kind.REFUSED],
-            kinds.total() - kinds[Kind.EQUAL] - kinds[Kind.REFUSED],
+            sum(count for kind, count in kinds.items() if kind.is_finding),
         )
         for name, kinds in sorted(counts.items())
     ]

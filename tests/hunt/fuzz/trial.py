@@ -1,4 +1,14 @@
-"""Tries a drawn case: runs it and stock, and says what came of it."""
+"""Tries a drawn case: runs it and stock, and says what came of it.
+
+A run that is further from stock than the documents allow may have been moved by rounding alone.  So it is
+tried more closely, unless the first step already differs, where no update has amplified anything:
+
+- A job in half precision runs again in fp32, where it has to equal stock within fp32's tolerances.
+- Then no difference in half precision may exceed four times that of stock from itself with ``noise``.
+
+The first finds what is wrong in any precision, however noisy half precision is; the second what is wrong in
+half precision alone.  Neither can fail by chance where stock is as sensitive as the job under the schedule.
+"""
 
 import re
 import tempfile
@@ -7,9 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
+from megatron_pp_ext.verification.tolerances import Arithmetic
 from tests.hunt.fuzz import job, judge, samples
-from tests.hunt.fuzz.factors import Row
+from tests.hunt.fuzz.factors import Row, is_legal
+from tests.hunt.fuzz.noise import BOUNDLESS, DRAWS, SILENCE, LastBits, Noise, between
 from tests.support.comparison import Result, run
 from tests.support.ranks import RankError
 
@@ -18,6 +31,7 @@ class Kind(StrEnum):
     """What can come of a case."""
 
     EQUAL = "equal to stock"
+    NOISE = "as far from stock as noise moves stock"
     REFUSED = "refused by a rule that the documents state"
     DIFFERENT = "different"
     FAILED = "failed"
@@ -27,7 +41,7 @@ class Kind(StrEnum):
     @property
     def is_finding(self) -> bool:
         """Whether somebody has to look at it.  The hunt should never draw what stock cannot run."""
-        return self not in (Kind.EQUAL, Kind.REFUSED)
+        return self not in (Kind.EQUAL, Kind.NOISE, Kind.REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,15 @@ class _StockFailed(Exception):
     pass
 
 
+class _Runs(NamedTuple):
+    """Ours, stock's and what is ``allowed`` between them; ``resumed`` goes on from our checkpoint, if any."""
+
+    allowed: Arithmetic
+    ours: Result
+    theirs: Result
+    resumed: Result | None
+
+
 class Trials:
     """Tries cases one after the other, with data in a folder of its own, and keeps stock's last runs."""
 
@@ -78,9 +101,7 @@ class Trials:
         """Run the case; whatever goes wrong is in the outcome."""
         start = time.monotonic()
         try:
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                lines = tuple(self._differences(row, Path(folder)))
-            kind = Kind.DIFFERENT if lines else Kind.EQUAL
+            kind, lines = self._compared(row)
         except _StockFailed as error:
             kind, lines = Kind.STOCK_FAILED, _last_lines(str(error))
         except RankError as error:
@@ -90,25 +111,49 @@ class Trials:
             kind, lines = Kind.DIFFERENT, _last_lines(f"ranks disagree: {error}")
         return Outcome(kind, lines, time.monotonic() - start)
 
-    def _differences(self, row: Row, folder: Path) -> Iterator[str]:
-        ranks = job.ranks(row)
-        theirs = self._stock_of(row)
-        flags = job.trained(row, self._folder, folder)
-        other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
-        allowed = judge.arithmetic(flags, ranks, other_order)
-        ours = self._train(ranks, [*flags, *job.saving(row, folder)])
-        yield from judge.differences(ours, theirs, allowed)
-        if job.has_checkpoint(row):
-            failure = None
-            try:
-                ours = self._train(ranks, job.resumed(row, self._folder, folder))
-            except RankError as error:
-                failure = error
-            if failure:  # no longer handled here: ranks that stock forks would tell it with their own errors
-                self._resume_stock(row)
-                raise failure
-            for line in judge.later_differences(ours, theirs, allowed, job.SAVED_AFTER):
-                yield f"resumed under {row['resume']}, {line}"
+    def _compared(self, row: Row) -> tuple[Kind, tuple[str, ...]]:
+        runs = self._runs(row)
+        lines = tuple(_differences(row, runs))
+        if not lines:
+            return Kind.EQUAL, ()
+        if not any(_differences(row, runs, BOUNDLESS)):
+            in_fp32 = {**row, "precision": "fp32"}
+            if in_fp32 != row and is_legal(in_fp32):
+                kind, found = self._compared(in_fp32)
+                if kind is Kind.DIFFERENT:
+                    return kind, (*lines, *(f"in fp32 too, {line}" for line in found))
+            noise = self._noise(row, runs)
+            if not (left := tuple(_differences(row, runs, noise))):
+                return Kind.NOISE, lines
+            lines = left
+        return Kind.DIFFERENT, lines
+
+    def _runs(self, row: Row) -> _Runs:
+        with tempfile.TemporaryDirectory(dir=self._folder) as name:
+            folder, ranks = Path(name), job.ranks(row)
+            theirs = self._stock_of(row)
+            flags = job.trained(row, self._folder, folder)
+            other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
+            allowed = judge.arithmetic(flags, ranks, other_order)
+            ours = self._train(ranks, [*flags, *job.saving(row, folder)])
+            resumed = self._resumed(row, folder) if job.has_checkpoint(row) else None
+        return _Runs(allowed, ours, theirs, resumed)
+
+    def _resumed(self, row: Row, folder: Path) -> Result:
+        failure = None
+        try:
+            return self._train(job.ranks(row), job.resumed(row, self._folder, folder))
+        except RankError as error:
+            failure = error
+        # No longer handled here: ranks that stock forks would tell it with their own errors.
+        self._resume_stock(row)
+        raise failure
+
+    def _noise(self, row: Row, runs: _Runs) -> Noise:
+        """How far noise of one last bit of the job's precision moves stock."""
+        flags = job.stock(row, self._folder)
+        bits = (LastBits(runs.allowed.precision, draw) for draw in range(DRAWS))
+        return between(runs.theirs, [self._train(job.ranks(row), flags, disturb=bit) for bit in bits])
 
     def _resume_stock(self, row: Row) -> None:
         """Raise _StockFailed where stock itself cannot go on from its own checkpoint of the job."""
@@ -138,6 +183,15 @@ class Trials:
         if isinstance(found, str):
             raise _StockFailed(found)
         return found
+
+
+def _differences(row: Row, runs: _Runs, noise: Noise = SILENCE) -> Iterator[str]:
+    """Yield a line for every number that is further from stock's than is allowed beside ``noise``."""
+    yield from judge.differences(runs.ours, runs.theirs, runs.allowed, noise)
+    if runs.resumed:
+        later = judge.later_differences(runs.resumed, runs.theirs, runs.allowed, job.SAVED_AFTER, noise)
+        for line in later:
+            yield f"resumed under {row['resume']}, {line}"
 
 
 def _failure(text: str) -> tuple[Kind, tuple[str, ...]]:
