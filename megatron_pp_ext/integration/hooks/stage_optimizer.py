@@ -35,7 +35,7 @@ def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not updates_by_stage():
             return stock(*args, **kwargs)
         call = parameters.bind(*args, **kwargs)
-        group = call.arguments.get("grad_stats_parallel_group") or dist.group.WORLD
+        group = call.arguments.get("grad_stats_parallel_group")
         call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
         return stock(*call.args, **call.kwargs)
 
@@ -56,8 +56,8 @@ def keep_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
     return across_model_parallel_group
 
 
-def _part_of_stage(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of those ranks of ``group`` that are in this rank's pipeline stage."""
+def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     wanted = _ranks(group) & _ranks(stage)
     for candidate in (
@@ -74,5 +74,5 @@ def _part_of_stage(group: dist.ProcessGroup) -> dist.ProcessGroup:
     )
 
 
-def _ranks(group: dist.ProcessGroup) -> set[int]:
+def _ranks(group: dist.ProcessGroup | None) -> set[int]:
     return set(dist.get_process_group_ranks(group))
