@@ -146,7 +146,9 @@ def main(
         f"beta1 of nesterov is 0.99. Each way has the better of the rates {', '.join(RATES)}. A last loss is "
         f"the mean over the last {100 * LAST:.0f}% of the samples, and losses on the way are means of as "
         f"many. The time of a sample is the median over the updates of {rounds} short runs of each way, in "
-        "turns with the others, and seconds are samples x this time. nan: a way does not come to that loss.",
+        "turns with the others, and seconds are samples x this time. All ways learn from the same samples, "
+        "with which their losses rise and fall, so that a mean on the way may be below the last loss. nan: a "
+        "way does not come to that loss.",
         table(head, rows(found, goals)),
     )
 

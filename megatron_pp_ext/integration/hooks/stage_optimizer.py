@@ -35,8 +35,8 @@ def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not updates_by_stage():
             return stock(*args, **kwargs)
         call = parameters.bind(*args, **kwargs)
-        named = call.arguments.get("grad_stats_parallel_group")
-        call.arguments["grad_stats_parallel_group"] = _part_of_stage(named)
+        group = call.arguments.get("grad_stats_parallel_group")
+        call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
         return stock(*call.args, **call.kwargs)
 
     return statistic
@@ -57,7 +57,7 @@ def keep_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group of those ranks of ``group`` (None: of all) that are in this rank's pipeline stage."""
+    """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     wanted = _ranks(group) & _ranks(stage)
     for candidate in (
