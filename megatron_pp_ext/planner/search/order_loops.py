@@ -127,7 +127,7 @@ def _slot(kind: int, stage: int, microbatch: int, size: int, microbatches: int) 
     """Return the number of what an action delivers, where a whole backward stands for its I."""
     row = kind if kind < B else I if kind == B else kind - 1
     # Kinds are numbers of eight bits, with which numpy, unlike numba, would go on where nothing is compiled.
-    return np.int64(row) * size + stage * microbatches + microbatch
+    return np.int64(row) * size + stage * microbatches + microbatch  # type: ignore[return-value]
 
 
 @part_of_loop
