@@ -136,7 +136,7 @@ def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
 
 
 def _train(
-    rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None
+    rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
 ) -> Run:
     run = Run()
     sys.argv = ["pretrain_gpt.py", *argv]
