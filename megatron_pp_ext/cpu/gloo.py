@@ -87,9 +87,11 @@ def _gather_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``all_gather`` for parts of different sizes, by which Muon's replicas exchange their weights."""
 
     @functools.wraps(gather)
-    def gathering(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if len({part.shape for part in parts}) == 1:
-            return gather(parts, own, group, **kwargs)
+    def gathering(
+        parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or len({part.shape for part in parts}) == 1:
+            return gather(parts, own, group, async_op)
         parts[dist.get_rank(group)].copy_(own)
         for rank, part in enumerate(parts):
             dist.broadcast(part, group=group, group_src=rank)

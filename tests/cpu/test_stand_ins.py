@@ -122,6 +122,18 @@ def test_ranks_gather_parts_of_any_size() -> None:
     assert run_ranks(gather, 2) == 2 * [[[], [1, 1, 1]]]
 
 
+def test_ranks_gather_equal_parts_in_the_background() -> None:
+    """Megatron's asynchronous saves pass every argument by its place."""
+
+    def gather(rank: int) -> list[float]:
+        dist.init_process_group("nccl")
+        parts = [torch.empty(1), torch.empty(1)]
+        dist.all_gather(parts, torch.full((1,), float(rank)), dist.group.WORLD, True).wait()
+        return [part.item() for part in parts]
+
+    assert run_ranks(gather, 2) == 2 * [[0, 1]]
+
+
 def test_installing_again_changes_nothing() -> None:
     before = torch.zeros
     cpu.install()
