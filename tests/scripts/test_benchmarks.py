@@ -15,9 +15,9 @@ MODULES = [
 COMMANDS = {
     "gpu.check", "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs",
-    "runtime.delay_correction", "runtime.launches", "runtime.overhead", "runtime.pairs", "runtime.pipedream", "runtime.replicas",
-    "runtime.slow_links", "runtime.split", "runtime.start_up", "runtime.steps", "runtime.time_to_loss",
-    "runtime.train", "runtime.vocabulary",
+    "runtime.delay_correction", "runtime.launches", "runtime.overhead", "runtime.pairs", "runtime.pipedream",
+    "runtime.replicas", "runtime.slow_links", "runtime.split", "runtime.start_up", "runtime.steps",
+    "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
     "schedules.shared_vocabulary", "schedules.tables",
 }  # fmt: skip
 
