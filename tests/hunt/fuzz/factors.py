@@ -187,6 +187,15 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
         {"checkpoint": OTHERS, "embeddings": "tied", "prediction": OTHERS},
     ),
     (
+        "Megatron waits for the gradient of the output layer that a prediction's embeddings stand in for",
+        {
+            "buckets": "unaligned",
+            "embeddings": "tied",
+            "prediction": OTHERS,
+            "optimizer": "overlap distributed-reduce distributed-overlap",
+        },
+    ),
+    (
         "Megatron cannot load what it saved before fp16's first step that it does not skip",
         {"checkpoint": OTHERS, "precision": "fp16-overflows"},
     ),
