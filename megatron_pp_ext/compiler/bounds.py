@@ -1,6 +1,6 @@
 """Lower bounds on the makespan of any schedule under a memory limit.
 
-There are four arguments, each about one rank at a time; the bound of a placement is the largest of them.
+There are five arguments, each about one rank at a time; the bound of a placement is the largest of them.
 
 path    One microbatch goes through all stages and back, and its last W follows.
 work    A rank does all its F, I and W one after the other, and the first microbatch has to reach it.
@@ -10,13 +10,16 @@ window  Until the first gradient reaches a rank it can only do F, and no more th
 memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
         the end of I, and W after it.  All microbatches together cannot keep more than the limit times
         the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
+turns   A microbatch that is on its way behind a stage keeps what the rank has of it up to this stage, for
+        a V's last rank two activations.  So only some can be there at once, and the others wait for their
+        turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
 A vocabulary that the ranks share adds to the path and to the work.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
@@ -44,6 +47,7 @@ def lower_bound(
         bounds.append(head + microbatches * (work + part))
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
+        bounds += _turns(route, stages, own, microbatches, limit)
     return max(bounds)
 
 
@@ -114,7 +118,13 @@ def _window(
 def _memory(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
-    """Return the memory bound: Little's law from the rank's first F to its last W."""
+    """Return the memory bound: Little's law from the rank's first F on.
+
+    A microbatch counts from the start of F to the end of I, and while its W runs.  As a rank does one action
+    at a time, few can count soon after its first F, shortly before its last I, and shortly before its last
+    W, when those that still count need both their I and their W.  The bound is the longer of two: until
+    the last W of the rank, and until the last I, behind which other ranks have their I.
+    """
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
         + (cost.activation - cost.released_by_input_gradient) * cost.weight_gradient
@@ -125,14 +135,74 @@ def _memory(
         return 0.0
     if all(cost.activation == largest and not cost.released_by_input_gradient for cost in own):
         limit = largest * _whole(limit / largest)
-    plain = microbatches * kept / limit
-    releases = [cost.weight_gradient for cost in own]
-    releases += [cost.input_gradient for cost in own if cost.released_by_input_gradient]
     steps = math.ceil(limit / largest)
     missing = sum(max(0.0, limit - step * largest) for step in range(1, steps))
-    ramps = min(cost.forward for cost in own) + min(releases)
-    longer = plain + missing * ramps / limit
-    return longer if longer >= steps * ramps else plain
+    fill = min(cost.forward for cost in own)
+    last = min(cost.input_gradient for cost in own)
+    both = min(cost.input_gradient + cost.weight_gradient for cost in own)
+    tail = route.tails[route.gradient(stages[0])]
+    # Of all that is kept at the end of the last I, each W counts while it runs, one at a time.
+    behind = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
+
+    def filled(counted: float, empty: float) -> float:
+        plain, ramps = counted / limit, fill + empty
+        longer = plain + missing * ramps / limit
+        return longer if longer >= steps * ramps else plain
+
+    until_last_weight = filled(microbatches * kept, both)
+    until_last_gradient = filled(microbatches * kept - behind, last)
+    return max(until_last_weight, until_last_gradient + tail)
+
+
+def _turns(
+    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+) -> Iterator[float]:
+    """Yield bounds for each stage of the rank, behind which microbatches go on in turns.
+
+    A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps all it has of it up
+    to this stage; or, if W gives back what counts, to the first W of these.
+    """
+    for count, stage in enumerate(stages, start=1):
+        kept, start = own[:count], route.starts[stage]
+        returns = [route.ends[route.gradient(each)] - start for each in stages[:count]]
+        done = [back + cost.weight_gradient for back, cost in zip(returns, kept, strict=True)]
+        # On the rank, all these W and the I of the stages before come after the I of the stage.
+        rest = sum(cost.input_gradient + cost.weight_gradient for cost in kept) - kept[-1].input_gradient
+        until_all = max(returns[-1] + rest, *done)
+        after = max(route.tails[route.gradient(stage)], rest)
+        parts = [cost.activation - cost.released_by_input_gradient for cost in kept]
+        turns = {sum(cost.activation for cost in kept): returns[-1]}
+        turns[sum(parts)] = min(done)
+        for each, turn in turns.items():
+            if each:
+                at_once = max(1, _whole(limit / each))
+                more = _most(max(0.0, limit - at_once * each), min(parts), 1)
+                last = _last_start(microbatches, at_once, more, turn, until_all, kept[-1].forward)
+                yield start + last + returns[-1] + after
+
+
+def _last_start(
+    microbatches: int, at_once: int, more: float, turn: float, until_all: float, forward: float
+) -> float:
+    """Return how long after the first turn the last one starts, at the earliest.
+
+    No more than ``at_once`` microbatches have a turn at a time.  Where as many have one, no more than
+    ``more`` others have a W left, which they all have done ``until_all`` after their start.
+    """
+    starts: list[float] = []
+    for number in range(microbatches):
+        start = starts[-1] + forward if starts else 0.0
+        over = number - at_once
+        if over >= 0:
+            early = starts[over] + turn
+            if over >= more:
+                early = max(early, starts[over - int(more)] + until_all)
+            if at_once > 1:
+                # Unless one microbatch more has had its turn.
+                early = min(early, starts[over + 1] + turn)
+            start = max(start, early)
+        starts.append(start)
+    return starts[-1]
 
 
 def _most(limit: float, each: float, seconds: float) -> float:

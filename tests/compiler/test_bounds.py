@@ -36,37 +36,58 @@ def bound(placement, microbatches, times, limit):
 def test_the_bound_is_the_proved_optimum(p, m, limit, optimum):
     """Unit cost on a V; only below V-Min's memory is the optimum above it: 86 at p = 4, 58 at p = 6."""
     assert bound(v(p), m, UNIT, limit) == optimum
-    assert bound(v(4), 8, UNIT, 3) <= 86
-    assert bound(v(6), 6, UNIT, 5) <= 58
+    assert bound(v(4), 8, UNIT, 3) == 80
+    assert bound(v(6), 6, UNIT, 5) == 56
 
 
-@pytest.mark.parametrize("times", [UNIT, (10, 11, 7, 1), (3, 2, 5, 2)])
-@pytest.mark.parametrize("p", [4, 6])
+@pytest.mark.parametrize("times", [(5, 1, 1, 0), (9, 2, 1, 1)])
+@pytest.mark.parametrize("p", [5, 6])
 def test_little_s_law(times, p):
-    """A V with room for M chunks: ((2p+1)(F+I) + 2W + (4p-4) hop) / M a microbatch, or its work if more.
+    """A V with room for M chunks: ((2p+1)(F+I) + 2W + (4p-4) hop) / M a microbatch.
 
-    While a rank fills up and runs empty it cannot use all of its memory, for (M-1)/2 of F and W in all; and
-    the first microbatch has to reach the last rank.
+    The first microbatch has to reach the last rank, and the last one has to come back from there.  While a
+    rank fills up and runs empty it cannot use all of its memory, for (M-1)/2 of F, and of I or I and W.
     """
     forward, i, w, hop = times
     kept = (2 * p + 1) * (forward + i) + 2 * w + (4 * p - 4) * hop
-    for limit in (2, 3, p):
-        each = max(kept / limit, 2 * (forward + i + w))
-        more = bound(v(p), 401, times, limit) - bound(v(p), 400, times, limit)
-        assert more == pytest.approx(each)
-    head = (p - 1) * (forward + hop)
-    assert bound(v(p), 400, times, 3) == pytest.approx(head + 400 * kept / 3 + (3 - 1) / 2 * (forward + w))
-    assert bound(v(p), 400, times, 3.9) == bound(v(p), 400, times, 3)
+    assert bound(v(p), 401, times, 4) - bound(v(p), 400, times, 4) == pytest.approx(kept / 4)
+    head, tail = (p - 1) * (forward + hop), (p - 1) * (i + hop) + w
+    until_weight = head + 100 * kept + (4 - 1) / 2 * (forward + i + w)
+    until_gradient = head + 100 * kept + (4 - 1) / 2 * (forward + i) - min(tail, 4 * w) / 4 + tail
+    assert bound(v(p), 400, times, 4) == pytest.approx(max(until_weight, until_gradient))
+    assert bound(v(p), 400, times, 4.9) == bound(v(p), 400, times, 4)
+
+
+@pytest.mark.parametrize("times", [UNIT, (10, 11, 7, 1)])
+def test_turns_of_the_last_rank(times):
+    """Both stages of a V's last rank keep what a microbatch on its way to the first rank and back has left.
+
+    With room for 3 activations one microbatch at a time is on this way, and for 2 or 4 nothing else may be
+    left of those that were before it.
+    """
+    p = 5
+    forward, i, w, hop = times
+    way = p * (forward + i) + 2 * (p - 1) * hop
+    turns = {2: way + i + 2 * w, 3: way + w, 4: (way + i + 2 * w) / 2}
+    for limit, turn in turns.items():
+        more = bound(v(p), 402, times, limit) - bound(v(p), 400, times, limit)
+        assert more == pytest.approx(2 * turn)
+    # The way to the turn, all turns but the last, the last way, and I of the stages before with the last W.
+    there = p * forward + (p - 1) * hop
+    back = p * i + (p - 1) * hop + w
+    assert bound(v(p), 9, times, 3) == pytest.approx(there + 8 * turns[3] + way + back)
 
 
 def test_what_w_still_holds_counts_until_its_end():
-    """Two ranks, room for one microbatch: 2 units from F to the end of I, 1 of them until W has ended."""
-    costs = Costs((StageCosts(1, 1, 1, 2, 1),) * 2)
-    few, more = (lower_bound(linear(2), m, costs, [2, 2]) for m in (100, 101))
-    assert more - few == pytest.approx((2 * 4 + 1 * 1) / 2)
-    all_kept = Costs((StageCosts(1, 1, 1, 2),) * 2)
-    few, more = (lower_bound(linear(2), m, all_kept, [2, 2]) for m in (100, 101))
-    assert more - few == pytest.approx((2 * 4 + 2 * 1) / 2)
+    """Two ranks, room for one: 2 are kept from F to the end of I, 1 of them until W has run."""
+    costs = Costs((StageCosts(1, 5, 1, 2, 1),) * 2)
+    few, more = (lower_bound(linear(2), m, costs, [3, 3]) for m in (100, 102))
+    assert more - few == pytest.approx(2 * 12)
+    few, more = (lower_bound(linear(2), m, costs, [2, 2]) for m in (100, 102))
+    assert more - few == pytest.approx(2 * (12 + 1))
+    wide = Costs((StageCosts(5, 1, 1, 2, 1),) * 12)
+    few, more = (lower_bound(v(6), m, wide, [8] * 6) for m in (100, 101))
+    assert more - few == pytest.approx((2 * 13 * 6 + 1 * 2 * 1) / 8)
 
 
 @pytest.mark.parametrize(("placement", "hops"), [(linear(3), 4), (v(3), 8), (loop(3, 2), 10)])

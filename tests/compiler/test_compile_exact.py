@@ -1,12 +1,17 @@
 """The compiler and its bound against small pipelines that are solved to proved optimality."""
 
+from math import ceil
+from random import Random
+
 import pytest
 
 pytest.importorskip("ortools", reason="the exact solver is OR-tools: install the dev extra")
 
+from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.placement import linear, v
+from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from tests.support.exact import shortest
 
 UNIT, UNEQUAL = (1, 1, 1, 0), (10, 11, 7, 1)
@@ -59,3 +64,24 @@ def test_optimal_with_unequal_stages_that_release_early():
     for limit in (10, 14):
         found, optimum = judged(v(3), 3, Costs(stages, 1), limit)
         assert found <= 1.02 * optimum
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_optimum_is_below_the_bound(seed):
+    """Random costs and limits, most of them scarce: none of the arguments may promise too much."""
+    random = Random(seed)
+    shapes = linear(2), linear(3), linear(4), v(2), v(3), v(4), loop(2, 2), loop(3, 2), wave(2, 3), wave(2, 4)
+    placement = random.choice(shapes)
+    microbatches = random.randint(1, 6 if placement.stages <= 4 else 4)
+
+    def stage():
+        kept = random.randint(1, 3)
+        return StageCosts(*(random.randint(1, 6) for _ in range(3)), kept, random.choice([0, 0, kept // 2]))
+
+    one = stage()
+    stages = [one if seed % 3 else stage() for _ in range(placement.stages)]
+    costs = Costs(tuple(stages), random.choice([0, 1, 2]))
+    least = least_limits(placement.ranks, costs, placement, microbatches)
+    limits = [ceil(limit) + random.choice([0, 0, 1, 2, 4]) for limit in least]
+    _, reached = shortest(placement, microbatches, costs, limits, effort=1)
+    assert lower_bound(placement, microbatches, costs, limits) <= reached * (1 + 1e-9)
