@@ -122,7 +122,7 @@ def main(
     out: Out = RESULTS / "time_to_loss.md",
     samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 800,
     bandwidth: Annotated[float, typer.Option(help="Bytes a second of the link of each rank.")] = 6.4e7,
-    rounds: Annotated[int, typer.Option(help="Short runs of each way that are timed.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Short runs of each way that are timed.")] = 5,
     keep: Annotated[
         Path | None, typer.Option(help="A folder that keeps the losses: a later command goes on with them.")
     ] = None,

@@ -19,6 +19,7 @@ from benchmarks.schedules.comparison import UNEQUAL
 from benchmarks.schedules.frontier import frontiers
 from benchmarks.schedules.known import best_known, closed_forms, published
 from benchmarks.schedules.other_costs import memory_limited, table5, torchs, unequal_costs
+from benchmarks.schedules.proved import optima
 
 
 def speed() -> str:
@@ -31,7 +32,7 @@ def speed() -> str:
             f"forward, i, w, hop = {UNEQUAL}; "
             f"costs = Costs((StageCosts(forward, i, w),) * {2 * p}, hop); "
             f"found = compile_schedule({p}, {m}, costs, {limit}); "
-            "print(found.timeline.makespan, found.lower_bound, found.origin, sep='; ')"
+            "print(found.timeline.makespan, f'{found.lower_bound:g}', found.origin, sep='; ')"
         )
         use = use_of([sys.executable, "-c", program])
         found = use.output.strip().split("; ")
@@ -43,6 +44,7 @@ def speed() -> str:
 PARTS = {
     "Speed": speed,
     "Best known makespans": best_known,
+    "Proved optima": optima,
     "Published schedules at unit cost": published,
     "Closed forms at unit cost, p = 2..16, m = p..8p": closed_forms,
     "Other costs": unequal_costs,

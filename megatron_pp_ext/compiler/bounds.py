@@ -177,7 +177,11 @@ def _turns(
             if each:
                 at_once = max(1, _whole(limit / each))
                 more = _most(max(0.0, limit - at_once * each), min(parts), 1)
-                last = _last_start(microbatches, at_once, more, turn, until_all, kept[-1].forward)
+                all_done = until_all
+                if at_once == 1 and more == 0:
+                    # The next microbatch's F of the stages before have room only behind the first W.
+                    all_done = max(all_done, returns[-1] + rest + sum(cost.forward for cost in kept[:-1]))
+                last = _last_start(microbatches, at_once, more, turn, all_done, kept[-1].forward)
                 yield start + last + returns[-1] + after
 
 

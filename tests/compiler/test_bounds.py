@@ -63,12 +63,12 @@ def test_turns_of_the_last_rank(times):
     """Both stages of a V's last rank keep what a microbatch on its way to the first rank and back has left.
 
     With room for 3 activations one microbatch at a time is on this way, and for 2 or 4 nothing else may be
-    left of those that were before it.
+    left of those that were before it.  With room for 2, the next one's first F has to wait, too.
     """
     p = 5
     forward, i, w, hop = times
     way = p * (forward + i) + 2 * (p - 1) * hop
-    turns = {2: way + i + 2 * w, 3: way + w, 4: (way + i + 2 * w) / 2}
+    turns = {2: way + i + 2 * w + forward, 3: way + w, 4: (way + i + 2 * w) / 2}
     for limit, turn in turns.items():
         more = bound(v(p), 402, times, limit) - bound(v(p), 400, times, limit)
         assert more == pytest.approx(2 * turn)

@@ -149,10 +149,12 @@ def test_no_family_beats_its_bound(chunks, seconds):
         pytest.param(4, 8, 4, (10, 11, 7, 1), 638, marks=pytest.mark.wide),
         pytest.param(8, 16, 8, (10, 11, 7, 1), 1262, marks=pytest.mark.wide),
         (8, 16, 8, (10, 10, 5, 0), 1100),
+        # Far below V-Min's memory, where microbatches begin as rarely as memory lets them: at least 591.
+        (16, 32, 4, (1, 1, 1, 0), 650),
     ],
 )
 def test_makespans(p, m, limit, times, goal):
-    compiled = compile_schedule(p, m, uniform(v(p), times), limit, trials=300 if p == 8 else 1000)
+    compiled = compile_schedule(p, m, uniform(v(p), times), limit, trials=300 if p >= 8 else 1000)
     assert compiled.timeline.makespan <= goal
     assert max(compiled.timeline.peak_activations) <= limit
 

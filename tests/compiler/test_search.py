@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from megatron_pp_ext.compiler.search import portfolio
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.portfolio import search
@@ -100,6 +101,28 @@ def test_a_search_goes_on_behind_its_bound():
     found = [length for length, _, _ in search(problem, 1, bound, [(poor, "poor")])]
     assert max(found) <= bound
     assert len(found) > 2
+
+
+def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
+    """Those within a twentieth of the shortest share all moves, however few they are."""
+    placement = v(3)
+    problem = problem_of(placement, 5, unequal(placement), [20] * 3)
+    poor = one_at_a_time(problem)
+    annealed = []
+
+    def counted(problem, orders, moves, seed, floor):
+        length = time_orders(problem, orders).makespan
+        annealed.append((length, moves))
+        return length, orders
+
+    good = [(orders, name) for _, orders, name in search(problem, 8, 0, [])][-2:]
+    monkeypatch.setattr(portfolio, "anneal", counted)
+    monkeypatch.setattr(portfolio, "_listed", lambda problem, trials: iter(()))
+    poor, *close = [length for length, _, _ in search(problem, 8, 0, [(poor, "poor"), *good])][:3]
+    assert poor > 1.05 * min(close) > max(close)
+    assert sorted(length for length, _ in annealed[:2]) == sorted(close)
+    assert poor not in [length for length, _ in annealed]
+    assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES, rel=0.01)
 
 
 @PLACEMENTS

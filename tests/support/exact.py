@@ -10,12 +10,14 @@ from ortools.sat.python import cp_model
 from megatron_pp_ext.schedule.actions import Kind
 
 
-def shortest(placement, microbatches, costs, limits, *, effort, hint=None):
+def shortest(placement, microbatches, costs, limits, *, effort, hint=None, ranks=None):
     """(lower bound, best makespan found) after at most ``effort`` on one core.
 
     The solver counts its effort in steps of its own, about a second each, so that the answer is the same on
     any machine.
     The two agree where the optimum is proved.  ``hint`` is a makespan that is known to be reached.
+    If ``ranks`` are given, only these do one action at a time and within their limits.  All others do
+    everything at once, so that what is proved for some ranks holds for the pipeline.
     Every stage takes its microbatches in order, as the project's schedules do.
     """
     model = cp_model.CpModel()
@@ -52,13 +54,17 @@ def shortest(placement, microbatches, costs, limits, *, effort, hint=None):
                 for kind in (Kind.F, Kind.I, Kind.W):
                     after((stage, kind, i), (stage, kind, i - 1), 0)
     makespan = model.new_int_var(0, horizon, "makespan")
+    for stage in stages:
+        for i in range(microbatches):
+            model.add(makespan >= end[stage, Kind.W, i])
     for rank, intervals in enumerate(on_rank):
+        if ranks is not None and rank not in ranks:
+            continue
         model.add_no_overlap(intervals)
         times, changes = [], []
         for stage in placement.stages_of(rank):
             cost = costs.stages[stage]
             for i in range(microbatches):
-                model.add(makespan >= end[stage, Kind.W, i])
                 early, late = round(cost.released(Kind.I)), round(cost.released(Kind.W))
                 for at, change in (
                     (start[stage, Kind.F, i], early + late),

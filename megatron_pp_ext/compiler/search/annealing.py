@@ -31,11 +31,11 @@ from megatron_pp_ext.compiler.search.timed_order import (
     undo_move,
 )
 
-_DISTANCES = np.array([-16, -10, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 10, 16])
+_DISTANCES = np.array([-8, -4, -3, -2, -2, -1, -1, -1, 1, 1, 1, 2, 2, 3, 4, 8])
 
 _WIDTHS = np.array([1, 1, 1, 1, 1, 1, 2, 3])
 
-_ANY = 4
+_ANY = 6
 """One in this many moves takes any action of the rank."""
 
 _ACTIONS = 16

@@ -32,7 +32,7 @@ _SHORT = 768
 _ROUND = 1000
 """List schedules of one fresh start.  In one of four the legs of a wave may have pauses of their own."""
 
-_MOVES = 5500
+_MOVES = 7150
 """Moves of annealing for each trial, on a small pipeline; for every 16 actions there is one more."""
 
 _MOST_MOVES = 9000
@@ -42,6 +42,12 @@ _TURNS = ((4, 1), (2, 1), (1, 6))
 """How many orders compete in each turn of annealing, and how many eighths of the moves they share.
 
 One long walk finds more than several short ones, and where it begins matters little.
+"""
+
+_CHANCE = 20
+"""An order that is longer than the shortest one by more than one part in so many is left out.
+
+On large pipelines all list schedules are often much longer than the published orders.
 """
 
 
@@ -60,6 +66,7 @@ def search(
     moves = trials * min(_MOST_MOVES, _MOVES + problem.size // 16)
     for turn, (rivals, eighths) in enumerate(_TURNS):
         pool = sorted(pool, key=lambda found: found[0])[:rivals]
+        pool = [found for found in pool if found[0] * _CHANCE <= pool[0][0] * (_CHANCE + 1)]
         for at, (_, orders, origin) in enumerate(pool):
             share = moves * eighths // (8 * len(pool))
             annealed = f"{origin}, annealed" if turn == 0 else origin

@@ -13,6 +13,7 @@ same way.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 
 from megatron_pp_ext.compiler.search.list_scheduling import Knobs, list_makespan
@@ -146,6 +147,26 @@ def _tick(problem: Problem) -> int:
     return max(1, _work(problem) // (3 * problem.placement.chunks))
 
 
+def _period(problem: Problem) -> int:
+    """Return the time from one microbatch to the next, by the work of a rank or, far below V-Min, its memory.
+
+    By Little's law a rank keeps the activations of as many microbatches as begin while one is on its way.
+    """
+    stages = problem.placement.stages
+    each = map(sum, zip(problem.duration, problem.delay, strict=False))
+    starts = tuple(accumulate(each, initial=0))
+    kept = [0] * problem.placement.ranks
+    for stage in range(stages):
+        gradient = 2 * stages - 1 - stage
+        way = starts[gradient] - starts[stage] + problem.duration[gradient]
+        weight = problem.duration[problem.weight_of(gradient)]
+        kept[problem.home[stage]] += problem.taken[stage] * (way + weight)
+    by_memory = max(area // limit for area, limit in zip(kept, problem.limits, strict=True))
+    work = _work(problem)
+    # Plans start with up to twice this period, so a little more than the work's is among them anyway.
+    return by_memory if by_memory > 2 * work else work
+
+
 def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
     """Draw a published kind of block or one between two of them, to be followed more or less strictly."""
     legs = 2 * problem.placement.chunks
@@ -160,7 +181,7 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
         pauses=tuple(pause * quarter for pause in by_leg),
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
-        period=_work(problem) * _SUB * random.choice(_PERIODS) // 4,
+        period=_period(problem) * _SUB * random.choice(_PERIODS) // 4,
         weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
         slack=slack if slack == _LONG else slack * quarter,
         patience=patience,
