@@ -18,7 +18,7 @@ COMMANDS = {
     "runtime.delay_correction", "runtime.launches", "runtime.overhead", "runtime.pairs", "runtime.pipedream",
     "runtime.replicas", "runtime.slow_links", "runtime.split", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.shared_vocabulary", "schedules.tables",
+    "schedules.limits_by_rank", "schedules.shared_vocabulary", "schedules.tables",
 }  # fmt: skip
 
 
