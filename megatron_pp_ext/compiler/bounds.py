@@ -141,7 +141,7 @@ def _memory(
     last = min(cost.input_gradient for cost in own)
     both = min(cost.input_gradient + cost.weight_gradient for cost in own)
     tail = route.tails[route.gradient(stages[0])]
-    # Of all that is kept at the end of the last I, each W counts while it runs, one at a time.
+    # What is kept at the end of the last I counts only while its W runs, and one W runs at a time.
     behind = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
 
     def filled(counted: float, empty: float) -> float:

@@ -104,7 +104,7 @@ def test_a_search_goes_on_behind_its_bound():
 
 
 def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
-    """Those within a twentieth of the shortest share all moves, however few they are."""
+    """The orders within a twentieth of the shortest share all moves, however few these orders are."""
     placement = v(3)
     problem = problem_of(placement, 5, unequal(placement), [20] * 3)
     poor = one_at_a_time(problem)
