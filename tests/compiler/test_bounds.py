@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.compiler.bounds import _last_start, lower_bound
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
@@ -40,7 +40,7 @@ def test_the_bound_is_the_proved_optimum(p, m, limit, optimum):
     assert bound(v(6), 6, UNIT, 5) == 56
 
 
-@pytest.mark.parametrize("times", [(5, 1, 1, 0), (9, 2, 1, 1)])
+@pytest.mark.parametrize("times", [(5, 1, 1, 0), (9, 2, 1, 1), (30, 1, 6, 0)])
 @pytest.mark.parametrize("p", [5, 6])
 def test_little_s_law(times, p):
     """A V with room for M chunks: ((2p+1)(F+I) + 2W + (4p-4) hop) / M a microbatch.
@@ -76,6 +76,28 @@ def test_turns_of_the_last_rank(times):
     there = p * forward + (p - 1) * hop
     back = p * i + (p - 1) * hop + w
     assert bound(v(p), 9, times, 3) == pytest.approx(there + 8 * turns[3] + way + back)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "more", "last"),
+    [(1, 0, 0), (2, 0, 10), (3, 0, 107), (4, 0, 125), (3, 1, 97), (4, 1, 115)],
+)
+def test_turns_of_two_at_a_time(microbatches, more, last):
+    """Turns of 97 that begin 10 apart; all is done after 115.
+
+    The third begins when the first is all done, 115, or the second has had its turn, 10 + 97.  With one more
+    that may have a W left, it begins when the first has had its turn, and the fourth when the first is done.
+    """
+    assert _last_start(microbatches, 2, more, 97, 115, 10) == last
+
+
+def test_the_last_rank_has_its_weight_gradients_to_do():
+    """Room for one microbatch on a V of 2 ranks; behind the I of rank 1's second stage come its I and two W.
+
+    The first microbatch is there after 2, and its way back takes 4.  Then come I and W, which take 41, and
+    the F of the next; this one's way takes 4 as well, and its I and W take 41.
+    """
+    assert bound(v(2), 2, (1, 1, 20, 0), 2) == 2 + 4 + 41 + 1 + 4 + 41
 
 
 def test_what_w_still_holds_counts_until_its_end():
