@@ -125,6 +125,13 @@ def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
     assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES, rel=0.01)
 
 
+@pytest.mark.parametrize("kept", [(1, 0), (0, 0)])
+def test_a_rank_that_keeps_nothing_needs_no_limit(kept):
+    costs = Costs(tuple(StageCosts(1, 1, 1, activation) for activation in kept))
+    problem = problem_of(linear(2), 4, costs, [2, 1e-3])
+    assert [length for length, _, _ in search(problem, 1, 0, [])]
+
+
 @PLACEMENTS
 def test_all_that_is_known_of_an_order_follows_its_moves(placement):
     """Starts, tails, places and memory are those of the order entered anew."""

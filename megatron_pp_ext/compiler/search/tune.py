@@ -161,7 +161,9 @@ def _period(problem: Problem) -> int:
         way = starts[gradient] - starts[stage] + problem.duration[gradient]
         weight = problem.duration[problem.weight_of(gradient)]
         kept[problem.home[stage]] += problem.taken[stage] * (way + weight)
-    by_memory = max(area // limit for area, limit in zip(kept, problem.limits, strict=True))
+    # A rank that keeps nothing may have a limit of nothing.
+    limited = zip(kept, problem.limits, strict=True)
+    by_memory = max((area // limit for area, limit in limited if area), default=0)
     work = _work(problem)
     # Plans start with up to twice this period, so a little more than the work's is among them anyway.
     return by_memory if by_memory > 2 * work else work
