@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save
+from megatron_pp_ext.view.labels import write_names
 
 _POINTS, _STEPS, _BOUND = "#5b9bd5", "#d9822b", "#b9c0c6"
 _FONT = 8.5
@@ -70,7 +71,6 @@ def draw_schedules(
         _, points = _draw_steps(axes, memories, times, 2 * widest, marker=4)
         points.set_label("flex, compiled for a limit")
     axes.scatter(*zip(*places, strict=True), s=42, color=_POINTS, zorder=4, label="by name")
-    _write_names(axes, places)
     _label(
         axes,
         "activations of the fullest rank, in microbatches",
@@ -81,6 +81,7 @@ def draw_schedules(
         axes.set_title(f"further right: {', '.join(beyond)}", loc="right", fontsize=8, color=GREY)
     if compiled:
         axes.legend(frameon=False, fontsize=9, loc="upper right")
+    write_names(axes, {place: ", ".join(names) for place, names in places.items()}, _FONT, "black")
     save(figure, path)
 
 
@@ -111,18 +112,16 @@ def _configurations(best: Sequence[Point], frontier: Sequence[Point], limit: flo
     line.set_label("most throughput within a memory")
     axes.scatter(
         [point.memory / 1e9 for point in best], [point.throughput for point in best], s=36, color=_POINTS,
-        zorder=4, label="the best",
+        zorder=4, label="the best", gid="points",
     )  # fmt: skip
-    for point in frontier:
-        axes.annotate(
-            point.name, (point.memory / 1e9, point.throughput), xytext=(6, -11), textcoords="offset points",
-            fontsize=8, color=GREY,
-        )  # fmt: skip
-    axes.axvline(limit / 1e9, color=GREY, linewidth=1, linestyle="--")
+    axes.axvline(limit / 1e9, color=GREY, linewidth=1, linestyle="--", gid="limit")
     axes.set_xlim(0, 1.15 * limit / 1e9)
     axes.margins(y=0.12)
     _label(axes, "memory of the fullest rank, GB", "tokens a second", title)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2).set_gid(
+        "legend"
+    )
+    write_names(axes, {(point.memory / 1e9, point.throughput): point.name for point in frontier}, 8, GREY)
     return figure
 
 
@@ -130,8 +129,9 @@ def _draw_steps(
     axes: Any, memories: Sequence[float], values: Sequence[float], until: float, marker: float
 ) -> tuple[Line2D, Line2D]:
     """Join the best results for rising ``memories``: a result for some memory is one for more as well."""
-    joined = [*memories, until], [*values, values[-1]]
-    (line,) = axes.step(*joined, where="post", color=_STEPS, linewidth=1.6, zorder=2)
+    turns = [memory for memory in [*memories, until] for _ in range(2)][1:-1]
+    levels = [value for value in values for _ in range(2)]
+    (line,) = axes.plot(turns, levels, color=_STEPS, linewidth=1.6, zorder=2)
     (points,) = axes.plot(memories, values, "o", color=_STEPS, markersize=marker, zorder=3)
     return line, points
 
@@ -144,26 +144,3 @@ def _label(axes: Any, across: str, upwards: str, title: str) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=GREY)
     hide_frame(axes)
-
-
-def _write_names(axes: Any, places: Mapping[tuple[float, float], Sequence[str]]) -> None:
-    """Write the names beside their points, each on the first side where it covers nothing."""
-    to_points = axes.transData + axes.figure.dpi_scale_trans.inverted()
-    taken = []
-    for place in places:
-        x, y = (72 * value for value in to_points.transform(place))
-        taken.append((x - 5, y - 5, x + 5, y + 5))
-    for place, names in sorted(places.items(), reverse=True):
-        text = ", ".join(names)
-        width = 0.56 * _FONT * len(text)
-        x, y = (72 * value for value in to_points.transform(place))
-        for right, up in ((7, 4), (7, -12), (-7 - width, 4), (-7 - width, -12), (7, 15), (7, -23), (7, 26)):
-            box = (x + right, y + up, x + right + width, y + up + _FONT)
-            if not any(_overlap(box, other) for other in taken):
-                break
-        taken.append(box)
-        axes.annotate(text, place, xytext=(right, up), textcoords="offset points", fontsize=_FONT, zorder=5)
-
-
-def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_pp_ext.cli import measure, report
 from megatron_pp_ext.jobs.job import Result, State
+from tests.support import browser
 
 MODEL = {
     "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32000, "bf16": True,
@@ -92,6 +93,29 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
         assert Path(batch).is_file()
         assert words[words.index(batch) + 1 : -1] == one["flags"]
         assert shlex.split(one["command"])[-len(one["flags"]) :] == one["flags"]
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_page_of_a_search_whole(mpp, model, tmp_path):
+    """Names in the picture are cut nowhere, and nothing lies over another thing or over the limit."""
+    page = tmp_path / "found.html"
+    assert mpp(*SEARCH, "--top", 3, "--model", model(), "--html", page).exit_code == 0
+    shown = "svg, [id^=name-], #limit, #legend, #points use"
+    boxes, too_wide = browser.drawn(page, shown, tmp_path)
+    assert too_wide == 0
+    ((left, top, right, bottom),) = boxes.pop("")
+    names = [box for name, (box, *_) in boxes.items() if name.startswith("name-")]
+    assert names
+    for box in names:
+        assert left <= box[0] < box[2] <= right
+        assert top <= box[1] < box[3] <= bottom
+        covered = [other for found in boxes.values() for other in found if _overlap(box, other)]
+        assert covered == [box]
+    assert not _overlap(*boxes["legend"], *boxes["limit"])
+
+
+def _overlap(box: list[float], other: list[float]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def test_what_flags_settle_stays(mpp, model, tmp_path):

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from matplotlib.transforms import Bbox
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -42,9 +43,30 @@ def test_compiled_schedules_are_a_line_of_their_own(timelines, tmp_path):
     assert "flex, compiled for a limit" in picture
 
 
-def test_labels_cover_neither_each_other_nor_points():
-    assert memory_tradeoff._overlap((0, 0, 2, 2), (1, 1, 3, 3))
-    assert not memory_tradeoff._overlap((0, 0, 2, 2), (2, 0, 3, 2))
+CROWD = [
+    memory_tradeoff.Point(f"tp2-cp2-pp{n}-dp{n}-mb1-interleaved-uneven", 1e9 * memory, rate)
+    for n, (memory, rate) in enumerate([(18, 554), (27, 601), (39, 611), (55, 631), (79.6, 639), (79.8, 640)])
+]
+
+
+@pytest.mark.parametrize("limit", [79.9, 90, 400])
+def test_names_cover_nothing_and_are_not_cut(limit):
+    """Frontier and best are the same points here, close together and close to the limit."""
+    figure = memory_tradeoff._configurations(CROWD, CROWD, 1e9 * limit, "")
+    (axes,) = figure.axes
+    names = axes.texts
+    boxes = {name.get_text(): name.get_window_extent() for name in names}
+    assert set(boxes) == {point.name for point in CROWD}
+    (line,) = [line for line in axes.lines if line.get_gid() == "limit"]
+    others = {"limit": line.get_window_extent(), "legend": axes.get_legend().get_window_extent()}
+    (points,) = axes.collections
+    for point, (x, y) in zip(CROWD, axes.transData.transform(points.get_offsets()), strict=True):
+        others[f"point of {point.name}"] = Bbox.from_bounds(x - 3, y - 3, 6, 6)
+    for name, box in boxes.items():
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert [other for other, found in {**boxes, **others}.items() if box.overlaps(found)] == [name]
+    assert not others["legend"].overlaps(others["limit"])
 
 
 def test_an_unknown_format_is_refused(timelines, tmp_path):

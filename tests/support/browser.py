@@ -1,0 +1,45 @@
+"""Asks a real browser, without a window, where it draws the parts of a page."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+_ASK = """<script>
+const found = {};
+for (const one of document.querySelectorAll(%s)) {
+  const {left, top, right, bottom} = one.getBoundingClientRect();
+  (found[one.closest("[id]")?.id ?? ""] ||= []).push([left, top, right, bottom]);
+}
+const {scrollWidth, clientWidth} = document.documentElement;
+document.body.innerHTML = "<pre>" + JSON.stringify({found, scrollWidth, clientWidth}) + "</pre>";
+</script>"""
+
+
+def drawn(page: Path, selector: str, folder: Path) -> tuple[dict[str, list[list[float]]], int]:
+    """Return where a window of 1280 pixels shows what ``selector`` finds on ``page``.
+
+    The boxes, (left, top, right, bottom) in pixels, go by the id of the element, or else of what it is in.
+    Beside them stand the pixels by which the page is wider than the window.
+    """
+    assert BROWSER
+    copy = folder / "asked.html"
+    copy.write_text(page.read_text() + _ASK % json.dumps(selector))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,1400"]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    result = subprocess.run(
+        [*command, profile, "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    answer = re.search("<pre>(.*?)</pre>", result.stdout, re.DOTALL)
+    assert answer, result.stdout + result.stderr
+    content: dict[str, Any] = json.loads(unescape(answer[1]))
+    return content["found"], content["scrollWidth"] - content["clientWidth"]
