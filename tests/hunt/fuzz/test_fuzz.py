@@ -1,4 +1,4 @@
-"""Ten random jobs a commit; and the hunt draws the same again, notices a planted defect and shrinks it."""
+"""Random jobs, fixed or of the commit; the hunt draws the same again, notices a defect and shrinks it."""
 
 import os
 import re
@@ -28,20 +28,16 @@ from tests.support.few_trials import few_trials
 from tests.support.random_orders import random_schedule
 from tests.support.ranks import RankError
 
-CASES = 10
 ROOT = Path(__file__).parents[3]
 
 
 def seed_of_commit() -> int:
-    """The first digits of the commit; 1 where there is no git."""
+    """The first digits of the commit; 2 where there is no git."""
     git = shutil.which("git")
     if not git or not (ROOT / ".git").exists():
-        return 1
+        return 2
     head = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(head.stdout[:7] or "1", 16)
-
-
-SEED = seed_of_commit()
+    return int(head.stdout[:7] or "2", 16)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +46,19 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
         yield Trials(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("number", range(CASES))
-def test_a_random_job_trains_as_under_stock(number: int, trials: Trials) -> None:
+FIXED = [pytest.param(1, number, id=f"fixed-{number}") for number in range(TOGETHER)]
+OF_COMMIT = [
+    pytest.param(seed_of_commit(), number, id=f"of-commit-{number}", marks=pytest.mark.wide)
+    for number in range(10)
+]
+
+
+@pytest.mark.parametrize(("seed", "number"), FIXED + OF_COMMIT)
+def test_a_random_job_trains_as_under_stock(seed: int, number: int, trials: Trials) -> None:
     """A case that fails is run again, and shrunk, by the command that the message ends with."""
-    row = draw(SEED, number)
+    row = draw(seed, number)
     outcome = trials(row)
-    assert not outcome.kind.is_finding, "\n" + told(SEED, (number, row, outcome))
+    assert not outcome.kind.is_finding, "\n" + told(seed, (number, row, outcome))
 
 
 def plain(**choices: str) -> Row:
