@@ -21,7 +21,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
@@ -188,14 +188,14 @@ def put_together(
     message = next(iter(found.values())).message_bytes
     hop = 0.0
     if system is not None:
-        link = system.node if world <= system.gpus_per_node else system.network
-        hop = link.seconds(message)
+        hop = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
     hidden = sum(
         _exchanged(found[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
         for stage in range(placement.stages)
     )
     vocabulary = _vocabulary(found.values(), system, hop)
-    pair = _pair(stages, hidden) if schedule.paired else 1.0
+    alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
+    pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
     timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
     waiting = timeline.peak_messages
     ranks = tuple(
@@ -263,27 +263,17 @@ def _exchanged(measured: RankRehearsal, chunk: int, system: System | None) -> fl
     )
 
 
-def _pair(stages: Sequence[StageCosts], hidden: float) -> float:
-    """Return what a pair takes, as a part of its two actions, which hide ``hidden`` seconds in all stages."""
-    alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    return max(0.5, 1 - hidden / alone)
-
-
 def _vocabulary(found: Iterable[RankRehearsal], system: System | None, hop: float) -> VocabularyCosts | None:
-    """Return the mean costs of the ranks' parts of a shared vocabulary; each has as many rows, but for one.
-
-    The exchanges behind an S take two hops, as in ``Costs.with_shared_output_layer``.
-    """
+    """Return the mean costs of the ranks' parts of a shared vocabulary, of which all but one are equal."""
     parts = [(one, one.vocabulary) for one in found if one.vocabulary is not None]
     if not parts:
         return None
-    return VocabularyCosts(
+    alone = VocabularyCosts(
         scores=mean(part.scores + _waits(one, system, 0, Kind.S) for one, part in parts),
         weight_gradient=mean(part.weight_gradient for _, part in parts),
         activation=mean(part.activation for _, part in parts),
-        hidden=hop,
-        sums=2 * hop,
     )
+    return alone.exchanged_over(hop)
 
 
 def _waits(measured: RankRehearsal, system: System | None, chunk: int, *kinds: Kind) -> float:

@@ -178,6 +178,10 @@ class System:
         rate = self.network.bytes_per_second * self.sustained.get("network", 1.0)
         return Link(rate, self.network.latency_seconds)
 
+    def message_link(self, ranks: int, stride: int) -> Link:
+        """Return the slowest link between the neighbours of a line of ``ranks``, ``stride`` ranks apart."""
+        return self.node if self._in_a_node(ranks, stride) == ranks else self.between_nodes
+
     def all_reduce_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes a rank, measured or else around a ring."""
         if ranks < 2 or size <= 0:

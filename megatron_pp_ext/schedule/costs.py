@@ -90,6 +90,15 @@ class VocabularyCosts:
             is_work = field.name in ("scores", "weight_gradient")
             _require_finite(f"VocabularyCosts.{field.name}", getattr(self, field.name), positive=is_work)
 
+    def exchanged_over(self, hop: float) -> Self:
+        """Return the costs with messages of ``hop`` seconds: one of a hidden state, two behind an S."""
+        return replace(self, hidden=hop, sums=2 * hop)
+
+
+def part_of_pair(hidden: float, alone: float) -> float:
+    """Return ``Costs.pair`` where actions take ``alone`` seconds, of which their pairs hide ``hidden``."""
+    return max(0.5, 1 - hidden / alone)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -221,12 +230,10 @@ class Costs:
     def with_shared_output_layer(self, seconds: float, ranks: int) -> Self:
         """Return the costs with an output layer that ``ranks`` share; its F, I and W take ``seconds`` each.
 
-        An S does a rank's part of F and I, and a T that of W.  The hidden state takes a hop, and the two
-        exchanges behind S two.
+        An S does a rank's part of F and I, and a T that of W.
         """
         part = seconds / ranks
-        shared = VocabularyCosts(2 * part, part, hidden=self.hop, sums=2 * self.hop)
-        return replace(self, vocabulary=shared)
+        return replace(self, vocabulary=VocabularyCosts(2 * part, part).exchanged_over(self.hop))
 
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.

@@ -89,16 +89,15 @@ def shared_vocabulary(args: Namespace, model: Pieces, hop: float = 0.0) -> Vocab
     """Return the costs of ``vocabulary_part``, as a schedule takes them.
 
     An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
-    stages, and the exchange behind the S takes two.
+    stages.
     """
     part = vocabulary_part(args, model)
-    return VocabularyCosts(
+    alone = VocabularyCosts(
         scores=part.forward_seconds + part.input_gradient_seconds,
         weight_gradient=part.weight_gradient_seconds,
         activation=part.after_forward,
-        hidden=hop,
-        sums=2 * hop,
     )
+    return alone.exchanged_over(hop)
 
 
 def stage_parts(

@@ -32,7 +32,7 @@ from megatron_pp_ext.planner.step.stage_parts import (
 from megatron_pp_ext.planner.system import Link, System
 from megatron_pp_ext.request import replicas
 from megatron_pp_ext.request.layers import by_stage
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -104,9 +104,8 @@ class Workload:
         self.args, self.system, self.placement, self.data = args, system, placement, data
         self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
         replicated = replicas.requested(args)
-        # The copies that there are of each stage, and the distance between the farthest that send messages.
+        # The copies that there are of each stage.
         self._copies = replicated.counts if replicated else (data,) * placement.ranks
-        farthest = replicated.ranks - 1 if replicated else (placement.ranks - 1) * data
         self.gpus = self.tensor * self.context * sum(self._copies)
         # Ranks that have the same experts are so far apart.
         self._expert_stride = args.expert_model_parallel_size * (
@@ -119,8 +118,8 @@ class Workload:
         shares = placement.shares_vocabulary
         self._vocabulary_part = vocabulary_part(args, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
-        is_near = farthest * self.tensor * self.context < system.gpus_per_node
-        self._hop_link = system.node if is_near else system.between_nodes
+        senders, apart = (replicated.ranks, 1) if replicated else (placement.ranks, data)
+        self._hop_link = system.message_link(senders, apart * self.tensor * self.context)
         self.message = message_bytes(args, model.hidden_bytes)
         self.hop = hop_seconds(args, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
         self.vocabulary = shared_vocabulary(args, model, self.hop) if shares else None
@@ -141,7 +140,7 @@ class Workload:
         if not self.args.overlap_moe_expert_parallel_comm:
             return 1.0
         alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
-        return max(0.5, 1 - sum(part.hidden_in_pair for part in parts) / alone)
+        return part_of_pair(sum(part.hidden_in_pair for part in parts), alone)
 
     @property
     def vocabulary_parameters(self) -> Part:
