@@ -1,12 +1,20 @@
 """The one line of a failed run's output that says why it failed."""
 
 import re
+from collections.abc import Iterator
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|oom.kill", re.IGNORECASE)
-_REASON = re.compile(r"(megatron_pp_ext: |\w*(Error|Exception)(: |$)|.*: error: )")
-_TORCHRUN_FAILED = re.compile(
-    r"^E\d{4} .*torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\)", re.MULTILINE
+_REASON = re.compile(r"megatron_pp_ext: |[\w.]*(Error|Exception)(: |$)|[^:]*: error: ")
+# What a rank says because another one has ended.
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|remote process exit"
+    r"|^srun: error: .*[Ee]xited with exit code"
 )
+# By Python, by its logging, and by what torch logs from C++ and from torchrun.
+_WARNING = re.compile(r"\S.*:\d+: \w*Warning: |WARNING\b|\[?W\d{4} ")
+_TORCHRUN_FAILED = re.compile(r"E\d{4} .*torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\)")
+# ``srun --label``, ``torchrun --tee`` and torch's hook for exceptions, in this order.
+_LINE = re.compile(r"^((?:\d+: )?(?:\[[A-Za-z]\w*\d\]: ?)*)(.*)$", re.MULTILINE)
 _MARKS = re.compile(r"[\^~=-]+")
 
 
@@ -18,19 +26,48 @@ def is_out_of_memory(output: str) -> bool:
 def reason(output: str, out_of_memory: bool = False) -> str:
     """Return the line of a failed run's ``output`` that most likely says why it failed.
 
-    That is the last line that looks like an error of this package, of Python or of a parser of flags, or else
-    the last one; if ``out_of_memory``, only lines about memory count.
+    That is the last line that looks like an error of this package, of Python or of a parser of flags, better
+    one that does not follow from the end of another rank, or else the last one that is no warning; if
+    ``out_of_memory``, only lines about memory count.  What names the rank in front of a line is left out.
     """
-    # What torchrun adds is the same for every failure, except for a rank that was killed and printed nothing.
-    own, code, *_ = [*_TORCHRUN_FAILED.split(output, maxsplit=1), ""]
     if out_of_memory:
-        own, code = "\n".join(filter(is_out_of_memory, output.splitlines())), ""
-    if code == "-9":
-        return "a rank was killed, as happens when the machine's memory is full"
-    lines = [line for line in map(str.strip, own.splitlines()) if line and not _MARKS.fullmatch(line)]
+        output = "\n".join(filter(is_out_of_memory, output.splitlines()))
+    lines: list[tuple[str, str]] = []
+    for rank, line in _without_warnings(output):
+        # What torchrun adds is always the same, except for a rank that was killed and could say nothing.
+        if failed := _TORCHRUN_FAILED.match(line):
+            if failed[1] == "-9":
+                return "a rank was killed, as happens when the machine's memory is full"
+            break
+        lines.append((rank, line))
     if not lines:
         return "it printed nothing"
-    at = max((at for at, line in enumerate(lines) if _REASON.match(line)), default=len(lines) - 1)
+    at = max(range(len(lines)), key=lambda at: (_weight(lines[at][1]), at))
+    rank, line = lines[at]
     # An exception without a message is explained by the line that raised it.
-    is_bare = at > 0 and lines[at].endswith(("Error", "Exception"))
-    return f"{lines[at - 1]}: {lines[at]}" if is_bare else lines[at]
+    if line.endswith(("Error", "Exception")):
+        before = [text for other, text in lines[:at] if other == rank]
+        return ": ".join([*before[-1:], line])
+    return line
+
+
+def _weight(line: str) -> int:
+    """Return how well ``line`` explains a failure: 0 hardly, 1 by what followed, 2 by what happened."""
+    if not _REASON.match(line):
+        return 0
+    return 1 if _CONSEQUENCE.search(line) else 2
+
+
+def _without_warnings(output: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of ``output`` that say something, each behind what names its rank."""
+    warned: set[str] = set()
+    for prefix, line in _LINE.findall("\n".join(output.splitlines())):
+        rank = prefix.strip()  # the last space may belong to the line
+        follows_warning = rank in warned
+        warned.discard(rank)
+        if _WARNING.match(line):
+            warned.add(rank)
+        elif follows_warning and line[:1].isspace():
+            continue  # the statement that warned
+        elif (text := line.strip()) and not _MARKS.fullmatch(text):
+            yield rank, text
