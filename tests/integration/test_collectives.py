@@ -1,5 +1,9 @@
 """Which collectives of a rehearsal are recorded, under Megatron's way of running a rank alone."""
 
+import os
+import subprocess
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,6 +32,9 @@ def record(rank: int) -> tuple[list[Collective], int]:
             dist.all_gather_into_tensor(whole.view(-1), part, group=context)
             dist.reduce_scatter_tensor(part, whole.view(-1), group=context)
             dist.all_to_all_single(whole, whole.clone(), group=context)
+            dist.all_gather([*whole], part, group=context)
+            dist.reduce_scatter(part, [*whole], group=context)
+            dist.all_to_all([*whole], [*whole.clone()], group=context)
     return collectives.found, len(steps.record.events)
 
 
@@ -40,8 +47,50 @@ def test_collectives_of_the_first_microbatch() -> None:
         for chunk, kind in ((0, "F"), (1, "I"))
         for operation, size, members, stride in (
             ("all_reduce", 40, 2, 1),
-            ("gather", 160, 4, 2),
-            ("gather", 160, 4, 2),
-            ("all_to_all", 160, 4, 2),
+            *2 * (("gather", 160, 4, 2), ("gather", 160, 4, 2), ("all_to_all", 160, 4, 2)),
         )
     ]
+
+
+COMPILE = """
+import torch
+from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
+from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.placement import v
+
+compiled = called = 0
+
+def backend(graph, inputs):
+    global compiled
+    compiled += 1
+    def run(*inputs):
+        global called
+        called += 1
+        return graph(*inputs)
+    return run
+
+@torch.compile(backend=backend)
+def activation(rows):
+    return torch.sigmoid(rows) * rows
+
+steps = StepRecorder()
+collectives = CollectiveRecorder(v(2), steps)
+for step in range(2):
+    with steps.step(metered=step == 0):
+        for microbatch in range(2):
+            with (steps if step else collectives).during(Action(0, Kind.F, microbatch)):
+                activation(torch.ones(4, requires_grad=True))
+            print(compiled, called)
+"""
+
+
+def test_what_training_compiles_is_compiled() -> None:
+    """From the first microbatch on, so that nothing is compiled, or left uncompiled, while it is timed.
+
+    The script runs by itself, since the stand-ins for a GPU do not let torch compile.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    command = [sys.executable, "-c", COMPILE]
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines() == ["1 1", "1 2", "1 3", "1 4"], run.stderr

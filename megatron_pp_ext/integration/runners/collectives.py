@@ -1,12 +1,11 @@
 """Records which collectives a stage calls in a rehearsal, where no other rank takes part in them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.runtime.executor import Recorder
@@ -14,58 +13,67 @@ from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement
 
 _OPERATIONS = {
-    "allreduce_": "all_reduce",
-    "_allgather_base_": "gather",
-    "allgather_": "gather",
-    "_reduce_scatter_base_": "gather",
-    "reduce_scatter_": "gather",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
+    "allreduce": "all_reduce",
+    "allgather": "gather",
+    "_allgather_base": "gather",
+    "all_gather_single": "gather",
+    "reduce_scatter": "gather",
+    "_reduce_scatter_base": "gather",
+    "reduce_scatter_single": "gather",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
 }
-"""The operations of ``Collective``, by torch's names for what passes its dispatcher."""
+"""The operations of ``Collective``, by the methods of a group that torch calls; torch 2.15 renamed three."""
 
 
-class CollectiveRecorder(TorchDispatchMode):
+class CollectiveRecorder:
     """Records actions with ``recorder`` and, beside it, the collectives of the first microbatch.
 
     Collectives of data parallelism are left out: they reduce gradients once a step, beside other work.
+
+    The methods of torch's groups are replaced meanwhile.  A ``TorchDispatchMode`` would change what it
+    watches: functions under ``torch.compile`` that are first called within one run uncompiled, up to torch
+    2.13 for ever after.
     """
 
     def __init__(self, placement: Placement, recorder: Recorder) -> None:
-        super().__init__()
         self.found: list[Collective] = []
         self._placement, self._recorder = placement, recorder
-        self._action: Action | None = None
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
         """See ``executor.Recorder``."""
-        with self._recorder.during(action):
-            if action.microbatch:
-                yield
-                return
-            self._action = action
-            with self:
-                yield
+        with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
+            yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record ``func`` if it is a collective, and call it."""
-        name = func._schema.name
-        if name.startswith("c10d::") and (operation := _OPERATIONS.get(name.removeprefix("c10d::"))):
-            self._record(operation, args)
-        return func(*args, **(kwargs or {}))
+    @contextmanager
+    def _watching(self, action: Action) -> Iterator[None]:
+        # As the class keeps them: what getattr returns would not bind to a group when it is put back.
+        methods = {name: method for name, method in vars(dist.ProcessGroup).items() if name in _OPERATIONS}
+        try:
+            for name, method in methods.items():
+                setattr(dist.ProcessGroup, name, self._recording(action, _OPERATIONS[name], method))
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(dist.ProcessGroup, name, method)
 
-    def _record(self, operation: str, args: Any) -> None:
-        assert self._action is not None
-        group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+    def _recording(self, action: Action, operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(group: dist.ProcessGroup, *args: Any) -> Any:
+            self._record(action, operation, group, args)
+            return method(group, *args)
+
+        return recorded
+
+    def _record(self, action: Action, operation: str, group: dist.ProcessGroup, args: Any) -> None:
         members = dist.get_process_group_ranks(group)
         if len(members) < 2 or "DATA_PARALLEL" in group.group_desc:
             return
-        chunk = self._placement.chunk_of(self._action.stage)
+        chunk = self._placement.chunk_of(action.stage)
         size = max(_bytes(one) for one in args[:2])
         stride = members[1] - members[0]
-        kind = str(self._action.kind)
-        self.found.append(Collective(chunk, kind, operation, size, len(members), stride))
+        self.found.append(Collective(chunk, str(action.kind), operation, size, len(members), stride))
 
 
 def _bytes(tensors: Any) -> int:
