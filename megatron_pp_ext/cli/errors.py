@@ -1,15 +1,13 @@
 """Errors of the command line: bad input ends in one line on stderr and exit code 2."""
 
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from megatron_pp_ext.jobs.process import ended_as_by_the_keyboard
 
 
 class OneLineErrors(TyperGroup):
@@ -27,7 +25,7 @@ class OneLineErrors(TyperGroup):
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         try:
-            with _ended_as_by_the_keyboard():
+            with ended_as_by_the_keyboard():
                 sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
         except typer.Abort:
             _leave("stopped", 1)
@@ -44,27 +42,6 @@ class OneLineErrors(TyperGroup):
             if message is None:
                 raise
             _leave(message(), 2)
-
-
-@contextmanager
-def _ended_as_by_the_keyboard() -> Iterator[None]:
-    """Treat SIGTERM of a batch system and SIGHUP of a lost terminal like Ctrl-C, so that runs are ended."""
-    here = os.getpid()
-
-    def interrupt(number: int, frame: object) -> None:
-        if os.getpid() != here:
-            os._exit(128 + number)  # a forked process ends as it would without this handler
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _leave(message: str, code: int) -> None:

@@ -1,17 +1,51 @@
-"""Processes of training runs: each has a session of its own, and ends with its ranks whatever happens."""
+"""Processes of training runs: each has a session of its own, and ends with its ranks whatever happens.
+
+torchrun gives every rank a session of its own, too, and a launcher that is killed does not end its ranks.
+Every process that is started here therefore carries a mark in its environment, which all that come from it
+inherit, and by which they are found at its end.
+"""
 
 import os
 import signal
 import subprocess
+import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from megatron_pp_ext.jobs.failure import reason
 
 GRACE_SECONDS = 40
 """How long a process may take to end; torchrun gives its ranks 30 seconds."""
+
+MARKS = "MPP_STARTED_BY"
+"""The variable with the marks of all starts that a process comes from, with spaces."""
+
+
+@contextmanager
+def ended_as_by_the_keyboard() -> Iterator[None]:
+    """Treat SIGTERM of a batch system and SIGHUP of a lost terminal like Ctrl-C, so that runs are ended."""
+    here = os.getpid()
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() != here:
+            os._exit(128 + number)  # a forked process ends as it would without this handler
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -21,33 +55,49 @@ def started(
     environment: Mapping[str, str] | None = None,
     keep_open: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` with all that it prints going to ``output``, and end it when the context is left.
+    """Start ``command`` with all that it prints going to ``output``; when the context is left, end it.
 
-    ``environment`` is added to this process's own, and the descriptors ``keep_open`` are inherited.  Raises
-    OSError for a command that cannot be started.
+    ``environment`` is added to this process's own, and the descriptors ``keep_open`` are inherited.  What the
+    command has started ends with it, in whatever session it is.  Raises OSError for a command that cannot be
+    started.
     """
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **(environment or {}), MARKS: f"{os.environ.get(MARKS, '')} {mark}".lstrip()},
         pass_fds=keep_open,
         start_new_session=True,
     )
     try:
         yield process
     finally:
-        end(process)
+        _end(process, mark)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of ``process``; torchrun's ranks have sessions of their own, and it ends them."""
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End the process group of ``process``, which ends its ranks, and kill what is left of the ``mark``."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, how)
             process.wait(GRACE_SECONDS)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+    last = time.monotonic() + GRACE_SECONDS
+    while (left := list(_marked(mark))) and time.monotonic() < last:
+        for one in left:
+            with suppress(psutil.Error):
+                one.kill()
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    """Yield the processes that come from the start with this mark and have not ended."""
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):  # it is gone by now, or another user's
+            if mark in one.environ().get(MARKS, "").split():
+                yield one
 
 
 def run(

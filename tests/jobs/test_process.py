@@ -42,6 +42,33 @@ def test_an_error_ends_a_process_and_its_child(tmp_path: Path) -> None:
     assert ended(wait_for(child))
 
 
+@pytest.mark.parametrize("how", ["stopped", "killed", "done"])
+def test_what_has_a_session_of_its_own_ends_too(tmp_path: Path, how: str) -> None:
+    """As torchrun's ranks have; a launcher that is killed, or is done, cannot end them itself."""
+    child = tmp_path / "child"
+    script = f"setsid bash -c 'echo $$ > {child}; exec sleep 60' & {'' if how == 'done' else 'wait'}"
+    with (tmp_path / "log").open("wb") as log, process.started(["bash", "-c", script], log) as launcher:
+        wait_for(child)
+        if how == "killed":
+            launcher.kill()
+    assert ended(wait_for(child))
+
+
+def test_only_what_comes_from_a_start_ends_with_it(tmp_path: Path) -> None:
+    """A start within a start is ended with either; one beside it goes on."""
+    log, pids = tmp_path / "log", tmp_path / "pids"
+    inner = (
+        "import os, subprocess, sys; from megatron_pp_ext.jobs import process\n"
+        "with process.started(['sleep', '60'], subprocess.DEVNULL) as within:\n"
+        f"    open({str(pids)!r}, 'w').write(str(within.pid)); os.kill(os.getpid(), 9)\n"
+    )
+    with log.open("wb") as output, process.started(["sleep", "60"], output) as beside:
+        with process.started([sys.executable, "-c", inner], output):
+            wait_for(pids)
+        assert ended(wait_for(pids))
+        assert beside.poll() is None
+
+
 def test_one_failure_ends_the_others_and_says_why(tmp_path: Path) -> None:
     child = tmp_path / "child"
     failing = f"while ! [ -s {child} ]; do sleep 0.02; done; echo $RANK is wrong >&2; exit 3"
