@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import BOTH, PER_NODE, ROOT, calls
+from tests.scripts.conftest import BOTH, FLAGS, PER_NODE, ROOT, calls
 
 
 def wait_for(call: str, job: dict[str, str], batch: subprocess.Popen) -> None:
@@ -75,13 +74,7 @@ def test_a_job_that_saved_no_step_is_not(
 
 def test_the_ranks_save_when_told(job: dict[str, str], tmp_path: Path) -> None:
     """One node, two ranks on the CPU: torchrun passes the signal on, and waits until they have saved."""
-    flags = shlex.split(
-        "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 0.01 "
-        "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 100000 "
-        "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 64 --mock-data --eval-iters 0 "
-        "--make-vocab-size-divisible-by 1 --log-interval 1 --ckpt-format torch_dist --save-interval 100000 "
-        "--eval-interval 9 --pipeline-model-parallel-size 2 --pipeline-schedule v-half"
-    )
+    flags = [*FLAGS, "--pipeline-model-parallel-size", "2"]
     own = {
         "REALLY": "1",
         "RANK_LOGS": str(tmp_path / "logs"),
