@@ -9,6 +9,7 @@ replaced. From there on the script runs as if it had been started by itself.
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,10 @@ def prepare(cpu: bool = False) -> None:
     This has to run before anything imports Megatron. It takes ``--cpu`` out of sys.argv, and puts the flags
     that a CPU needs in.
     """
+    if {"--exit-signal-handler", "SIGINT"} <= set(sys.argv[1:]):
+        # Training takes this signal over, and saves. Before that there is nothing to save, and no traceback
+        # of whatever was being imported helps.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "--cpu" in sys.argv[1:]:
         cpu = True
         sys.argv.remove("--cpu")

@@ -15,12 +15,27 @@
 # Arguments are the training script's. With --save and --load on one folder a job that reaches its time limit
 # saves, is queued again and continues: SLURM signals the batch script (--signal there), that signals the ranks,
 # and they save at the end of their step (--exit-signal-handler). The signal is SIGINT: the processes that a rank
-# started, and needs for saving, get it as well, and SIGTERM would end them.
+# started, and needs for saving, get it as well, and SIGTERM would end them. A job that saved nothing new would do
+# the same again, for ever, and is not queued again.
 
 set -euo pipefail
 
 # shellcheck source-path=SCRIPTDIR source=print_command.sh
 source "$(dirname "${BASH_SOURCE[0]}")/print_command.sh"
+
+# The signal that SLURM sends ahead of the time limit may come at any moment, also before the ranks are there.
+interrupted=0
+step=0
+
+interrupt() {
+    interrupted=1
+    # The ranks alone are told, by their step, which srun makes a moment after it has started.
+    while ((step)) && kill -0 "$step" 2>/dev/null && ! scancel --signal=INT "$SLURM_JOB_ID.0" 2>/dev/null; do
+        sleep 1
+    done
+}
+
+trap interrupt USR1
 
 dry_run=0
 if is_true DRY_RUN; then
@@ -76,12 +91,37 @@ if [[ -n "${RANK_LOGS:-}" ]]; then
     rank=(bash -c 'exec > >(exec tee -ia "$0/rank-$RANK.log") 2>&1; exec "$@"' "$RANK_LOGS" "${rank[@]}")
 fi
 
-interrupted=0
-step=0
+# The folder that --save names among the script's arguments, of which the last counts.
+save=""
+for ((at = 1, next = 2; at <= $#; at++, next++)); do
+    case "${!at}" in
+        --save) save="${!next:-}" ;;
+        --save=*) save="${!at#--save=}" ;;
+    esac
+done
 
-interrupt() {
-    interrupted=1
-    scancel --signal=INT "$SLURM_JOB_ID.0" # the ranks alone, by their step
+# Print the step of the newest checkpoint there, 0 without one.
+saved() {
+    local newest
+    newest="$(cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null || true)"
+    [[ "$newest" =~ ^[0-9]+$ ]] || newest=0
+    echo "$newest"
+}
+
+# Queue the job again, if it has saved more than the step that it began with, which is the argument.
+queue_again() {
+    local problem
+    if [[ -z "$save" ]]; then
+        problem="it has no --save, and would start from nothing: give --save and --load one folder"
+    elif (($(saved) <= $1)); then
+        problem="it has trained and saved no step since it started (the newest in $save is $1), and would do so\
+ for ever: give sbatch a longer --time, of which the last ten minutes are for saving, and --load the folder of --save"
+    else
+        scontrol requeue "$SLURM_JOB_ID"
+        return
+    fi
+    echo "job $SLURM_JOB_ID is not queued again: $problem" >&2
+    return 1
 }
 
 # Run a step of the job, with the ranks' command as arguments, and queue the job again if time ran out.
@@ -99,10 +139,13 @@ run() {
     if [[ -n "${RANK_LOGS:-}" ]]; then
         mkdir -p "$RANK_LOGS"
     fi
-    trap interrupt USR1
+    local status=0 before
+    before="$(saved)"
     "${command[@]}" &
     step=$!
-    local status=0
+    if ((interrupted)); then
+        interrupt
+    fi
     wait "$step" || status=$?
     # A signal ends the waiting, not the step.
     while kill -0 "$step" 2>/dev/null; do
@@ -110,7 +153,7 @@ run() {
         wait "$step" || status=$?
     done
     if ((interrupted)); then
-        scontrol requeue "$SLURM_JOB_ID"
+        queue_again "$before"
         return
     fi
     return "$status"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,19 @@ def test_mistakes_get_one_line(words: list[str], problem: str, capsys: pytest.Ca
     assert problem in printed
     assert launcher.USAGE in printed
     assert printed.count("\n") == 1
+
+
+def test_a_job_that_is_told_to_save_while_it_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    """A batch script tells its ranks by SIGINT; here it comes while Megatron is imported."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/__init__.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    (tmp_path / "script.py").touch()
+    words = [sys.executable, "-m", "megatron_pp_ext", str(tmp_path / "script.py")]
+    told = ["--exit-signal-handler", "--exit-signal", "SIGINT"]
+    ended = subprocess.run([*words, *told], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    own = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in own.stderr
 
 
 def test_help(capsys: pytest.CaptureFixture) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from megatron_pp_ext.runtime.groups import GroupOptions, direction_groups, message_backend
 from tests.support.ranks import run_ranks
@@ -132,6 +133,8 @@ def two_sets(rank: int, case: Case) -> tuple[list[dict], list[torch.device], lis
 
 @pytest.mark.parametrize("case", CASES, ids=Case.__str__)
 def test_groups_are_made(case: Case) -> None:
+    if case.members_only and Version(torch.__version__) < Version("2.15"):
+        pytest.skip("before torch 2.15 ranks do not agree on the name of a group that its members alone make")
     by_rank = run_ranks(two_sets, 4, case)
     for rank, (asked, greeted, names) in enumerate(by_rank):
         mine = PIPELINES[rank % 2]

@@ -1,62 +1,15 @@
-"""The batch scripts: what they would start, and what they do when a job's time runs out.
-
-There is no SLURM here. Stand-ins for its commands write down how they were called.
-"""
+"""What the batch scripts would start, with stand-ins for SLURM's commands; test_cluster.py has a real one."""
 
 import os
-import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PER_NODE = ROOT / "scripts/slurm_one_task_per_node.sbatch"
-PER_GPU = ROOT / "scripts/slurm_one_task_per_gpu.sbatch"
-BOTH = pytest.mark.parametrize("script", [PER_NODE, PER_GPU], ids=lambda script: script.stem)
-
-STAND_IN = """#!/bin/bash
-echo "$(basename "$0") $*" >> "$CALLS"
-case "$(basename "$0") $*" in
-    "scontrol show hostnames "*) printf 'first\\nsecond\\n' ;;
-    "scontrol show job 12345"*) printf '   Requeue=1\\n   Command=%s --bf16\\n   WorkDir=/\\n' "$COMMAND" ;;
-    "scancel "*)
-        touch "$CALLS.cancelled"
-        [[ ! -e "$CALLS.task" ]] || kill -INT "$(cat "$CALLS.task")"
-        ;;
-    "srun "*)
-        if [[ -n "${REALLY:-}" ]]; then
-            while [[ "$1" != bash ]]; do shift; done
-            "$@" &
-            echo $! > "$CALLS.task"
-            wait
-            exit
-        fi
-        while [[ -n "${WAITS:-}" && ! -e "$CALLS.cancelled" ]]; do sleep 0.05; done
-        exit "${STATUS:-0}" ;;
-esac
-"""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job of two nodes."""
-    for command in ("srun", "scontrol", "scancel"):
-        (tmp_path / command).write_text(STAND_IN)
-        (tmp_path / command).chmod(0o755)
-    return {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"),
-        "SCRIPT": "Megatron LM/pretrain_gpt.py",
-        "SLURM_JOB_ID": "12345",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
+from tests.scripts.conftest import BOTH, PER_GPU, PER_NODE, ROOT, calls
 
 
 def printed(script: Path, job: dict[str, str], *arguments: str) -> str:
@@ -71,10 +24,6 @@ def dry_run(script: Path, job: dict[str, str], *arguments: str) -> list[str]:
     """The words of the command that ``script`` would run."""
     words = shlex.split(printed(script, job, *arguments).replace("\\\n", ""))
     return words[words.index("srun") :]
-
-
-def calls(job: dict[str, str]) -> list[str]:
-    return Path(job["CALLS"]).read_text().splitlines()
 
 
 @BOTH
@@ -219,74 +168,6 @@ def test_each_task_knows_its_place(script: Path, job: dict[str, str], tmp_path: 
     assert ("--node-rank 1 " if script == PER_NODE else "11 3 -m") in told
     if script == PER_GPU:
         assert (tmp_path / "rank-11.log").read_text() == told
-
-
-@BOTH
-def test_a_job_at_its_time_limit_is_queued_again(script: Path, job: dict[str, str]) -> None:
-    """SLURM signals the batch script; the ranks are told, and are waited for; then the job is queued."""
-    batch = subprocess.Popen(["bash", str(script)], env=job | {"WAITS": "1", "STATUS": "1"})
-    while not any(call.startswith("srun") for call in (calls(job) if Path(job["CALLS"]).exists() else [])):
-        assert batch.poll() is None
-        time.sleep(0.05)
-    batch.send_signal(signal.SIGUSR1)
-    assert batch.wait(timeout=30) == 0
-    assert calls(job)[-2:] == ["scancel --signal=INT 12345.0", "scontrol requeue 12345"]
-
-
-def test_the_ranks_save_when_told(job: dict[str, str], tmp_path: Path) -> None:
-    """One node, two ranks on the CPU: torchrun passes the signal on, and waits until they have saved."""
-    flags = shlex.split(
-        "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 0.01 "
-        "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 100000 "
-        "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 64 --mock-data --eval-iters 0 "
-        "--make-vocab-size-divisible-by 1 --log-interval 1 --ckpt-format torch_dist --save-interval 100000 "
-        "--eval-interval 9 --pipeline-model-parallel-size 2 --pipeline-schedule v-half"
-    )
-    own = {
-        "REALLY": "1",
-        "RANK_LOGS": str(tmp_path / "logs"),
-        "PYTHON": sys.executable,
-        "SCRIPT": str(ROOT / "megatron_pp_ext/pretrain_gpt.py"),
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_NODEID": "0",
-        "GPUS_PER_NODE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 10000),
-    }
-    log, saved = tmp_path / "log", tmp_path / "saved"
-    with log.open("w") as output:
-        batch = subprocess.Popen(
-            ["bash", str(PER_NODE), *flags, "--save", str(saved)],
-            env=job | own,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    end = time.monotonic() + 200
-    while not re.search(r"iteration +2/", log.read_text()):
-        assert batch.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-        time.sleep(0.1)
-    batch.send_signal(signal.SIGUSR1)
-    assert batch.wait(timeout=200) == 0
-    assert calls(job)[-1] == "scontrol requeue 12345"
-    assert int((saved / "latest_checkpointed_iteration.txt").read_text()) >= 2, log.read_text()[-3000:]
-    logs = [(tmp_path / f"logs/rank-{rank}.log").read_text() for rank in range(2)]
-    assert sum("iteration        2/" in text for text in logs) == 1  # one rank logs the training
-    assert any("successfully saved checkpoint" in text for text in logs), logs  # tee outlives SIGINT
-
-
-@BOTH
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_job_that_ends_by_itself_is_not(script: Path, job: dict[str, str], status: int) -> None:
-    batch = subprocess.run(["bash", str(script)], env=job | {"STATUS": str(status)}, check=False)
-    assert batch.returncode == status
-    assert not any("requeue" in call for call in calls(job))
-
-
-@BOTH
-def test_slurm_is_asked_to_tell_early_and_to_queue_again(script: Path) -> None:
-    asked = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert "#SBATCH --requeue" in asked
-    assert "#SBATCH --signal=B:USR1@600" in asked
 
 
 def test_shellcheck_has_nothing_to_say() -> None:

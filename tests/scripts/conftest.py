@@ -1,0 +1,69 @@
+"""The batch scripts, a job for them, and stand-ins for SLURM's commands, which write down their calls."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PER_NODE = ROOT / "scripts/slurm_one_task_per_node.sbatch"
+PER_GPU = ROOT / "scripts/slurm_one_task_per_gpu.sbatch"
+BOTH = pytest.mark.parametrize("script", [PER_NODE, PER_GPU], ids=lambda script: script.stem)
+
+FLAGS = shlex.split(
+    "--cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 0.01 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 100000 "
+    "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 64 --mock-data --eval-iters 0 "
+    "--make-vocab-size-divisible-by 1 --log-interval 1 --ckpt-format torch_dist --save-interval 100000 "
+    "--eval-interval 9 --pipeline-schedule v-half"
+)
+"""A job on CPUs that takes a small fraction of a second for a step, and goes on until it is told."""
+
+STAND_IN = """#!/bin/bash
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$(basename "$0") $*" in
+    "scontrol show hostnames "*)
+        while [[ -n "${SLOW:-}" && ! -e "$CALLS.go" ]]; do sleep 0.05; done
+        printf 'first\\nsecond\\n'
+        ;;
+    "scontrol show job 12345"*) printf '   Requeue=1\\n   Command=%s --bf16\\n   WorkDir=/\\n' "$COMMAND" ;;
+    "scancel "*)
+        # The first one comes before the step is there.
+        [[ -e "$CALLS.early" ]] || { touch "$CALLS.early"; exit 1; }
+        touch "$CALLS.cancelled"
+        [[ ! -e "$CALLS.task" ]] || kill -INT "$(cat "$CALLS.task")"
+        ;;
+    "srun "*)
+        if [[ -n "${REALLY:-}" ]]; then
+            while [[ "$1" != bash ]]; do shift; done
+            "$@" &
+            echo $! > "$CALLS.task"
+            wait
+            exit
+        fi
+        while [[ -n "${WAITS:-}" && ! -e "$CALLS.cancelled" ]]; do sleep 0.05; done
+        [[ -z "${SAVES:-}" ]] || printf %s "$SAVES" > "$NEWEST"
+        exit "${STATUS:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job of two nodes whose commands of SLURM are stand-ins."""
+    for command in ("srun", "scontrol", "scancel"):
+        (tmp_path / command).write_text(STAND_IN)
+        (tmp_path / command).chmod(0o755)
+    return {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SCRIPT": "Megatron LM/pretrain_gpt.py",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
+
+
+def calls(job: dict[str, str]) -> list[str]:
+    return Path(job["CALLS"]).read_text().splitlines()
