@@ -175,7 +175,12 @@ class _FreeGathering(SystemKernelSeconds):
         ({"tensor_model_parallel_size": 8}, 12, "12 GPUs cannot be shared .* nearest that work are 8 or 16"),
         ({"tensor_model_parallel_size": 3}, 3, "size 3 does not divide --num-attention-heads 16"),
         ({"micro_batch_size": 3}, 4, "--micro-batch-size 3 x 4 .* nearest that work are 60 or 72"),
-        ({"pipeline_model_parallel_size": 5}, 5, "does not fill them evenly; set it to 15 or 20"),
+        ({"pipeline_model_parallel_size": 5}, 5, "does not fill 5 stages evenly; set it to 15 or 20"),
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1,
+          "decoder_last_pipeline_num_layers": 3}, 2,
+         "-layers 1 and .*-layers 3 make 4 layers, but --num-layers is 16 and there is no other rank; change"),
+        ({"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 17}, 3,
+         "--decoder-first-pipeline-num-layers 17 make 17 layers, but --num-layers is 16; change"),
         ({"num_experts": 4, "expert_model_parallel_size": 3}, 3, "size 3 does not divide --num-experts 4"),
         ({"pipeline_schedule": "v-half"}, 1, "needs a pipeline of 2 ranks or more"),
         (
