@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and texts that a person may have written."""
 
 import atexit
 import functools
@@ -8,6 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+TEXT = "utf-8-sig"
+"""The encoding of texts that a person may have written: UTF-8, in which a byte order mark is no letter."""
+
+
+def read_text(path: Path) -> str:
+    """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8."""
+    return path.read_text(encoding=TEXT)
 
 
 @contextmanager

@@ -4,12 +4,15 @@ Every ValueError names the value, the rule and the fix; ``naming`` puts the file
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from megatron_pp_ext.files import read_text
 
 
 @contextmanager
@@ -41,7 +44,7 @@ def _whole_number(digits: str) -> int:
 def read(path: Path, fix: str) -> Any:
     """Return the content of the JSON file ``path``; ValueError, as from ``parse``, if it is not JSON."""
     try:
-        return parse(path.read_text(encoding="utf-8"), fix)
+        return parse(read_text(path), fix)
     except UnicodeDecodeError as error:
         raise ValueError(f"not JSON ({error}): {fix}") from None
 
@@ -66,9 +69,12 @@ def require_names(content: Any, known: Iterable[str], needed: Iterable[str] = ()
             raise ValueError(f"{name!r} is missing: add it")
 
 
-def is_number(value: object) -> bool:
-    """Whether ``value`` is a number; JSON's true and false are none, though Python's are."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a finite number.
+
+    JSON's true and false are none, though Python's are, and NaN and Infinity are, though Python reads them.
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def short(value: Any) -> str:

@@ -5,12 +5,46 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_pp_ext import files
 from megatron_pp_ext.files import whole, write_whole
+from megatron_pp_ext.partition import profile_file
+from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.planner import model_names, system
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import trace_file
+from reference import vgg16
+
+SCHEDULE = catalog.build("1f1b", 2, 2)
+COSTS = Costs.unit(SCHEDULE.placement)
+READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "costs": (lambda path: costs_file.write(COSTS, path), costs_file.read),
+    "profile": (lambda path: Profile.chain([Layer("a", 1, 2, 3, 4)]).write(path), profile_file.read),
+    "graph.txt": (lambda path: path.write_text(vgg16.graph_txt()), profile_file.read),
+    "schedule": (lambda path: csv_file.write(SCHEDULE, path), csv_file.read),
+    "system": (
+        lambda path: path.write_text(system.read("h100").to_json()),
+        lambda path: system.read(str(path)),
+    ),
+    "model": (lambda path: path.write_text('{"num_layers": 4}'), lambda path: model_names.read(str(path))),
+    "trace": (lambda path: trace_file.write_timeline(path, simulate(SCHEDULE, COSTS)), trace_file.read),
+}
+"""What writes a file that a person may edit, and what reads it."""
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_byte_order_mark_is_no_part_of_a_text(kind: str, tmp_path: Path) -> None:
+    write, read = READERS[kind]
+    write(path := tmp_path / "file.json")
+    before = read(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read(path) == before
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)

@@ -23,7 +23,7 @@ _STEPS = {"files", "json_input", "schedule", "compiler", "request"}
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
     "files": set(),
-    "json_input": set(),
+    "json_input": {"files"},
     "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},

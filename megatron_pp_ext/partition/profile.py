@@ -56,7 +56,7 @@ class Layer:
                 continue
             if not is_number(value):
                 raise ValueError(
-                    f"layer {self.name!r}: {name} is {value!r}, but must be a number: profile again"
+                    f"layer {self.name!r}: {name} is {value!r}, but must be a finite number: profile again"
                 )
             if not 0 <= value <= MOST:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.partition import graph_txt
 from megatron_pp_ext.partition.profile import Profile, read_json
@@ -14,7 +15,7 @@ def read(path: str | Path) -> Profile:
     """
     with naming(path):
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(Path(path))
         except UnicodeDecodeError:
             raise ValueError("not a text: give a JSON profile or PipeDream's graph.txt") from None
         return read_json(text) if text.lstrip().startswith("{") else graph_txt.read(text)

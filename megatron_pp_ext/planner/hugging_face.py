@@ -34,6 +34,14 @@ _REFUSED = {
 
 _BY_FLAGS = "give Megatron's flags behind -- in place of --model"
 
+_NAMES = {"model_type", "architectures", "transformers_version", "num_hidden_layers", "n_layer"}
+"""Names of which every config.json has some, and which none of Megatron's arguments has."""
+
+
+def is_config(content: Mapping[str, Any]) -> bool:
+    """Whether ``content`` is that of a config.json, and not an object of Megatron's arguments."""
+    return not _NAMES.isdisjoint(content)
+
 
 def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config``, the content of a config.json, as Megatron's arguments by name.
@@ -41,6 +49,8 @@ def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     ValueError for types and features that are not supported, and for what is missing.
     """
     kind = config.get("model_type")
+    if kind is None:
+        raise ValueError(f"model_type is missing: add it, one of {', '.join(sorted(_FAMILIES))}")
     if isinstance(kind, str) and kind in _REFUSED:
         raise ValueError(f"model_type {kind!r} is not supported: {_REFUSED[kind]}")
     if not isinstance(kind, str) or kind not in _FAMILIES:
@@ -173,7 +183,7 @@ def _number(config: Mapping[str, Any], name: str, default: float) -> float:
     if value is None:
         return default
     if not is_number(value) or value < 0:
-        raise ValueError(f"{name} is {short(value)}, but must be a number: correct it")
+        raise ValueError(f"{name} is {short(value)}, but must be a finite number of 0 or more: correct it")
     return float(value)
 
 

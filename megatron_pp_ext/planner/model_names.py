@@ -81,7 +81,7 @@ def read(given: str) -> GivenModel:
         content = read_json(path, "write an object of Megatron's names")
         if not isinstance(content, dict):
             raise ValueError("is no object: write one of Megatron's names, such as num_layers")
-        if "model_type" in content:
+        if hugging_face.is_config(content):
             return GivenModel(given, hugging_face.arguments(content), hugging_face.sliding_window(content))
     model_description.require_known(content, str(path))
     return GivenModel(given, content)

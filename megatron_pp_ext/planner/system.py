@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import did_you_mean, is_number, naming, parse, require_names
 from megatron_pp_ext.planner.product_shapes import efficiency
 
@@ -258,7 +259,7 @@ def read(name: str) -> System:
             "or a JSON written by mpp calibrate"
         )
     try:
-        return System.from_json(Path(name).read_text(encoding="utf-8"), name)
+        return System.from_json(read_text(Path(name)), name)
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not a text: write what mpp calibrate writes") from None
 
@@ -285,6 +286,6 @@ def _require_rows(where: str, name: str, rows: Sequence[Sequence[float]], column
 
 
 def _require_positive(where: str, name: str, value: Any, or_zero: bool = False) -> None:
-    if not is_number(value) or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+    if not is_number(value) or value < 0 or (value == 0 and not or_zero):
         rule = "0 or more" if or_zero else "above 0"
         raise ValueError(f"system {where}: {name} is {value!r}, but must be a number {rule}: correct it")

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.planner.step.flag_words import by_name
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, flag
+from megatron_pp_ext.request import flag_hint
 
 _OURS = Path(__file__).parents[1] / "integration" / "request" / "parser.py"
 _PREFIXES = "no-", "disable-", "enable-"
@@ -35,7 +35,7 @@ def refuse(words: Sequence[str]) -> None:
             return
     spelled = {name for file in (_OURS, training / "arguments.py") for name in _FLAG.findall(_text(file))}
     for name in missing:
-        hint = did_you_mean(name, spelled | set(map(flag, DEFAULTS)), "see Megatron's --help", cutoff=0.7)
+        hint = flag_hint.hint(name, spelled | set(map(flag, DEFAULTS)), "see Megatron's --help")
         raise ValueError(f"in the model's flags: {name} is none of Megatron's: {hint}")
 
 

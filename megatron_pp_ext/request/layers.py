@@ -122,7 +122,7 @@ def predicting_stage(args: Namespace, stages: int) -> int | None:
 
 def has_given_ends(args: Namespace) -> bool:
     """Whether a flag gives the first or the last pipeline rank a number of layers of its own."""
-    return any(value(args, flag) is not None for flag in ENDS)
+    return bool(_given_ends(args))
 
 
 def by_stage(args: Namespace, stages: int) -> list[int]:
@@ -152,8 +152,8 @@ def _evenly(args: Namespace, stages: int) -> list[int]:
         below, above = each * stages - ends, (each + 1) * stages - ends
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
-            f"--num-layers {count(args)} does not fill them evenly; set it to {nearest}, or describe uneven "
-            "stages with --pipeline-model-parallel-layout"
+            f"--num-layers {count(args)} does not fill {stages} stages evenly; set it to {nearest}, or "
+            "describe uneven stages with --pipeline-model-parallel-layout"
         )
     even = [each] * stages
     even[0] -= args.account_for_embedding_in_pipeline_split
@@ -166,14 +166,27 @@ def _by_rank(args: Namespace) -> list[int]:
     front, back = ([given] if (given := value(args, flag)) is not None else [] for flag in ENDS)
     others = args.pipeline_model_parallel_size - len(front) - len(back)
     left = count(args) - sum(front + back)
-    if left < 0 or (left % others if others else left):
+    if left < 0 or (left and others < 1):
+        asked = " and ".join(f"{flag} {value(args, flag)}" for flag in _given_ends(args))
+        why = "" if left < 0 else " and there is no other rank"
+        raise ValueError(
+            f"{asked} make {sum(front + back)} layers, but --num-layers is {count(args)}{why}; "
+            f"{_ends_fix(args)}"
+        )
+    each, rest = divmod(left, max(others, 1))
+    if rest:
         raise ValueError(f"{left} layers cannot be shared evenly by {others} other ranks; {_ends_fix(args)}")
-    return [*front, *[left // others if others else 0] * others, *back]
+    return [*front, *[each] * others, *back]
+
+
+def _given_ends(args: Namespace) -> list[str]:
+    """The flags that give the first or the last pipeline rank a number of layers of its own."""
+    return [flag for flag in ENDS if value(args, flag) is not None]
 
 
 def _ends_fix(args: Namespace) -> str:
-    given = [flag for flag in ENDS if value(args, flag) is not None]
-    return f"change {' or '.join(given)}, or describe the stages with --pipeline-model-parallel-layout"
+    flags = " or ".join(_given_ends(args))
+    return f"change {flags}, or describe the stages with --pipeline-model-parallel-layout"
 
 
 def as_v(args: Namespace) -> str:

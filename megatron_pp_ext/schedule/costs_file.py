@@ -70,5 +70,5 @@ def _numbers_of(costs: type[StageCosts | VocabularyCosts], row: dict[str, Any]) 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     for name, value in row.items():
         if not is_number(value):
-            raise ValueError(f"{name} is {short(value)}, but must be a number: correct it")
+            raise ValueError(f"{name} is {short(value)}, but must be a finite number: correct it")
     return {name: float(value) for name, value in row.items()}

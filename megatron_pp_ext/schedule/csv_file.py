@@ -1,11 +1,11 @@
 """Schedules as files: the compute-only CSV of torch.distributed.pipelining.
 
-A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), and an empty cell is an
-idle slot.  The file holds no placement and no count of microbatches; both follow from the cells.
-A pair is the cell ``(3F0;4B1)OVERLAP_F_B``, as torch writes it.  torch also writes cells for messages: a
-file with those is refused, because this project derives messages from the order itself.  torch in turn
-refuses the cells of a shared vocabulary: ``2S0`` and ``2T0`` are rank 2's part of the output layer for
-microbatch 0.
+A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), an empty cell is an idle
+slot, and a line without actions is no rank.  The file holds no placement and no count of microbatches; both
+follow from the cells.  A pair is the cell ``(3F0;4B1)OVERLAP_F_B``, as torch writes it.  torch also writes
+cells for messages and for sharded parameters: a file with those is refused, because this project derives
+messages from the order itself.  torch in turn refuses the cells of a shared vocabulary: ``2S0`` and ``2T0``
+are rank 2's part of the output layer for microbatch 0.
 """
 
 import csv
@@ -14,12 +14,15 @@ import re
 from itertools import chain
 from pathlib import Path
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import TEXT, write_whole
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_OF_TORCH = re.compile(r"[0-9]+((WAIT_)?(SEND|RECV)_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")
+"""What only torch's ``compute_comms`` files have."""
+
 _CELL = re.compile(r"([0-9]{1,6})([FIWBST])([0-9]{1,6})")
 
 
@@ -40,8 +43,8 @@ def read(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file, strict=True))
+        with open(path, newline="", encoding=TEXT) as file:
+            rows = [row for row in csv.reader(file, strict=True) if any(map(str.strip, row))]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path}: byte {error.start} is not UTF-8: save the schedule as plain text"
@@ -79,6 +82,11 @@ def _actions(path: Path, row: int, cell: int, text: str) -> tuple[Action, ...]:
 
 def _action(path: Path, row: int, cell: int, text: str, part: str) -> Action:
     match = _CELL.fullmatch(part)
+    if match is None and _OF_TORCH.fullmatch(part):
+        raise ValueError(
+            f"{path}: row {row}, cell {cell}: {text!r} is of torch's compute_comms files, but here messages "
+            "follow from the order, and Megatron reduces gradients: write the file as compute_only"
+        )
     if match is None:
         raise ValueError(
             f"{path}: row {row}, cell {cell}: {text!r} is not an action: "

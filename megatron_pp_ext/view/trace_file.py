@@ -15,7 +15,7 @@ from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import read_text, write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
@@ -75,7 +75,7 @@ def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> Rank
 def read(path: Path) -> RecordedStep:
     """Read a file that ``write`` or ``write_timeline`` wrote; ValueError if ``path`` is something else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
         pipeline = content["otherData"]["pipeline"]
         shape = Shape(pipeline["shape"]), pipeline["ranks"], pipeline["chunks"]
         placement = Placement(*shape, shares_vocabulary=pipeline.get("shares_vocabulary", False))

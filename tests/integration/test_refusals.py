@@ -28,7 +28,7 @@ REFUSED = {
     ),
     "odd layers for a V": (
         f"{PP4} --pipeline-schedule v-half --num-layers 12",
-        "has 8 stages: --num-layers 12 does not fill them evenly; set it to 8 or 16",
+        "has 8 stages: --num-layers 12 does not fill 8 stages evenly; set it to 8 or 16",
     ),
     "too few layers": (f"{PP4} --pipeline-schedule v-zb --num-layers 4", "--num-layers 4 .* set it to 8, or"),
     "layers and ends": (

@@ -39,13 +39,22 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
         ({"layers": [{"name": "a"}]}, "layer 'a': 'forward_seconds' is missing"),
         ({"layers": [LAYER, {"forward_seconds": 1}]}, "layer 1: 'name' is missing"),
         ({"layers": [{**LAYER, "name": 1}]}, "'name' is 1, but must be a text"),
-        ({"layers": [{**LAYER, "backward_seconds": "2"}]}, "backward_seconds is '2', but must be a number"),
-        ({"layers": [{**LAYER, "backward_seconds": None}]}, "backward_seconds is None, but must be a number"),
+        (
+            {"layers": [{**LAYER, "backward_seconds": "2"}]},
+            "backward_seconds is '2', but must be a finite number",
+        ),
+        (
+            {"layers": [{**LAYER, "backward_seconds": None}]},
+            "backward_seconds is None, but must be a finite number",
+        ),
         (
             {"layers": [{**LAYER, "backward_seconds": -2}]},
             "backward_seconds is -2, but must be a finite number",
         ),
-        ({"layers": [{**LAYER, "parameter_bytes": float("nan")}]}, "parameter_bytes is nan"),
+        (
+            {"layers": [{**LAYER, "parameter_bytes": float("nan")}]},
+            "parameter_bytes is nan, but must be a finite number",
+        ),
         ({"layers": [{**LAYER, "saved_bytes": -1}]}, "saved_bytes is -1"),
         ({"layers": [LAYER, LAYER]}, "the name 'a' comes twice"),
         ({"layers": [{**LAYER, "activation_bytes": float("inf")}]}, "activation_bytes is inf"),

@@ -1,5 +1,6 @@
 """The models of memory and time against published formulas and sums by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -175,7 +176,12 @@ class _FreeGathering(SystemKernelSeconds):
         ({"tensor_model_parallel_size": 8}, 12, "12 GPUs cannot be shared .* nearest that work are 8 or 16"),
         ({"tensor_model_parallel_size": 3}, 3, "size 3 does not divide --num-attention-heads 16"),
         ({"micro_batch_size": 3}, 4, "--micro-batch-size 3 x 4 .* nearest that work are 60 or 72"),
-        ({"pipeline_model_parallel_size": 5}, 5, "does not fill them evenly; set it to 15 or 20"),
+        ({"pipeline_model_parallel_size": 5}, 5, "does not fill 5 stages evenly; set it to 15 or 20"),
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1,
+          "decoder_last_pipeline_num_layers": 3}, 2,
+         "-layers 1 and .*-layers 3 make 4 layers, but --num-layers is 16 and there is no other rank; "),
+        ({"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 17}, 3,
+         "--decoder-first-pipeline-num-layers 17 make 17 layers, but --num-layers is 16; change"),
         ({"num_experts": 4, "expert_model_parallel_size": 3}, 3, "size 3 does not divide --num-experts 4"),
         ({"pipeline_schedule": "v-half"}, 1, "needs a pipeline of 2 ranks or more"),
         (
@@ -205,6 +211,9 @@ def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
         ({"ffn_hidden_size": -4096}, "--ffn-hidden-size -4096, but it must be a whole number"),
         ({"micro_batch_size": True}, "--micro-batch-size True"),
         ({"recompute_granularity": "ful"}, "granularity 'ful', but it must be one of full, selective"),
+        ({"hidden_dropout": math.nan}, "--hidden-dropout nan, but it must be a finite number"),
+        ({"attention_dropout": "0.1"}, "--attention-dropout '0.1', but it must be a finite number"),
+        ({"pipeline_memory_limit": math.inf}, "--pipeline-memory-limit inf, but it must be a number above 0"),
         ({"swiglu": "no"}, "--swiglu 'no', but it must be true or false"),
         ({"pipeline_memory_limit": [0.5]}, r"--pipeline-memory-limit \[0.5\], but it must be a number"),
         ({"num_experts": 8, "moe_layer_freq": [1, 0]}, "a list of 0 and 1, one a layer"),

@@ -53,6 +53,8 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
         ({"hidden_size": None}, "hidden_size is missing: add it"),
         ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", but must be a whole number'),
         ({"model_type": "mixtral"}, "num_local_experts is missing"),
+        ({"rope_theta": float("nan")}, "rope_theta is NaN, but must be a finite number of 0 or more"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity, but must be a finite number"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_the_reason(changed, message, tmp_path):
@@ -62,6 +64,15 @@ def test_what_is_not_supported_is_refused_by_the_reason(changed, message, tmp_pa
         model_names.read(str(file))
     assert str(error.value).startswith(f"{file}: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("more", [{}, {"model_type": None}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_config_that_does_not_say_its_type_is_told_so(more, tmp_path):
+    file = tmp_path / "config.json"
+    untyped = {name: size for name, size in LLAMA.items() if name != "model_type"}
+    file.write_text(json.dumps({**untyped, **more}))
+    with pytest.raises(ValueError, match=r"config\.json: model_type is missing: add it, one of gpt2, llama"):
+        model_names.read(str(file))
 
 
 def test_a_sliding_window_counts_only_where_a_sequence_is_longer(tmp_path):

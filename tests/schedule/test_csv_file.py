@@ -31,6 +31,62 @@ def test_idle_cells_and_spaces_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        b"0F0,0B0\n1F0,1B0\n\n\n",
+        b"\n0F0,0B0\n\n1F0,1B0",
+        b"0F0,0B0\r\n1F0,1B0\r\n \r\n,,\r\n",
+        b"\xef\xbb\xbf0F0,0B0\n1F0,1B0\n",
+    ],
+    ids=["at the end", "between", "of spaces and commas", "behind a byte order mark"],
+)
+def test_lines_without_actions_and_a_byte_order_mark_are_no_matter(content, tmp_path):
+    path = tmp_path / "1f1b.csv"
+    path.write_bytes(content)
+    assert csv_file.read(path) == catalog.build("1f1b", 2, 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-zb"])
+def test_torchs_files_with_messages_are_refused_with_the_reason(name, tmp_path, torch_schedules):
+    """Those that torch writes as ``compute_comms``, which begin with an UNSHARD or a RECV_F."""
+    schedule = catalog.build(name, 2, 3)
+    sharded = {
+        rank: torch_schedules._add_unshard_reshard(
+            [torch_schedules._Action.from_str(str(action)) for action in order]
+        )
+        for rank, order in enumerate(schedule.orders)
+    }
+    placement = schedule.placement
+    rows = torch_schedules._add_send_recv(sharded, placement.rank_of, placement.stages)
+    path = tmp_path / "compute_comms.csv"
+    path.write_text("".join(",".join(map(str, row)) + "\n" for _, row in sorted(rows.items())))
+    with pytest.raises(ValueError, match=r"row 0, cell 0: '0UNSHARD' .*compute_comms.*compute_only"):
+        csv_file.read(path)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "0UNSHARD",
+        "0RESHARD",
+        "0SEND_F0",
+        "0RECV_F12",
+        "0SEND_B0",
+        "0RECV_B0",
+        "0WAIT_SEND_F0",
+        "0REDUCE_GRAD",
+        "0WAIT_REDUCE_GRAD",
+    ],
+)
+def test_each_of_torchs_other_actions_is_known(cell, tmp_path):
+    path = tmp_path / "torchs.csv"
+    path.write_text(f"0F0,0B0,{cell}\n1F0,1B0\n")
+    with pytest.raises(ValueError, match=f"row 0, cell 2: '{cell}' .*compute_only") as error:
+        csv_file.read(path)
+    assert "is not an action" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "cell",
     [
         "F0",
@@ -70,7 +126,6 @@ def test_garbage_is_named_with_its_place(cell, tmp_path):
         (b"0F0,0B0\n2F0,2B0\n", "fit no placement"),
         (b"1F0,1B0\n0F0,0B0\n", "fit no placement"),
         (b"0F0,0B0\n0F1,0B1\n", "fit no placement"),
-        (b"0F0,0B0\n\n", "fit no placement"),
         (b"0F0,1F0,1B0,0B0\n2F0,2B0\n", "fit no placement"),
     ],
 )

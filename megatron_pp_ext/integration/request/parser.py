@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.integration.request.agreement import refused
-from megatron_pp_ext.json_input import did_you_mean
+from megatron_pp_ext.request import flag_hint
 from megatron_pp_ext.request.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS, SHARED
@@ -135,5 +135,5 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     unknown = next((word for word in message.split() if word.startswith("--")), "")
     flag = unknown.partition("=")[0].rstrip(":")
     known = [known for known in parser._option_string_actions if known.startswith("--")]
-    hint = "" if not flag or flag in known else did_you_mean(flag, known, cutoff=0.7)
-    raise refused(f"{message}; {hint or 'correct it (--help shows all flags)'}")
+    fix = "correct it (--help shows all flags)"
+    raise refused(f"{message}; {flag_hint.hint(flag, known, fix) if flag and flag not in known else fix}")

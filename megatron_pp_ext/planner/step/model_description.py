@@ -5,7 +5,6 @@ Megatron at hand it is made from a JSON object: ``{"num_layers": 96, "hidden_siz
 "num_attention_heads": 96, "seq_length": 2048, "vocab_size": 51200, "bf16": true}``.
 """
 
-import math
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -171,6 +170,8 @@ def require_complete(args: Namespace, where: str) -> None:
             rule = f"one of {', '.join(choice for choice in _CHOICES[name] if choice)}"
         elif isinstance(default, bool) and not isinstance(value, bool):
             rule = "true or false"
+        elif isinstance(default, float) and not is_number(value):
+            rule = "a finite number"
         elif name == "pipeline_memory_limit" and value is not None and not _is_limit(value):
             rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"
         elif name == "moe_layer_freq" and args.num_experts and not _is_frequency(value, args.num_layers):
@@ -192,8 +193,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_limit(value: object) -> bool:
-    is_amount = isinstance(value, int | float) and is_number(value) and 0 < value < math.inf
-    return is_amount or isinstance(value, str)
+    return isinstance(value, str) or (is_number(value) and value > 0)
 
 
 def _is_frequency(value: object, layers: int | None) -> bool:
