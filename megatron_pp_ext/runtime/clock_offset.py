@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.runtime.groups import wire_of
+
 ROUNDS = 10
 """Requests of each rank; its first one waits until the first rank has served the ranks before it."""
 
@@ -45,10 +47,10 @@ def processor_seconds() -> float:
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
     """Measure how far this rank's clock is from that of ``group``'s first rank.
 
-    Collective over ``group``, whose backend sends tensors on ``device``; the host waits for every message.
+    Collective over ``group``, whose ranks compute on ``device``; the host waits for every message.
     """
     first, *others = dist.get_process_group_ranks(group)
-    number = torch.zeros(1, dtype=torch.float64, device=device)
+    number = torch.zeros(1, dtype=torch.float64, device=wire_of(group, device))
     if dist.get_rank() != first:
         return min((_round_trip(first, number, group) for _ in range(ROUNDS)), key=lambda one: one.error)
     for other in others:

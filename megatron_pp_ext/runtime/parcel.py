@@ -6,32 +6,29 @@ is one message of a length that both know.  A tree of another form is announced 
 message; its form and its numbers follow in a second one.
 """
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from megatron_pp_ext.runtime.groups import wire_of
+from megatron_pp_ext.runtime.packing import Place, Placed, check_copy, obstacle, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands in a form for a tensor of the tree, whose numbers are bytes ``start`` to ``end`` of all."""
+class _Refused:
+    """Travels in place of a tree that cannot."""
 
-    dtype: torch.dtype
-    shape: torch.Size
-    start: int
-    end: int
+    problem: str
 
 
 class Parcels:
     """One end of a connection that takes trees from global rank ``sender`` to ``receiver`` of ``group``.
 
-    ``device`` is that of a tree's tensors at both ends.  Leaves that are no tensors are pickled.  The
-    receiver's host waits for each tree.
+    A tree may hold whatever pickle can copy, tensors of all kinds among it.  They arrive on ``device``,
+    apart from those in the host's memory, without their graph.  A defaultdict whose factory pickle cannot
+    copy arrives without the factory.  The receiver's host waits for each tree.
     """
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -40,28 +37,25 @@ class Parcels:
         self._form = b""
         self._length = 0
 
-    def send(self, tree: Any) -> None:
-        """Send ``tree``."""
-        numbers: list[torch.Tensor] = []
-        length = 0
+    def send(self, **parts: Any) -> None:
+        """Send a tree of ``parts`` by name; ValueError, here and from ``receive``, for what cannot travel."""
+        try:
+            form, placed = pack(parts)
+            if form != self._form:
+                check_copy(form, placed)
+        except Exception as error:  # whatever the objects' own methods raise
+            why = next(filter(None, (obstacle(name, part) for name, part in parts.items())), str(error))
+            problem = (
+                f"{why}, and has to go from rank {self._sender}, which computes it, to rank "
+                f"{self._receiver}, where Megatron looks for it; let the loss function return tensors and "
+                "what pickle can copy"
+            )
+            self._send_packed(*pack(_Refused(problem)))
+            raise ValueError(problem) from None
+        self._send_packed(form, placed)
 
-        def place_of(tensor: torch.Tensor) -> _Place:
-            nonlocal length
-            numbers.append(tensor.detach().reshape(-1).view(torch.uint8).to(self._wire))
-            start, length = length, length + len(numbers[-1])
-            return _Place(tensor.dtype, tensor.shape, start, length)
-
-        form = pickle.dumps(tree_map_only(torch.Tensor, place_of, tree))
-        if form == self._form:
-            self._send(self._announcement(0, 0), *numbers)
-            return
-        unused = torch.zeros(self._length, dtype=torch.uint8, device=self._wire)
-        self._send(self._announcement(len(form), length), unused)
-        self._send(torch.frombuffer(bytearray(form), dtype=torch.uint8).to(self._wire), *numbers)
-        self._form, self._length = form, length
-
-    def receive(self) -> Any:
-        """Return the tree that was sent."""
+    def receive(self) -> dict[str, Any]:
+        """Return the parts that were sent."""
         header = len(self._announcement(0, 0))
         message = self._receive(header + self._length)
         form_length, length = message[:header].view(torch.long).tolist()
@@ -72,11 +66,26 @@ class Parcels:
             numbers = message[form_length:]
         numbers = numbers.to(self._device)
 
-        def tensor_at(place: _Place) -> torch.Tensor:
+        def tensor_at(place: Place) -> torch.Tensor:
             # Cloned, since a view in another dtype has to begin at a multiple of its size.
-            return numbers[place.start : place.end].clone().view(place.dtype).reshape(place.shape)
+            tensor = numbers[place.start : place.end].clone().view(place.dtype).reshape(place.shape)
+            return tensor.cpu() if place.on_host else tensor
 
-        return tree_map_only(_Place, tensor_at, pickle.loads(self._form))
+        parts = unpack(self._form, tensor_at)
+        if isinstance(parts, _Refused):
+            raise ValueError(parts.problem)
+        return dict(parts)
+
+    def _send_packed(self, form: bytes, placed: list[Placed]) -> None:
+        numbers = [_bytes_of(tensor).to(self._wire) for _, tensor in placed]
+        if form == self._form:
+            self._send(self._announcement(0, 0), *numbers)
+            return
+        length = sum(map(len, numbers))
+        unused = torch.zeros(self._length, dtype=torch.uint8, device=self._wire)
+        self._send(self._announcement(len(form), length), unused)
+        self._send(torch.frombuffer(bytearray(form), dtype=torch.uint8).to(self._wire), *numbers)
+        self._form, self._length = form, length
 
     def _announcement(self, form_length: int, length: int) -> torch.Tensor:
         return torch.tensor([form_length, length], device=self._wire).view(torch.uint8)
@@ -88,3 +97,8 @@ class Parcels:
         message = torch.empty(length, dtype=torch.uint8, device=self._wire)
         dist.recv(message, self._sender, group=self._group)
         return message
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``tensor``, which may be laid out in any order, as a row of bytes."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -79,11 +79,13 @@ class WeightGradientStore:
     def defer(self, work: WeightWork, *tensors: torch.Tensor) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
 
-        Where no slot is collecting, run it now.
+        It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot
+        is collecting, run it now.
         """
         if self._slot is None:
             work()
             return
+        work = _under_present_autocast(work)
         self._work[self._slot].append(work)
         if self.meter is not None:
             for tensor in tensors:
@@ -99,6 +101,13 @@ class WeightGradientStore:
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""
         return len(self._work)
+
+
+def _under_present_autocast(work: WeightWork) -> WeightWork:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            work = torch.autocast(device, torch.get_autocast_dtype(device))(work)
+    return work
 
 
 @torch.no_grad()

@@ -1,12 +1,14 @@
 """--pipeline-vocabulary: what is refused in one line, what auto chooses, and what the run says."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration.request import start_up
 from megatron_pp_ext.integration.request.validation import _costs, read_flags
+from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.request import vocabulary_flag, vocabulary_source
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
@@ -72,6 +74,14 @@ def test_a_job_that_is_refused_ends_with_that_line():
     flags = f"{PP2} --pipeline-schedule 1f1b --mtp-num-layers 1 {SHARED}"
     with pytest.raises(RankError, match="megatron_pp_ext: --pipeline-vocabulary shared does not support --m"):
         train(2, flags.split())
+
+
+def test_autocast_in_the_model_s_config_is_refused():
+    """The forward step, which it surrounds, has no logits."""
+    config = SimpleNamespace(enable_autocast=True)
+    inputs = SimpleNamespace(collect_non_loss_data=False, config=config)
+    with pytest.raises(ValueError, match=r"config has enable_autocast, .* leave one of the two out"):
+        ModelVocabulary(inputs, None, None, None, (1, 1, 1))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-zb", "flex --pipeline-memory-limit 2"])

@@ -116,6 +116,18 @@ TICK, LATER = 2.0**-10, 2.0
 """Seconds that a look at the clock takes, and those between the first rank's readiness and a question."""
 
 
+def ask_over_gloo(rank: int) -> clock_offset.Offset:
+    dist.init_process_group("gloo")
+    return clock_offset.offset_to_first(dist.group.WORLD, torch.device("meta"))
+
+
+def test_gloo_gets_the_time_from_the_host_s_memory() -> None:
+    """It cannot send what a device holds: here one that holds nothing at all."""
+    first, other = run_ranks(ask_over_gloo, 2)
+    assert first == (0, 0)
+    assert abs(other.seconds) <= other.error  # both read one machine's clock
+
+
 @pytest.fixture
 def ask_over_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[clock_offset.Offset]]:
     """``offset_to_first`` on ranks that are threads, whose sends and receives are over once launched.
@@ -154,6 +166,7 @@ def ask_over_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[clock
         get_process_group_ranks=lambda group: list(ranks), get_rank=lambda: here.rank, send=send, recv=recv
     )
     monkeypatch.setattr(clock_offset, "dist", fake)
+    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
     zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(device, waits), float64=None)
     monkeypatch.setattr(clock_offset, "torch", zeros)
     monkeypatch.setattr(clock_offset, "now", lambda: clock.read() + AHEAD[here.rank])
@@ -197,6 +210,7 @@ def test_the_shortest_round_trip_counts(monkeypatch: pytest.MonkeyPatch) -> None
         get_process_group_ranks=lambda group: [0, 1], get_rank=lambda: 1, send=send, recv=recv
     )
     monkeypatch.setattr(clock_offset, "dist", fake)
+    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
     zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(), float64=None)
     monkeypatch.setattr(clock_offset, "torch", zeros)
     monkeypatch.setattr(clock_offset, "now", lambda: here["now"])

@@ -40,7 +40,10 @@ def exchange(rank: int, trees: list) -> tuple[list, list[int]]:
     got = []
     for tree in trees:
         counts.append(0)
-        got.append(parcels.send(tree) if rank == 0 else parcels.receive())
+        try:
+            got.append(parcels.send(tree=tree) if rank == 0 else parcels.receive()["tree"])
+        except ValueError as error:
+            got.append(str(error))
     return got, counts
 
 
@@ -54,3 +57,27 @@ def test_trees_arrive() -> None:
 def test_a_form_of_the_same_length_is_another() -> None:
     _, (got, _) = run_ranks(exchange, 2, SAME_LENGTH)
     torch.testing.assert_close(got, SAME_LENGTH, rtol=0, atol=0)
+
+
+def test_what_cannot_travel_ends_both_ends_with_its_name() -> None:
+    """Neither waits for the other, and what comes behind it arrives."""
+    trees = [*SAME_LENGTH[:1], [{"mm loss": LOSS}, {"note": [LOSS, lambda: LOSS]}], *SAME_LENGTH[:2]]
+    (ended, sent), (got, received) = run_ranks(exchange, 2, trees)
+    assert sent == received
+    assert ended[1] == got[1]
+    assert ended[1].startswith("tree[1]['note'][1] cannot be copied (")
+    assert "has to go from rank 0, which computes it, to rank 1" in ended[1]
+    assert "let the loss function return tensors and what pickle can copy" in ended[1]
+    torch.testing.assert_close([got[0], *got[2:]], [trees[0], *trees[2:]], rtol=0, atol=0)
+
+
+def test_jagged_tensors_arrive_and_cost_a_message_while_their_lengths_stay() -> None:
+    first, second = (
+        torch.nested.nested_tensor([LOSS, scale * LOSS], layout=torch.jagged) for scale in (2.0, 3.0)
+    )
+    longer = torch.nested.nested_tensor([LOSS, LOSS.repeat(2)], layout=torch.jagged)
+    trees = [[{"rewards": one}] for one in (first, second, longer)]
+    _, (got, counts) = run_ranks(exchange, 2, trees)
+    for tree, arrived in zip(trees, got, strict=True):
+        torch.testing.assert_close(list(arrived[0]["rewards"]), list(tree[0]["rewards"]), rtol=0, atol=0)
+    assert counts == [2, 1, 2]

@@ -127,3 +127,24 @@ def test_a_failure_leaves_no_slot_that_runs_in_parts() -> None:
         raise ZeroDivisionError
     assert len(STORE) == 0
     assert not STORE.is_collecting
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float16)])
+def test_a_weight_half_runs_under_the_autocast_of_its_backward(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves none behind: a whole backward restores that of its forward for both products."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    seen = []
+
+    def work() -> None:
+        is_on = torch.is_autocast_enabled(device)
+        seen.append(torch.get_autocast_dtype(device) if is_on else None)
+
+    with STORE.collecting(SLOT):
+        STORE.defer(work)
+        with torch.autocast(device, dtype):
+            STORE.defer(work)
+    STORE.run(SLOT)
+    work()
+    assert seen == [None, dtype, None]

@@ -46,11 +46,11 @@ class LossTransfer:
         The losses of multi-token prediction move into the last rank's tracker.
         """
         if self._is_holder:
-            self._parcels.send((losses, _take_mtp_losses()))
+            self._parcels.send(losses=losses, mtp_losses=_take_mtp_losses())
         elif self._is_reader:
-            losses, mtp_losses = self._parcels.receive()
-            _put_mtp_losses(mtp_losses)
-            return losses
+            received = self._parcels.receive()
+            _put_mtp_losses(received["mtp_losses"])
+            return list(received["losses"])
         return []
 
 

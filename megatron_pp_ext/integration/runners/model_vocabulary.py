@@ -59,6 +59,11 @@ class ModelVocabulary(SharedVocabulary):
                 "--pipeline-vocabulary shared needs microbatches of one shape, and the model's config has "
                 "variable_seq_lengths; leave one of the two out"
             )
+        if inputs.config.enable_autocast:
+            raise ValueError(
+                "--pipeline-vocabulary shared computes logits outside of the forward step, and the model's "
+                "config has enable_autocast, which holds inside; leave one of the two out"
+            )
         models = unwrap_model(list(inputs.model))
         lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))

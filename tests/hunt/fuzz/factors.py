@@ -151,8 +151,12 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "chunks": ("2", "1", "3", "4"),
     "cut": ("even", "layout", "ends", "first", "last"),
     "checkpoint": ("none", "sync", "async", "persistent"),
+    "store": ("plain", "unnamed-factory", "jagged"),
 }
-"""Factors from which ``job`` computes flags.  ``chunks`` is the most that a rank may have."""
+"""Factors from which ``job`` computes flags, and ``stores`` a loss function.
+
+``chunks`` is the most that a rank may have.
+"""
 
 OTHERS = "others"
 """Stands in FORBIDDEN for every level of a factor but the plain one."""

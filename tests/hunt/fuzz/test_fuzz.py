@@ -157,6 +157,17 @@ def test_what_comes_of_a_run_that_fails(error: str, kind: Kind, tmp_path: Path) 
     assert Kind.STOCK_FAILED.is_finding
 
 
+def test_the_loss_store_that_is_drawn_is_our_run_s(tmp_path: Path) -> None:
+    given = []
+
+    def train(ranks: int, flags: list[str], initialize: object = None) -> Result:
+        given.append((("--pipeline-schedule" in flags), initialize is not None))
+        return Result([4.0] * 3, {}, [], [1.0] * 3, [], 1.0)
+
+    Trials(tmp_path, train)(plain(store="jagged"))
+    assert given == [(False, False), (True, True)]
+
+
 def test_the_page_counts_cases_and_tells_findings() -> None:
     bad = Outcome(Kind.DIFFERENT, ("step 2: lm loss 4.1 and under stock 4.2",), 3.0)
     cases = [(0, plain(), Outcome(Kind.EQUAL, (), 2.0)), (1, plain(mlp="swiglu"), bad)]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_pp_ext.verification.tolerances import Arithmetic
-from tests.hunt.fuzz import job, judge, samples
+from tests.hunt.fuzz import job, judge, samples, stores
 from tests.hunt.fuzz.factors import Row, is_legal
 from tests.hunt.fuzz.noise import BOUNDLESS, DRAWS, SILENCE, LastBits, Noise, between
 from tests.support.comparison import Result, run
@@ -135,7 +135,7 @@ class Trials:
             flags = job.trained(row, self._folder, folder)
             other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
             allowed = judge.arithmetic(flags, ranks, other_order)
-            ours = self._train(ranks, [*flags, *job.saving(row, folder)])
+            ours = self._train(ranks, [*flags, *job.saving(row, folder)], **stores.options(row))
             resumed = self._resumed(row, folder) if job.has_checkpoint(row) else None
         return _Runs(allowed, ours, theirs, resumed)
 

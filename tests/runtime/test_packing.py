@@ -1,0 +1,162 @@
+"""Whatever torch and pickle can copy comes out of its form and its plain tensors as it went in."""
+
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_pp_ext.runtime.packing import Place, obstacle, pack, unpack
+
+NUMBERS = torch.tensor([[1.5, float("nan"), -0.0], [2.0, 3.0, 4.0]])
+LENGTHS = [torch.arange(3.0), torch.arange(5.0)]
+
+
+@dataclass
+class Rollout:
+    reward: torch.Tensor
+    length: int
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def there_and_back(tree: Any) -> Any:
+    """Pack ``tree`` and unpack it with copies of its plain tensors alone, whose places follow each other."""
+    form, placed = pack(tree)
+    ends = [0, *(place.end for place, _ in placed)]
+    assert [place.start for place, _ in placed] == ends[:-1]
+    assert all(place.end - place.start == tensor.nbytes for place, tensor in placed)
+    copies = {place: tensor.detach().clone() for place, tensor in placed}
+    return unpack(form, copies.__getitem__)
+
+
+TENSORS = {
+    "transposed": lambda: NUMBERS.t(),
+    "expanded": lambda: NUMBERS[:, :1].expand(2, 4),
+    "with a graph": lambda: 2 * NUMBERS.clone().requires_grad_(),
+    "parameter": lambda: torch.nn.Parameter(NUMBERS),
+    "jagged": lambda: torch.nested.nested_tensor(LENGTHS, layout=torch.jagged),
+    "jagged with a graph": lambda: (
+        2 * torch.nested.nested_tensor(LENGTHS, layout=torch.jagged).requires_grad_()
+    ),
+    "jagged with holes": lambda: torch.nested.nested_tensor_from_jagged(
+        torch.arange(8.0), torch.tensor([0, 3, 8]), lengths=torch.tensor([2, 4])
+    ),
+    "nested": lambda: torch.nested.nested_tensor(LENGTHS, layout=torch.strided),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        NUMBERS.nan_to_num(), torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.qint8
+    ),
+    "subclass": lambda: NUMBERS.as_subclass(Marked)[1:],
+    "conjugate": lambda: NUMBERS.to(torch.complex64).conj().imag,
+    "float8": lambda: NUMBERS.to(torch.float8_e4m3fn).t(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # several of these kinds are in beta, or on their way out
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_of_every_kind(kind: str) -> None:
+    tensor = TENSORS[kind]()
+    back = there_and_back({"loss": tensor})["loss"]
+    assert (type(back), back.dtype, back.layout) == (type(tensor), tensor.dtype, tensor.layout)
+    for mine, theirs in zip(parts(back), parts(tensor), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Plain tensors with all the numbers of ``tensor``."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    return [tensor.to_dense().as_subclass(torch.Tensor).float()]
+
+
+def test_containers_and_what_is_no_tensor() -> None:
+    tree = [
+        {"lm loss": torch.ones(1), 3: None, "text": "a", "numbers": np.arange(3.0)},
+        (OrderedDict(a=torch.ones(1)), deque([torch.zeros(1)]), {1, 2}, torch.Size([2]), torch.bfloat16),
+        Rollout(torch.tensor(0.5), 7),
+    ]
+    back = there_and_back(tree)
+    np.testing.assert_array_equal(back[0].pop("numbers"), tree[0].pop("numbers"))
+    assert back[2] == tree[2]
+    assert back == tree
+    assert [type(one) for one in back[1]] == [type(one) for one in tree[1]]
+
+
+def test_a_form_says_nothing_of_the_numbers() -> None:
+    """So the form of losses stays the same from step to step, whatever they are."""
+    assert pack({"lm loss": torch.ones(2)})[0] == pack({"lm loss": torch.zeros(2)})[0]
+    assert pack({"lm loss": torch.ones(2)})[0] != pack({"lm loss": torch.ones(2).double()})[0]
+
+
+def test_a_part_of_a_large_tensor_travels_alone() -> None:
+    _, placed = pack(torch.zeros(1000)[:2])
+    assert placed[0][0].end == 8
+
+
+def test_a_tensor_that_is_there_twice_stays_one() -> None:
+    """Jagged tensors can be added where their offsets are one tensor."""
+    first = torch.nested.nested_tensor(LENGTHS, layout=torch.jagged)
+    one, other = there_and_back([first, 2 * first])
+    torch.testing.assert_close((one + other).values(), 3 * first.values(), rtol=0, atol=0)
+    assert len(pack([LENGTHS[0], LENGTHS[0]])[1]) == 1
+
+
+def test_attributes_of_a_tensor_travel() -> None:
+    for kind in (torch.Tensor, Marked):
+        tensor = NUMBERS.clone().as_subclass(kind)
+        tensor.note = LENGTHS[0]
+        back = there_and_back(tensor)
+        assert type(back) is kind
+        torch.testing.assert_close(back.note, tensor.note)
+
+
+def test_a_defaultdict_keeps_its_contents_and_its_factory_where_pickle_can_copy_it() -> None:
+    unnamed = defaultdict(lambda: torch.zeros(1), a=torch.ones(1))
+    unnamed["inner"] = defaultdict(partial(max, lambda: 0), b=2)
+    back = there_and_back([unnamed, defaultdict(list, a=[1])])
+    assert back == [{"a": torch.ones(1), "inner": {"b": 2}}, {"a": [1]}]
+    assert [type(one) for one in back] == [defaultdict, defaultdict]
+    assert [one.default_factory for one in (*back, back[0]["inner"])] == [None, list, None]
+
+
+class Unreadable(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("path", "culprit", "why"),
+    [
+        (
+            "[0]['a'].reward",
+            lambda: Rollout((one for one in "a"), 1),
+            "TypeError: cannot pickle 'generator' object",
+        ),
+        ("[0]['a'][1]", lambda: (1, lambda: 0), "<lambda>"),
+        ("[0]['a']", lambda: Unreadable("a", "b"), "missing 1 required positional argument"),
+    ],
+)
+def test_the_obstacle_is_named(path: str, culprit: Any, why: str) -> None:
+    losses = [{"lm loss": torch.ones(1), "a": culprit()}, {"a": lambda: 0}]
+    losses[0]["whole"] = losses  # a circle
+    found = obstacle("losses", losses)
+    assert found.startswith(f"losses{path} cannot be copied (")
+    assert why in found
+    assert "\n" not in found
+    assert obstacle("losses", [{"lm loss": torch.ones(1)}]) == ""
+
+
+def test_only_a_tensor_that_needs_no_numbers_leaves_none() -> None:
+    _, placed = pack([torch.empty(3, device="meta"), torch.zeros(0)])
+    assert placed == [(Place(torch.float32, torch.Size([0]), 0, 0, True), placed[0][1])]
