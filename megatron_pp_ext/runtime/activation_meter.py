@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_pp_ext.runtime.storages import storages
+
 
 class Owner(NamedTuple):
     """The stage and the microbatch that tensors or deferred work belong to."""
@@ -40,7 +42,7 @@ class ActivationMeter:
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         # By storage, since autograd shows a hook not the parameter itself but an alias of it.
-        self._ignored = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._ignored = set(storages(list(parameters)))
         self._owner: Owner | None = None
         self._uses: Counter[int] = Counter()
         self._bytes_of: dict[int, int] = {}
@@ -84,17 +86,18 @@ class ActivationMeter:
 
     def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
         """Count ``tensor`` for as long as ``holder`` lives; without an ``owner`` its bytes alone."""
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key in self._ignored or not storage.nbytes():
+        found = storages(tensor)
+        if not self._ignored.isdisjoint(found):
+            # A quantized weight is ignored whole, with the transposed copy that its first forward made.
             return
-        if not self._uses[key]:
-            self._bytes_of[key] = storage.nbytes()
-            self.live_bytes += storage.nbytes()
-        self._uses[key] += 1
-        if owner is not None:
-            self._owned[owner] += 1
-        weakref.finalize(holder, self._release, owner, key)
+        for key, size in found.items():
+            if not self._uses[key]:
+                self._bytes_of[key] = size
+                self.live_bytes += size
+            self._uses[key] += 1
+            if owner is not None:
+                self._owned[owner] += 1
+            weakref.finalize(holder, self._release, owner, key)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.peak_microbatches = max(self.peak_microbatches, self.live_microbatches)
 

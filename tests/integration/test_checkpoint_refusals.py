@@ -7,6 +7,7 @@ import torch
 from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration.hooks import checkpoint_placement
+from tests.support.wrapped import KINDS, Wrapped, wrapped
 
 V = "v placement with 2 chunk(s) on each of 2 ranks"
 STOCK = {"pipeline_placement": None, "pipeline_model_parallel_size": 2}
@@ -72,3 +73,11 @@ def test_each_copy_has_its_own_memory() -> None:
     first.add_(1)
     assert first.tolist() == [1.0, 2.0, 3.0] and last.tolist() == [0.0, 1.0, 2.0]
     assert state["last"][2] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_tensors_are_no_copies_of_each_other(kind: type[Wrapped]) -> None:
+    one, other = wrapped(kind, 2, 3), wrapped(kind, 2, 3)
+    state = {"first": one, "second": other, "again": one}
+    checkpoint_placement._separate_copies(state)
+    assert state["first"] is one and state["second"] is other and state["again"] is not one

@@ -19,6 +19,7 @@ from megatron_pp_ext.request.measurements import refuse_rehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
 from tests.support import ranks, training
+from tests.support.wrapped import KINDS, Wrapped, bytes_of, wrapped
 
 SEQUENCE = HIDDEN = 32
 
@@ -162,3 +163,13 @@ def test_bytes_that_outlive_a_step() -> None:
     assert (held.weights, held.gradients) == (4 * numbers, 4 * numbers)
     # Two moments, and a counter of steps for each parameter; the weights themselves are counted already.
     assert held.optimizer == 2 * 4 * numbers + 2 * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_quantized_weights(kind: type[Wrapped]) -> None:
+    """Those of their copies too, once, though an optimizer holds them as well."""
+    weight, other = (torch.nn.Parameter(wrapped(kind, 4, 8)) for _ in range(2))
+    weight.transpose_once()
+    held = _LastingBytes([SimpleNamespace(parameters=lambda: [weight, other])], [torch.optim.SGD([weight])])
+    assert held.weights == bytes_of(weight) + bytes_of(other) >= 3 * 4 * 8
+    assert held.optimizer == 0

@@ -1,9 +1,11 @@
 """Bytes and microbatches that wait for their backward, on tensors whose sizes are known."""
 
+import pytest
 import torch
 from torch.nn.functional import gelu
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
+from tests.support.wrapped import KINDS, Product, Wrapped, bytes_of, wrapped
 
 ROWS, WIDTH = 4, 8
 BYTES = 4 * ROWS * WIDTH
@@ -25,6 +27,19 @@ def test_bytes_of_a_linear_layer() -> None:
     output.sum().backward()
     assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
     assert (meter.peak_bytes, meter.peak_microbatches) == (2 * BYTES, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_quantized_weight(kind: type[Wrapped]) -> None:
+    """It does not wait, nor does the copy of it that the forward makes; what is no weight does."""
+    weight, other = (torch.nn.Parameter(wrapped(kind, WIDTH, WIDTH)) for _ in range(2))
+    meter, input = ActivationMeter([weight]), rows()
+    with meter.forward(FIRST):
+        output = Product.apply(Product.apply(input, weight), other)
+    assert weight.transposed is not None
+    assert meter.live_bytes == 2 * BYTES + bytes_of(other)
+    output.sum().backward()
+    assert (meter.live_bytes, weight.grad.shape) == (0, weight.shape)
 
 
 def test_a_shared_tensor_counts_once() -> None:

@@ -19,6 +19,7 @@ from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks import damaged_checkpoint
+from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
@@ -97,7 +98,7 @@ def _separate_copies(state: dict[str, Any]) -> None:
     def separate(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.numel() == 0:
             return value
-        place = value.data_ptr()
+        place = tuple(tensor.data_ptr() for tensor in plain_tensors(value))
         if place in seen:
             return value.clone()
         seen.add(place)

@@ -18,6 +18,7 @@ import torch
 
 from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.storages import plain_tensors
 
 
 def split_backwards(model: Iterable[Any]) -> None:
@@ -65,7 +66,7 @@ class DeferringStore:
         for parameter in (*self._weights, *self._biases):
             work = defer_weight(parameter, work)
         # Fused, the buffers are the gradients themselves, which are no activations.
-        STORE.defer(work, *_tensors(operands[: 2 if self._is_fused else None]))
+        STORE.defer(work, *plain_tensors(operands[: 2 if self._is_fused else None]))
 
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the parameters to whose gradients W still has to add, each with what to add.
@@ -124,14 +125,3 @@ def _read_by_w(operand: Any) -> Any:
         # Groups in one tensor have no update_usage.
         operand.rowwise_data = operand.scale_inv = None
     return operand
-
-
-def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in ``operands``: plain ones, the data of quantized ones, and those in lists."""
-    if isinstance(operands, list | tuple):
-        for operand in operands:
-            yield from _tensors(operand)
-    elif hasattr(operands, "get_data_tensors"):
-        yield from _tensors(operands.get_data_tensors())
-    elif isinstance(operands, torch.Tensor):
-        yield operands

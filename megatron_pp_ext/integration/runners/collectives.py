@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.runtime.executor import Recorder
+from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -71,13 +71,6 @@ class CollectiveRecorder:
         if len(members) < 2 or "DATA_PARALLEL" in group.group_desc:
             return
         chunk = self._placement.chunk_of(action.stage)
-        size = max(_bytes(one) for one in args[:2])
+        size = max(sum(tensor.nbytes for tensor in plain_tensors(one)) for one in args[:2])
         stride = members[1] - members[0]
         self.found.append(Collective(chunk, str(action.kind), operation, size, len(members), stride))
-
-
-def _bytes(tensors: Any) -> int:
-    """Return the bytes of one tensor or of nested lists of them; 0 for anything else."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors.nbytes
-    return sum(map(_bytes, tensors)) if isinstance(tensors, list | tuple) else 0

@@ -31,6 +31,7 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
+from megatron_pp_ext.runtime.storages import storages
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind
@@ -189,10 +190,7 @@ class _LastingBytes:
         return self._count([*weights, *(value for value in state if isinstance(value, torch.Tensor))])
 
     def _count(self, tensors: Iterable[torch.Tensor]) -> int:
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                total += storage.nbytes()
+        found = storages(list(tensors))
+        total = sum(size for key, size in found.items() if key not in self._seen)
+        self._seen.update(found)
         return total
