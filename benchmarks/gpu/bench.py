@@ -1,44 +1,129 @@
-"""How the parts of the GPU check start runs: ranks that share the device, with a log for each run."""
+"""How the parts of the GPU check start runs, each with a log, in the time that the part has."""
 
-from dataclasses import dataclass
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measuring import MPP, call
-from megatron_pp_ext.jobs import command
+from benchmarks.measuring import call
+from megatron_pp_ext.jobs import command, process
 
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""Lets NCCL (2.29 or newer) open communicators of several ranks on one device."""
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Keeps torch.compile out of a run.
+
+Megatron's --disable-jit-fuser does not: it comes when the functions have been decorated, at their import.
+"""
+
+LEAST_SECONDS = 5.0
+"""With less time left nothing is started any more."""
+
+
+class NoTimeLeft(RuntimeError):
+    """A part has used up its seconds."""
 
 
 @dataclass
 class Bench:
-    """The folder of the logs, and how runs are started; ``dry`` runs are tiny and on the CPU."""
+    """Where logs go and how runs are started; ``dry`` runs are tiny and on CPUs that stand in for a GPU.
 
-    out: Path
+    ``nccl`` is the version of the device's NCCL.  ``backend`` carries the messages of ranks that share the
+    device, and ``environment`` is what they need for that.
+    """
+
+    logs: Path
     dry: bool
+    nccl: tuple[int, ...] = ()
     backend: str = "gloo"
+    environment: Mapping[str, str] = field(default_factory=dict)
 
-    def pretrain(self, name: str, ranks: int, flags: list[str], seconds: float = 150) -> str:
-        """Train on ranks that share the GPU, and return the log; RuntimeError if that fails or hangs."""
-        if self.dry:
-            words = command.training(flags, ranks, cpu=True)
-        else:
-            module = ["-m", "benchmarks.gpu.shared_device", "--distributed-backend", self.backend]
-            words = [*command.torchrun(ranks), *module, *flags]
-        return self._run(name, words, seconds)
+    def __post_init__(self) -> None:
+        self.begin(90)
 
-    def mpp(self, name: str, words: list[str], seconds: float = 150) -> str:
-        """Run a command of ``mpp`` and return its output; RuntimeError if that fails or hangs."""
-        return self._run(name, [*MPP, *words], seconds)
+    def begin(self, seconds: float) -> None:
+        """Give what is run from now on ``seconds`` together."""
+        self.seconds, self.until = seconds, time.monotonic() + seconds
 
-    def _run(self, name: str, words: list[str], seconds: float) -> str:
-        return call(words, self.out / f"{name}.log", seconds, SHARED)
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.until - time.monotonic()
+
+    def require_time(self) -> None:
+        """Raise NoTimeLeft if too little time is left for another run."""
+        if self.left() < LEAST_SECONDS:
+            raise NoTimeLeft(f"not run: the {self.seconds:.0f} s of this part were over")
+
+    def pretrain(self, name: str, ranks: int, flags: Sequence[str]) -> str:
+        """Train on ranks that share the device, uncompiled, and return the log; errors as ``run``."""
+        module = ["-m", "benchmarks.gpu.shared_device", *["--cpu"] * self.dry]
+        words = [*command.torchrun(ranks), *module, "--distributed-backend", self.backend, *flags]
+        return self.run(name, words, UNCOMPILED)
+
+    def module(self, name: str, module: str, *words: str) -> dict[str, Any]:
+        """Run a module of this folder and return the JSON that ends what it prints; errors as ``run``."""
+        output = self.run(name, [sys.executable, "-m", module, *words, *["--dry"] * self.dry])
+        found: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return found
+
+    def compiles(self) -> bool:
+        """Return whether torch.compile works here, which takes a compiler of C and Python's headers."""
+        try:
+            self.module("compile", "benchmarks.gpu.machine", "--compile")
+        except NoTimeLeft:
+            raise
+        except RuntimeError:
+            return False
+        return True
+
+    def run(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+        """Run a command and return its output.
+
+        Raises RuntimeError if it fails, or has not ended in half of the part's seconds or what is left of
+        them: a run that hangs leaves time for others.
+        """
+        self.require_time()
+        own = {**self.environment, **(environment or {})}
+        return call(words, self.logs / f"{name}.log", min(self.seconds / 2, self.left()), own)
+
+    def lines(self, name: str, words: Sequence[str]) -> Iterator[str]:
+        """Run a command and yield each line that it prints, when it is printed.
+
+        Raises RuntimeError if it fails, or has not ended in the time that the part has left.
+        """
+        self.require_time()
+        log = self.logs / f"{name}.log"
+        environment = {**self.environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        with (
+            log.open("wb") as output,
+            log.open(encoding="utf-8", errors="replace") as reading,
+            process.started(words, output, environment) as running,
+        ):
+            line = ""
+            while True:
+                # What was printed before the end is read after it.
+                is_over = running.poll() is not None
+                line += reading.readline()
+                if self.left() < 0:
+                    raise RuntimeError(f"not done after {self.seconds:.0f} s, see {log}")
+                if line.endswith("\n"):
+                    yield line.rstrip("\n")
+                    line = ""
+                elif is_over:
+                    break
+                else:
+                    time.sleep(0.1)
+            if line:
+                yield line
+            if running.returncode:
+                raise RuntimeError(f"status {running.returncode}, see {log}")
 
 
 def implementation() -> list[str]:
     """Return the flags for the layers and kernels that are installed."""
-    found = ["--no-persist-layer-norm", "--no-rope-fusion", "--disable-jit-fuser"]
+    found = ["--no-persist-layer-norm", "--no-rope-fusion"]
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
         found.append("--no-gradient-accumulation-fusion")
     if find_spec("transformer_engine") is None:
@@ -50,33 +135,3 @@ def implementation() -> list[str]:
             "--no-masked-softmax-fusion",
         ]
     return found
-
-
-def nccl_shares_a_gpu() -> bool:
-    """Return whether two ranks may open NCCL communicators on one device."""
-    probe = (
-        "import os, torch, torch.distributed as d; torch.cuda.set_device(0); d.init_process_group('nccl'); "
-        "t = torch.ones(1, device='cuda'); d.all_reduce(t); assert t.item() == 2"
-    )
-    python = command.torchrun(2)
-    try:
-        call([*python, "--no-python", python[0], "-c", probe], timeout=60, environment=SHARED)
-    except RuntimeError:
-        return False
-    return True
-
-
-def machine() -> str:
-    """Return the device and the packages that matter, in a line."""
-    import torch
-
-    versions = [f"torch {torch.__version__}"]
-    if torch.cuda.is_available():
-        versions += [torch.cuda.get_device_name(0), f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-    for name in ("megatron.core", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
-        try:
-            is_there = find_spec(name) is not None
-        except ModuleNotFoundError:
-            is_there = False
-        versions.append(f"{name}{'' if is_there else ' absent'}")
-    return ", ".join(versions)

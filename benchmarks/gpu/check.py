@@ -1,57 +1,88 @@
-"""What needs a GPU: parity over real devices, memory, the cost of a split backward, rehearsals, gaps.
+"""What needs a GPU, in parts, each of which ends within its seconds and leaves a table.
 
-    python -m benchmarks.gpu.check [--out FOLDER] [--parts split,gaps,parity,rehearse] [--dry]
+    python -m benchmarks.gpu.check [--out FOLDER] [--dry] [--seconds N] [PART[:ROW,ROW...] ...]
 
-Each part runs in processes of its own and writes logs.  A part that fails does not stop the others, but the
-exit status is 1 then.  Writes FOLDER/gpu.md and prints it.
+Writes FOLDER/PART.md, whole after each row, and FOLDER/logs.tar.gz with the end of every log.  A row that
+fails does not stop the others, but the exit status is 1 then.  SIGTERM ends what is being measured.
 """
 
+import signal
 import sys
-import time
+import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.gpu.bench import Bench, machine, nccl_shares_a_gpu
-from benchmarks.report import RESULTS, publish
+from benchmarks.gpu.archive import pack, unpack
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.rows import Rows
+from benchmarks.report import RESULTS
+from megatron_pp_ext.jobs.process import ended_as_by_the_keyboard
 
-PARTS = ("split", "gaps", "parity", "rehearse")
+STOPPED = 128 + signal.SIGTERM
+"""The exit status of a check that was stopped."""
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="A folder for logs and tables.")] = RESULTS / "gpu",
-    parts: Annotated[str, typer.Option(help="The parts to run.")] = ",".join(PARTS),
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{', '.join(PARTS)}; all without any.", metavar="PART[:ROW,...]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for tables and logs.")] = RESULTS / "gpu",
+    seconds: Annotated[
+        float | None, typer.Option(help="What each part may take, in place of its own.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Try the script on a CPU, with tiny models.")] = False,
 ) -> None:
-    """Run the parts one after the other and write the tables."""
-    import torch
-
-    from benchmarks.gpu import layers, runs
-
-    if not dry and not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu.check needs a CUDA device; --dry tries the script itself on a CPU")
-    known = {"split": layers.split, "gaps": layers.gaps, "parity": runs.parity, "rehearse": runs.rehearse}
-    wanted = parts.split(",")
-    if unknown := [part for part in wanted if part not in known]:
-        raise SystemExit(f"--parts takes {', '.join(known)}, got {', '.join(unknown)}")
+    """Run the parts one after the other, and print their tables."""
+    wanted = chosen(parts or list(PARTS))
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(out, dry, "nccl" if not dry and nccl_shares_a_gpu() else "gloo")
-    about = f"With {machine()}; ranks that share the device communicate over {bench.backend}."
-    text: list[str] = []
-    failed = False
-    for part in wanted:
-        start = time.monotonic()
+    archive, failed = out / "logs.tar.gz", []
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
+        unpack(archive, Path(folder))
+        bench = Bench(Path(folder), dry)
         try:
-            text.append(known[part](bench))
+            with ended_as_by_the_keyboard():
+                machine = bench.module("machine", "benchmarks.gpu.machine")
+                if not machine["cuda"]:
+                    raise SystemExit("torch sees no CUDA device here: run this where one is, or add --dry")
+                bench.nccl = tuple(machine["nccl"])
+                for name, rows in wanted.items():
+                    bench.begin(seconds or PARTS[name].seconds)
+                    page = out / f"{name}.md"
+                    written = partial(pack, bench.logs, archive)
+                    table = Rows(page, PARTS[name].title, f"With {machine['line']}.", bench, rows, written)
+                    PARTS[name].run(bench, table)
+                    print(page.read_text(encoding="utf-8"), flush=True)
+                    failed += [name] * table.has_failed
+        except KeyboardInterrupt:
+            print(f"stopped: {out} has what was measured", file=sys.stderr)
+            raise SystemExit(STOPPED) from None
         except RuntimeError as error:
-            failed = True
-            text.append(f"## {part}\n\nfailed: {error}")
-        print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-        publish(out / "gpu.md", "On a GPU", about, *text)
-    print((out / "gpu.md").read_text(encoding="utf-8"))
+            raise SystemExit(f"this machine cannot be examined: {error}") from None
+        finally:
+            pack(bench.logs, archive)
     if failed:
-        raise SystemExit(1)
+        raise SystemExit(f"rows failed in {', '.join(failed)}: {archive} has the logs")
+
+
+def chosen(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the parts that ``words`` name, each with its chosen rows, of which there are none for all."""
+    wanted = {}
+    for word in words:
+        name, _, rows = word.partition(":")
+        if name not in PARTS:
+            raise SystemExit(f"there is no part '{name}': take {', '.join(PARTS)}")
+        wanted[name] = tuple(filter(None, rows.split(",")))
+        known = PARTS[name].rows
+        if unknown := [row for row in wanted[name] if row not in known]:
+            rows_of = f"take {', '.join(known)}" if known else "its rows cannot be chosen"
+            raise SystemExit(f"{name} has no row '{unknown[0]}': {rows_of}")
+    return wanted
 
 
 if __name__ == "__main__":

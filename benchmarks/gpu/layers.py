@@ -1,18 +1,24 @@
-"""Single layers and single ranks on a GPU: the cost of a split backward, and gaps between kernels."""
+"""Single layers and single ranks on a GPU: the cost of a split backward, and gaps between kernels.
 
+python -m benchmarks.gpu.layers split plain [--dry]
+python -m benchmarks.gpu.layers gaps v-half [--dry]
+"""
+
+import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
+import typer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu.bench import Bench
 from benchmarks.measuring import in_turns
-from benchmarks.report import Row, table
 from benchmarks.runtime.split import Backward, Block, Stage, ours, whole
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.module_stage import ModuleStage
@@ -20,8 +26,9 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.split import SplitLinear
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
 
-HIDDEN = TOKENS = 4096
+HIDDEN = 4096
 REPEATS = 20
 LONGEST_GAP = 20e-6
 GOAL = 1.02
@@ -49,41 +56,30 @@ class EngineBlock(torch.nn.Module):
         return input + self.down(torch.nn.functional.gelu(self.up(input)))
 
 
-def _device(bench: Bench) -> tuple[torch.device, torch.dtype, int]:
-    """Return device, dtype and hidden size."""
-    if bench.dry:
-        return torch.device("cpu"), torch.float32, 64
-    return torch.device("cuda"), torch.bfloat16, HIDDEN
-
-
-def split(bench: Bench) -> str:
-    """Return a table of I and W one after the other against a whole backward."""
-    device, dtype, hidden = _device(bench)
-    shape = (hidden if bench.dry else TOKENS, hidden)
-    kinds: dict[str, Callable[[bool], torch.nn.Module]] = {
+def split(kind: str, hidden: int) -> dict[str, object]:
+    """Return what I and W cost one after the other, against a whole backward."""
+    makers: dict[str, Callable[[bool], torch.nn.Module]] = {
         "plain": lambda splits: Block(hidden, SplitLinear if splits else torch.nn.Linear),
+        "transformer-engine": partial(EngineBlock, hidden),
     }
-    rows: list[Row] = []
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-
-        kinds["Transformer Engine"] = partial(EngineBlock, hidden)
-    except ImportError:
-        rows.append(("Transformer Engine", "not installed", "", "", "", ""))
-    for name, make in kinds.items():
-        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        gradient = torch.ones_like(x)
-        ways = {}
-        for splits, backward in ((False, whole), (True, ours)):
-            stage = Stage(make(splits).to(device=device, dtype=dtype), x, gradient)
-            ways[splits] = partial(_seconds, stage, backward)
-        times = in_turns(ways, rounds=REPEATS, warm_up=1)
-        (base, least_base), (cut, least) = ((median(found), min(found)) for found in times.values())
-        met = "met" if cut / base <= GOAL else f"goal {GOAL}"
-        milliseconds = f"{1e3 * base:.3f}", f"{1e3 * cut:.3f}"
-        rows.append((name, *milliseconds, f"{cut / base:.4f}", f"{least / least_base:.4f}", met))
-    head = ("layers", "whole ms", "I + W ms", "median ratio", "least ratio", "goal")
-    return f"## A cut backward, hidden {hidden}, {shape[0]} tokens\n\n{table(head, rows)}"
+    if kind == "transformer-engine" and find_spec("transformer_engine") is None:
+        return {"goal": "not installed"}
+    x = torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones_like(x)
+    ways = {}
+    for splits, backward in ((False, whole), (True, ours)):
+        stage = Stage(makers[kind](splits).to(device="cuda", dtype=torch.bfloat16), x, gradient)
+        ways[splits] = partial(_seconds, stage, backward)
+    times = in_turns(ways, rounds=REPEATS, warm_up=1)
+    (base, least_base), (cut, least) = ((median(found), min(found)) for found in times.values())
+    return {
+        "hidden, tokens": hidden,
+        "whole ms": f"{1e3 * base:.3f}",
+        "I + W ms": f"{1e3 * cut:.3f}",
+        "median ratio": f"{cut / base:.4f}",
+        "least ratio": f"{least / least_base:.4f}",
+        "goal": "met" if cut / base <= GOAL else f"not met: {GOAL}",
+    }
 
 
 def _seconds(stage: Stage, backward: Backward) -> float:
@@ -91,66 +87,75 @@ def _seconds(stage: Stage, backward: Backward) -> float:
     output = stage.module(stage.input)
     for one in (stage.input, *stage.module.parameters()):
         one.grad = None
-    _wait(stage.input.device)
+    torch.cuda.synchronize()
     start = time.perf_counter()
     backward(stage, output)
-    _wait(stage.input.device)
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def gaps(bench: Bench) -> str:
-    """Return a table of the gaps between kernels of one rank, with made-up neighbours."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    device, dtype, hidden = _device(bench)
+def gaps(name: str, hidden: int, kernels: torch.autograd.DeviceType) -> dict[str, object]:
+    """Return the gaps between ``kernels`` of rank 1 of 4, with made-up neighbours."""
     ranks, microbatches = 4, 8
-    schedule = catalog.build("v-half", ranks, microbatches)
+    schedule = catalog.build(name, ranks, microbatches)
     dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
     try:
-        group, everyone = dist.group.WORLD, list(range(ranks))
-        assert group is not None
-
-        def module() -> torch.nn.Module:
-            blocks = torch.nn.Sequential(Block(hidden, SplitLinear), Block(hidden, SplitLinear))
-            return blocks.to(device=device, dtype=dtype)
-
-        stages = {stage: ModuleStage(stage, module()) for stage in schedule.placement.stages_of(1)}
-        shape = (hidden if bench.dry else TOKENS, hidden)
-
-        def step() -> None:
-            execute(
-                plan_rank(schedule, 1), stages, MadeUpChannels(everyone, group, group, shape, dtype, device)
-            )
-
-        step()
-        _wait(device)
-        with _profile(device) as profile:
-            step()
-            _wait(device)
-        if profile is None:
-            return "## Gaps\n\nthere is no device to profile"
-        work = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
+        work = _work(schedule, hidden, kernels)
     finally:
         dist.destroy_process_group()
     between = sorted((after[0] - before[1]) / 1e6 for before, after in pairwise(work))
     long = sum(gap > LONGEST_GAP for gap in between)
-    microseconds = (f"{1e6 * gap:.1f}" for gap in (median(between), between[-1]))
-    rows: list[Row] = [(len(work), *microseconds, long, "not met" if long else "met")]
-    head = ("kernels", "median gap us", "longest gap us", f"over {1e6 * LONGEST_GAP:.0f} us", "goal: none")
-    return f"## Gaps between kernels, rank 1 of v-half, p = {ranks}, hidden {hidden}\n\n{table(head, rows)}"
+    return {
+        "hidden, tokens": hidden,
+        "kernels": len(work),
+        "median gap us": f"{1e6 * median(between):.1f}",
+        "longest gap us": f"{1e6 * between[-1]:.1f}",
+        f"over {1e6 * LONGEST_GAP:.0f} us": long,
+        "goal: none": "not met" if long else "met",
+    }
 
 
-def _profile(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -> list[tuple[float, float]]:
+    """Return when each kernel of a step started and ended, in microseconds."""
+    group, everyone = dist.group.WORLD, list(range(schedule.placement.ranks))
+    assert group is not None
+
+    def module() -> torch.nn.Module:
+        blocks = torch.nn.Sequential(Block(hidden, SplitLinear), Block(hidden, SplitLinear))
+        return blocks.to(device="cuda", dtype=torch.bfloat16)
+
+    stages = {stage: ModuleStage(stage, module()) for stage in schedule.placement.stages_of(1)}
+    channels = (everyone, group, group, (hidden, hidden), torch.bfloat16, torch.device("cuda"))
+
+    def step() -> None:
+        execute(plan_rank(schedule, 1), stages, MadeUpChannels(*channels))
+        torch.cuda.synchronize()
+
+    step()
+    activity = getattr(torch.profiler.ProfilerActivity, kernels.name)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        step()
+    return sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == kernels
+    )
+
+
+def main(
+    what: Annotated[str, typer.Argument(help="split or gaps.")],
+    name: Annotated[str, typer.Argument(help="The kind of layers, or the schedule.")],
+    dry: Annotated[bool, typer.Option("--dry", help="Small, on CPUs that stand in for a GPU.")] = False,
+) -> None:
+    """Print one row as JSON."""
+    hidden, kernels = HIDDEN, torch.autograd.DeviceType.CUDA
+    if dry:
+        from megatron_pp_ext import cpu
+
+        cpu.install()
+        hidden, kernels = 64, torch.autograd.DeviceType.CPU
+    print(json.dumps(split(name, hidden) if what == "split" else gaps(name, hidden, kernels)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -4,10 +4,12 @@ import json
 import re
 import shlex
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 
-from benchmarks.gpu.bench import Bench, implementation
-from benchmarks.report import Row, table
+from benchmarks.gpu.bench import UNCOMPILED, Bench, implementation
+from benchmarks.gpu.rows import FAILED, Cells, Rows
+from benchmarks.measuring import MPP
 from reference.published_runs import LLAMA
 
 LOSS = re.compile(r"lm loss: (\S+)")
@@ -31,56 +33,77 @@ SMALL = shlex.split(
     "--seq-length 256 --max-position-embeddings 256 --vocab-size 1000 --micro-batch-size 1 "
     "--global-batch-size 8 --lr 1e-3"
 )
+BASELINE = "1f1b"
 SCHEDULES = {
-    "zb-h1": "--pipeline-schedule zb-h1",
-    "v-min": "--pipeline-schedule v-min",
-    "v-half": "--pipeline-schedule v-half",
-    "v-zb": "--pipeline-schedule v-zb",
-    "flex 0.75": "--pipeline-schedule flex --pipeline-memory-limit 0.75",
+    name: f"--pipeline-schedule {name}"
+    for name in (BASELINE, "v-half", "zb-h1", "v-min", "v-zb", "interleaved")
+} | {"flex": "--pipeline-schedule flex --pipeline-memory-limit 0.75"}
+"""What is rehearsed, first what says most."""
+
+COMPARED = {name: SCHEDULES[name] for name in ("v-half", "zb-h1", "v-zb")}
+"""What ``parity`` compares with 1F1B."""
+
+RANKS_OF_PARITY = 4
+
+TINY = "--num-layers 16 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
+
+COMMANDS = {
+    "rehearse": ["--ranks", "first,middle,last", "--iterations", "3", "--accept-noise"],
+    "estimate": ["--system", "h200", "--margin", "0"],
 }
 
 
-def parity(bench: Bench) -> str:
-    """Return a table of the losses of all schedules from one checkpoint on, against stock's 1F1B.
+def parity(bench: Bench, rows: Rows) -> None:
+    """Add the losses of each schedule from one checkpoint on, against those of 1F1B.
 
-    Where messages pass through the host, stock's schedule cannot send them, and the baseline is our 1F1B.
-    Raises RuntimeError, with the table, if a first loss differs from the baseline's as printed, or a later
-    one by more than ``FURTHEST``.
+    Where messages pass through the host, stock's schedule cannot send them, and our 1F1B is the baseline.  A
+    row fails if its first loss differs from the baseline's as printed, or a later one by more than
+    ``FURTHEST``.
     """
     stock = bench.backend == "nccl" or bench.dry
     baseline = "" if stock else "--pipeline-schedule 1f1b"
-    flags = [*SMALL, *DATA, *([] if bench.dry else implementation())]
-    if not bench.dry:
-        flags.append("--bf16")
-    rows: list[Row] = []
-    wrong: list[str] = []
+    length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
+    flags = [*SMALL, *DATA, *implementation(), "--bf16", *length]
+    expected: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
-        save = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
-        bench.pretrain("parity-save", 4, [*flags, *length, *save, *baseline.split()])
-        compared = {name: SCHEDULES[name] for name in ("zb-h1", "v-half", "v-zb")[: 1 if bench.dry else None]}
-        runs = {"1f1b (stock)" if stock else "1f1b (ours)": baseline, **compared}
-        expected: list[float] = []
-        for name, chosen in runs.items():
+
+        def save() -> Cells:
+            once = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
+            bench.pretrain("parity-checkpoint", RANKS_OF_PARITY, [*flags, *once, *baseline.split()])
+            return {}
+
+        def train(name: str, chosen: str) -> Cells:
             log = bench.pretrain(
-                f"parity-{name.split()[0]}", 4, [*flags, *length, "--load", folder, *chosen.split()]
+                f"parity-{name}", RANKS_OF_PARITY, [*flags, "--load", folder, *chosen.split()]
             )
             losses = [float(loss) for loss in LOSS.findall(log)]
             if len(losses) != PARITY_STEPS:
-                raise RuntimeError(f"{name} logged {len(losses)} losses of {PARITY_STEPS}")
-            expected = expected or losses
-            apart = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
-            rows.append((name, losses[0], losses[-1], "equal" if losses == expected else f"{max(apart):.1e}"))
-            if losses[0] != expected[0] or not all(one <= FURTHEST for one in apart):  # nan is neither
-                wrong.append(name)
-    head = ("schedule", "first loss", "last loss", f"largest relative difference in {PARITY_STEPS} steps")
-    section = f"## Losses from one checkpoint on, p = 4 on one device\n\n{table(head, rows)}"
-    if wrong:
-        raise RuntimeError(
-            f"{', '.join(wrong)} trained otherwise than the baseline: first losses must be equal as printed, "
-            f"all within {FURTHEST:g}\n\n{section}"
-        )
-    return section
+                raise RuntimeError(f"it logged {len(losses)} losses of {PARITY_STEPS}")
+            expected.extend(losses if name == BASELINE else [])
+            return _compared(losses, expected)
+
+        if not rows.measure("checkpoint", save, always=True):
+            return
+        rows.measure(BASELINE, partial(train, BASELINE, baseline), always=True)
+        for name, chosen in COMPARED.items():
+            rows.measure(name, partial(train, name, chosen))
+
+
+def _compared(losses: list[float], expected: list[float]) -> Cells:
+    """Return how far ``losses`` are from those of the baseline, of which there are none if it failed."""
+    cells = {"first loss": losses[0], "last loss": losses[-1]}
+    if not expected:
+        return {**cells, FAILED: "there is no baseline to compare with"}
+    apart = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
+    difference = "equal" if losses == expected else f"{max(apart):.1e}"
+    cells = {**cells, f"largest relative difference in {PARITY_STEPS} steps": difference}
+    if losses[0] != expected[0] or not all(one <= FURTHEST for one in apart):  # nan is neither
+        return {
+            **cells,
+            FAILED: "it trained otherwise than the baseline: first losses must be equal as printed, all "
+            f"within {FURTHEST:g}",
+        }
+    return cells
 
 
 PUBLISHED = {name: tokens for name, tokens, _ in LLAMA.values()}
@@ -98,48 +121,41 @@ def _llama(sequence: int) -> list[str]:
     )
 
 
-def rehearse(bench: Bench) -> str:
-    """Return a table of rehearsed steps of Llama2-7B at p = 8, and peaks of the ranks that were run."""
-    sequence = 4096 if find_spec("transformer_engine") else 2048
+def rehearse(bench: Bench, rows: Rows) -> None:
+    """Add the rehearsed step of Llama2-7B at p = 8 under each schedule, with its peaks on the ranks that ran.
+
+    Messages and collectives take no time.
+    """
+    sequence = 64 if bench.dry else 4096 if find_spec("transformer_engine") else 2048
     model = [*_llama(sequence), *DATA, *implementation()]
-    iterations = "3"
     if bench.dry:
-        sequence, iterations = 64, "2"
-        tiny = "--num-layers 16 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
-        model = [*_llama(sequence), *DATA, *tiny.split()]
-        model.remove("--bf16")
-    runs = {name: f"--pipeline-schedule {name}" for name in ("1f1b", "interleaved")} | SCHEDULES
-    if bench.dry:
-        runs = {name: runs[name] for name in ("1f1b", "v-half")}
-    commands = {
-        "rehearse": ["--ranks", "first,middle,last", "--iterations", iterations],
-        "estimate": ["--system", "h200", "--margin", "0"],
-    }
-    rows: list[Row] = []
-    first = None
-    for name, chosen in runs.items():
+        model += shlex.split(TINY)
+    environment = {} if bench.compiles() else UNCOMPILED
+    seconds: dict[str, float] = {}
+
+    def step(name: str) -> Cells:
         found = {}
-        for command, options in commands.items():
-            run = f"{command}-{name.split()[0]}"
-            file = bench.out / f"{run}.json"
-            bench.mpp(run, [command, *options, "--json", str(file), "--", *model, *chosen.split()])
+        for command, options in COMMANDS.items():
+            file = bench.logs / f"{command}-{name}.json"
+            words = [command, *options, "--json", str(file), "--", *model, *SCHEDULES[name].split()]
+            bench.run(f"{command}-{name}", [*MPP, *words], environment)
             found[command] = json.loads(file.read_text(encoding="utf-8"))
         rehearsed, estimated = found["rehearse"], found["estimate"]
-        seconds = rehearsed["step_seconds"]
-        first = first or seconds
-        used = estimated["utilisation"] * estimated["step_seconds"] / seconds
-        published = f"{PUBLISHED[name] / PUBLISHED['1f1b']:.3f}" if name in PUBLISHED else ""
-        speed = f"{sequence * MICROBATCHES / seconds / RANKS:.0f}"
-        peaks = _peaks(rehearsed["device_bytes"], estimated["ranks"])
-        rows.append(
-            (name, f"{seconds:.3f}", speed, f"{used:.1%}", f"{first / seconds:.3f}", published, peaks)
-        )
-    head = (
-        "schedule", "step s", "tokens/s a GPU", "MFU", "of 1F1B's", "published",
-        "peak GiB of a rank (against the memory model)",
-    )  # fmt: skip
-    about = f"Llama2-7B, {sequence} tokens, m = {MICROBATCHES}; messages and collectives take no time."
-    return f"## Rehearsed steps at p = {RANKS}\n\n{about}\n\n{table(head, rows)}"
+        seconds[name] = taken = rehearsed["step_seconds"]
+        return {
+            "step s": taken,
+            "tokens/s a GPU": f"{sequence * MICROBATCHES / taken / RANKS:.0f}",
+            "MFU": f"{estimated['utilisation'] * estimated['step_seconds'] / taken:.1%}",
+            "of 1F1B's speed": f"{seconds[BASELINE] / taken:.3f}" if BASELINE in seconds else "",
+            "published": f"{PUBLISHED[name] / PUBLISHED[BASELINE]:.3f}" if name in PUBLISHED else "",
+            "peak GiB of a rank (against the memory model)": _peaks(
+                rehearsed["device_bytes"], estimated["ranks"]
+            ),
+            "disturbed": rehearsed["disturbed"],
+        }
+
+    for name in SCHEDULES:
+        rows.measure(name, partial(step, name))
 
 
 def _peaks(measured: dict[str, int | None], ranks: list[dict[str, float]]) -> str:

@@ -1,9 +1,10 @@
 """One rank of several that share a GPU, started by torchrun with the flags of a training run behind it.
 
-    NCCL_MULTI_RANK_GPU_ENABLE=1 python -m torch.distributed.run --standalone --nproc-per-node 4 \
-        -m benchmarks.gpu.shared_device --pipeline-model-parallel-size 4 ...
+    NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 python -m torch.distributed.run --standalone \
+        --nproc-per-node 4 -m benchmarks.gpu.shared_device --pipeline-model-parallel-size 4 ...
 
-Where NCCL refuses to share, --distributed-backend gloo passes all messages through the host, slowly.
+NCCL shares a device from 2.30 on.  Elsewhere --distributed-backend gloo passes all messages through the host,
+slowly.
 """
 
 import os

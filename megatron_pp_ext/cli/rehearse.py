@@ -175,7 +175,10 @@ def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[s
 
 
 def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[str, object]:
-    """Return what --json writes: seconds, bytes, and for each rank which one was measured in its place."""
+    """Return what --json writes.
+
+    Seconds and what disturbed them, bytes, and for each rank which one was measured in its place.
+    """
     timeline = rehearsal.timeline
     return {
         "schedule": timeline.schedule.name,
@@ -186,6 +189,7 @@ def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[st
         "bubble": timeline.bubble,
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
         "device_bytes": {rank: one.device_bytes for rank, one in found.items()},
+        "disturbed": rehearsal_noise.disturbance(found.values()),
         "costs": asdict(timeline.costs),
     }
 

@@ -19,14 +19,15 @@ CPU_FLAGS: tuple[tuple[str, ...], ...] = (
     ("--no-bias-gelu-fusion",),
     ("--no-bias-dropout-fusion",),
     ("--no-rope-fusion",),
-    ("--disable-jit-fuser",),  # torch.compile takes longer than a small run
     ("--async-strategy", "mcore"),  # the other starts its writers where nothing stands in for torch.cuda
     ("--num-workers", "0"),  # a worker process on each rank takes more memory than it saves time
 )
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores: more threads only wait for each other
-    "TORCHDYNAMO_DISABLE": "1",  # some of Megatron's functions are compiled whatever the flags
+    # torch.compile takes longer than a small run.  --disable-jit-fuser comes when Megatron has been imported,
+    # and with it the functions that it decorates.
+    "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument checks require it
 }
 

@@ -39,21 +39,30 @@ def described(found: Iterable[RankRehearsal]) -> str:
     return "; ".join(words)
 
 
-def require_quiet(found: Iterable[RankRehearsal]) -> None:
-    """Raise ValueError where the seconds of a rank say more of its machine than of the job."""
+def disturbance(found: Iterable[RankRehearsal]) -> str | None:
+    """Return why the seconds of a rank say more of its machine than of the job; None if no rank's do."""
     for one in found:
         if one.waited is not None and one.waited > MOST_WAITED:
-            raise ValueError(
-                f"the seconds are not to be believed: rank {one.rank} waited for a processor for "
-                f"{one.waited:.0%} of its time, more than {MOST_WAITED:.0%}: end what else runs, lower "
-                "--at-once, or add --accept-noise"
+            return (
+                f"rank {one.rank} waited for a processor for {one.waited:.0%} of its time, more than "
+                f"{MOST_WAITED:.0%}"
             )
         if len(one.step_seconds) > 1 and _spread(one) > MOST_SPREAD:
-            raise ValueError(
-                f"the seconds are not to be believed: the middle half of the steps of rank {one.rank} spread "
-                f"over {_spread(one):.0%} of their median, more than {MOST_SPREAD:.0%}: end what else runs, "
-                "raise --iterations, or add --accept-noise"
+            return (
+                f"the middle half of the steps of rank {one.rank} spread over {_spread(one):.0%} of their "
+                f"median, more than {MOST_SPREAD:.0%}"
             )
+    return None
+
+
+def require_quiet(found: Iterable[RankRehearsal]) -> None:
+    """Raise ValueError where the seconds of a rank say more of its machine than of the job."""
+    reason = disturbance(found)
+    if reason is not None:
+        raise ValueError(
+            f"the seconds are not to be believed: {reason}: end what else runs, lower --at-once, raise "
+            "--iterations, or add --accept-noise"
+        )
 
 
 def _spread(one: RankRehearsal) -> float:

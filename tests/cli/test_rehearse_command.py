@@ -87,6 +87,7 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
     expected = 3 * (6 + 3 - 1)
     assert f"a step takes {expected + 0.5} s" in result.output
     numbers = json.loads(files["json"].read_text())
+    assert numbers["disturbed"] is None
     assert (numbers["step_seconds"], numbers["pipeline_seconds"]) == (expected + 0.5, expected)
     kept = [(rank["total"] - rank["messages"]) / 2**20 for rank in numbers["ranks"]]
     assert kept == [14, 14, 8]  # the last keeps one microbatch
@@ -123,6 +124,8 @@ def test_seconds_from_a_busy_machine(accepted, mpp, tmp_path: Path, monkeypatch:
     assert ("a step takes" in result.stdout) is accepted
     assert [file.exists() for file in files.values()] == [accepted] * 3
     assert result.exit_code == (0 if accepted else 2)
+    if accepted:
+        assert "rank 0 waited for a processor" in json.loads(files["json"].read_text())["disturbed"]
     assert ("mpp: the seconds are not to be believed: rank 0 waited" in result.stderr) is not accepted
 
 

@@ -1,5 +1,10 @@
 """The flags that a CPU needs."""
 
+import tests.support.ranks  # noqa: F401  (installs the stand-ins before Megatron is imported)
+
+# isort: split
+from megatron.core.activations import squared_relu
+
 from megatron_pp_ext.cpu.flags import CPU_FLAGS, megatron_flags, with_cpu_flags
 
 KNOWN = [flag[0] for flag in CPU_FLAGS]
@@ -26,3 +31,8 @@ def test_a_flag_that_megatron_does_not_know_is_left_out() -> None:
 
 def test_the_installed_megatron_knows_them_all() -> None:
     assert set(KNOWN) <= megatron_flags()
+
+
+def test_what_megatron_decorates_is_not_compiled() -> None:
+    """A function that torch.compile has wrapped has the code of the wrapper."""
+    assert squared_relu.__code__.co_filename.endswith("activations.py")

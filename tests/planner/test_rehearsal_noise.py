@@ -8,7 +8,7 @@ import pytest
 from megatron_pp_ext.integration.runners import processor
 from megatron_pp_ext.integration.runners.processor import ProcessorTime
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
-from megatron_pp_ext.planner.rehearsal_noise import described, require_quiet
+from megatron_pp_ext.planner.rehearsal_noise import described, disturbance, require_quiet
 from megatron_pp_ext.schedule.costs import StageCosts
 
 QUIET = RankRehearsal(
@@ -21,6 +21,7 @@ QUIET = RankRehearsal(
 def test_a_quiet_machine_is_believed_and_described() -> None:
     other = replace(QUIET, rank=2, step_seconds=(2.0, 2.0, 2.0, 2.0), waited=0.02, load=0.6)
     require_quiet([QUIET, other])
+    assert disturbance([QUIET, other]) is None
     assert described([QUIET, other]) == (
         "timed steps spread most on rank 1, where the middle half of 4 took 2 to 2.125 s; ranks waited for a "
         "processor for up to 2.0% of their time; the machine's load was up to 0.6 a processor"

@@ -13,7 +13,8 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.check", "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
+    "gpu.check", "gpu.layers", "gpu.machine",
+    "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs",
     "runtime.delay_correction", "runtime.launches", "runtime.overhead", "runtime.pairs", "runtime.pipedream",
     "runtime.replicas", "runtime.slow_links", "runtime.split", "runtime.start_up", "runtime.steps",

@@ -1,0 +1,53 @@
+"""What a machine says of its device, as JSON: torch, NCCL, packages, and whether torch.compile works.
+
+    python -m benchmarks.gpu.machine [--dry]
+
+It runs as a process of its own, so that the check itself holds no device.
+"""
+
+import json
+import platform
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+
+def main(
+    dry: Annotated[bool, typer.Option("--dry", help="CPUs stand in for a GPU.")] = False,
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Compile a function, which takes long.")
+    ] = False,
+) -> None:
+    """Print what is known of the device."""
+    import torch
+
+    if dry:
+        from megatron_pp_ext import cpu
+
+        cpu.install()
+    is_there = torch.cuda.is_available()
+    versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    nccl: tuple[int, ...] = ()
+    if is_there:
+        versions.append(torch.cuda.get_device_name(0))
+        if torch.distributed.is_nccl_available():
+            nccl = torch.cuda.nccl.version()
+            versions.append(f"NCCL {'.'.join(map(str, nccl))}")
+    for name in ("megatron.core", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
+        versions.append(f"{name}{'' if _is_there(name) else ' absent'}")
+    if compiles:
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        torch.compile(lambda x: torch.nn.functional.gelu(x) * x)(x).sum().backward()
+    print(json.dumps({"cuda": is_there, "line": ", ".join(versions), "nccl": nccl}))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    typer.run(main)
