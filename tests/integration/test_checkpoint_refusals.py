@@ -65,6 +65,52 @@ def test_a_schedule_of_ours_with_stocks_placement_goes_on_with_stocks_state() ->
     assert refused(LINE, loop) and refused(LOOP, line)
 
 
+BY_RANK, BY_WEIGHT = "dp_reshardable", "fully_reshardable"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "flags", "sharding", "fix"),
+    [
+        (1, 2, {}, BY_WEIGHT, "go on with 1, or load with --no-load-optim"),
+        (2, 1, {}, BY_WEIGHT, "go on with 2, or load with --no-load-optim"),
+        (1, 2, {"use_distributed_optimizer": False}, None, "load with --no-load-optim"),
+        (
+            2,
+            4,
+            {},
+            BY_RANK,
+            "save with --dist-ckpt-optim-fully-reshardable there, or load with --no-load-optim",
+        ),
+        (2, 4, {}, BY_WEIGHT, None),
+        (2, 4, {"use_distributed_optimizer": False}, None, None),
+        (2, 2, {}, BY_RANK, None),
+        (1, 2, {"no_load_optim": True}, BY_WEIGHT, None),
+        (1, 2, {"finetune": True}, BY_WEIGHT, None),
+    ],
+)
+def test_experts_on_other_ranks_take_no_optimizer_state_that_does_not_fit(
+    before: int, now: int, flags: dict[str, bool], sharding: str | None, fix: str | None
+) -> None:
+    needs = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False, **flags}
+    state = {
+        "args": Namespace(expert_model_parallel_size=before),
+        "content_metadata": {"distrib_optim_sharding_type": sharding},
+    }
+    run = Namespace(expert_model_parallel_size=now, **needs)
+
+    def check(kind: object) -> None:
+        checkpoint_placement._refuse_other_experts("folder", state, kind, run)
+
+    if fix is None:
+        check(CheckpointType.GLOBAL)
+    else:
+        with pytest.raises(SystemExit, match=f"were on {before} rank.s., .*-size {now}; .*{fix}"):
+            check(CheckpointType.GLOBAL)
+    if before != now:
+        with pytest.raises(SystemExit, match="save with --ckpt-format torch_dist there"):
+            check(CheckpointType.LEGACY)
+
+
 def test_each_copy_has_its_own_memory() -> None:
     moment, empty = torch.arange(3.0), torch.zeros(0)
     state = {"first": {"moment": moment, "none": empty}, "last": [{"moment": moment}, {"none": empty}, 7]}

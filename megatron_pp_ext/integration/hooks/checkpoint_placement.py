@@ -1,8 +1,9 @@
 """Checkpoints under a placement that is not stock's.
 
 Megatron's torch_dist checkpoints name weights by their place in the model, so that they load under any
-placement.  Two things still depend on the rank: the two copies of a tied weight, which stock never has on
-one rank, and the state of a distributed optimizer that was not saved fully reshardable.
+placement.  Three things still depend on the rank: the two copies of a tied weight, which stock never has on
+one rank, the state of a distributed optimizer that was not saved fully reshardable, and any optimizer's
+state of experts.
 """
 
 import functools
@@ -65,10 +66,12 @@ def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
             damaged_checkpoint.refuse_damage(load_dir, args)
         with damaged_checkpoint.name_damage(load_dir, args):
             loaded = stock(load_dir, args, *others, **kwargs)
-        state, _, _, kind = loaded
+        state, _, is_release, kind = loaded
         # Before validation only the flags of a checkpoint are read.
         if state and "args" in state and hasattr(args, "pipeline_placement"):
             _refuse_other_placement(load_dir, state, kind, args)
+            if not is_release:  # which has weights alone
+                _refuse_other_experts(load_dir, state, kind, args)
         if state and requested.pipeline() is not None:
             _separate_copies(state)
         return loaded
@@ -86,6 +89,31 @@ def _refuse_other_placement(load_dir: str, state: dict[str, Any], kind: Any, arg
             f"megatron_pp_ext: the checkpoint in {load_dir} keeps state rank by rank, for {before}, "
             f"but this run has {now}; {fix}"
         )
+
+
+def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args: Namespace) -> None:
+    """Refuse a checkpoint whose experts are on another number of ranks, where Megatron cannot deal them anew.
+
+    As soon as several ranks share the experts, Megatron gives them an optimizer of their own, and the state
+    of one optimizer does not become that of two.
+    """
+    before, now = (getattr(one, "expert_model_parallel_size", 1) or 1 for one in (state["args"], args))
+    if before == now:
+        return
+    if kind == CheckpointType.LEGACY:
+        fix = "save with --ckpt-format torch_dist there"
+    elif not _loads_optimizer(state, args):
+        return
+    elif 1 in (before, now):
+        fix = "load with --no-load-optim, which starts a new optimizer"
+    elif args.use_distributed_optimizer and not _is_reshardable(state):
+        fix = "save with --dist-ckpt-optim-fully-reshardable there, or load with --no-load-optim"
+    else:
+        return
+    raise SystemExit(
+        f"megatron_pp_ext: the checkpoint in {load_dir} keeps the state of experts that were on {before} "
+        f"rank(s), but this run has --expert-model-parallel-size {now}; go on with {before}, or {fix}"
+    )
 
 
 def _separate_copies(state: dict[str, Any]) -> None:
@@ -128,9 +156,17 @@ def _fix_if_rank_by_rank(state: dict[str, Any], kind: Any, args: Namespace) -> s
     """Return what to do instead, if this run would load something that depends on where stages live."""
     if kind == CheckpointType.LEGACY:
         return "go on with the old placement, or save with --ckpt-format torch_dist there"
-    if not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
-        return None
-    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if sharding is None or sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+    if not args.use_distributed_optimizer or not _loads_optimizer(state, args) or _is_reshardable(state):
         return None
     return "save with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim"
+
+
+def _loads_optimizer(state: dict[str, Any], args: Namespace) -> bool:
+    """Whether this run takes the optimizer's state out of the checkpoint, which may have none."""
+    return not (args.no_load_optim or args.finetune or getattr(state["args"], "no_save_optim", False))
+
+
+def _is_reshardable(state: dict[str, Any]) -> bool:
+    """Whether the checkpoint has a distributed optimizer's state by weight, if it has any."""
+    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    return sharding is None or sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+from megatron.training.checkpointing import get_checkpoint_name
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -92,7 +94,7 @@ def _explain(folder: Path, args: Namespace, read: bool) -> str | None:
             return None
         found = damage(folder / (f"iter_{int(chosen):07d}" if chosen.isdecimal() else chosen), read)
         if found is None:
-            return None
+            return _missing_here(folder, chosen) if read and args.ckpt_format == "torch" else None
         newest = _newest_whole(folder, int(chosen) if chosen.isdecimal() else None)
     except OSError:
         return None  # Megatron will meet the same.
@@ -100,6 +102,23 @@ def _explain(folder: Path, args: Namespace, read: bool) -> str | None:
     choose = f"write {newest} into {tracker}" if by_tracker else f"add --ckpt-step {newest}"
     older = f"the checkpoint of iteration {newest} is whole: {choose}"
     return f"{found}; {older if newest else _NONE}"
+
+
+def _missing_here(folder: Path, chosen: str) -> str | None:
+    """Say if a checkpoint by rank, the iteration or release ``chosen``, has no file for this rank.
+
+    Megatron would end the run with a success.
+    """
+    if not dist.is_initialized():  # before that only rank 0's flags are read
+        return None
+    number = int(chosen) if chosen.isdecimal() else 0
+    mine = Path(get_checkpoint_name(str(folder), number, release=not chosen.isdecimal()))
+    if mine.exists():
+        return None
+    return (
+        f"{mine} is missing: --ckpt-format torch keeps state rank by rank; go on with the tensor, pipeline "
+        "and expert parallel sizes that it was saved with, or save with --ckpt-format torch_dist there"
+    )
 
 
 _NONE = "no older checkpoint there is whole: put the file back from a copy"
