@@ -77,19 +77,17 @@ def started(
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End the process group of ``process``, which ends its ranks, and kill what is left of the ``mark``."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-            process.wait(GRACE_SECONDS)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+    """Ask the group of ``process``, which ends its ranks, to end; kill what is left of the ``mark``."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(GRACE_SECONDS)
     last = time.monotonic() + GRACE_SECONDS
     while (left := list(_marked(mark))) and time.monotonic() < last:
         for one in left:
             with suppress(psutil.Error):
                 one.kill()
         time.sleep(0.02)
+    process.poll()
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

@@ -51,6 +51,20 @@ def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
     assert run.stdout.splitlines()[-1].startswith("not ready: megatron-core is 0.99.0, known are 0.17.x")
 
 
+def test_without_megatron_it_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from importlib import metadata\n"
+        "from rich.console import Console\n"
+        "from contextlib import nullcontext\n"
+        "from megatron_pp_ext.integration import doctor\n"
+        "doctor._import_seams = lambda: 'install megatron-core[training]'\n"
+        "doctor.examine(Console(), None, lambda what: nullcontext())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "not ready: install megatron-core[training]"
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="without git there is no commit")
 @pytest.mark.parametrize("tracked", [True, False])
 def test_a_commit_is_megatrons_only_in_its_own_repository(tracked: bool, tmp_path: Path, monkeypatch) -> None:
