@@ -2,7 +2,7 @@
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
 # make test   lint, types and tests                                            (ARGS=what pytest should get)
 # make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
-# make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones
+# make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
 # make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
@@ -18,6 +18,11 @@ UV := $(BIN)/python -m uv
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
+# The torch of most clusters today, with what it needs at one exact version and what .venv has not got: of CUDA's
+# libraries only one, since .venv's have the same major version. That is a download of 742 MiB.
+torch-2.11 := torch==2.11.0 triton==3.6.0 nvidia-curand==10.4.0.35
+# What the environment of a target is made for.
+anew = $(or $($*),megatron-core==$*)
 packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 .PHONY: env demo test test-all test-matrix smoke lint lock clean mutants faults fuzz
@@ -52,23 +57,23 @@ test-all: lint
 test-matrix: env $(OLDER:%=test-%)
 	$(BIN)/python -m pytest $(PARALLEL) tests/integration $(ARGS)
 
-smoke: $(OLDER:%=smoke-%)
+smoke: $(OLDER:%=smoke-%) smoke-torch-2.11
 
 test-%: .venv-%/.installed
-	MEGATRON_VERSION=$* .venv-$*/bin/python -m pytest $(PARALLEL) tests/integration $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) tests/integration $(ARGS)
 
 smoke-%: .venv-%/.installed
-	MEGATRON_VERSION=$* .venv-$*/bin/python -m pytest $(PARALLEL) @tests/smoke.txt $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) @tests/smoke.txt $(ARGS)
 
-# Only megatron-core is installed anew; all else, torch too, comes from .venv, which is searched second.
+# Only that is installed anew; all else comes from .venv, which is searched second.
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: .venv/.installed
 	$(BIN)/python -m venv --clear --without-pip .venv-$*
 	@printf 'import site; site.addsitedir("%s")\n' "$(call packages,.venv)" > "$(call packages,.venv-$*)/all-else.pth"
 	if $(UV) --version >/dev/null 2>&1; then \
-		$(UV) pip install --python .venv-$*/bin/python --compile-bytecode --no-deps megatron-core==$*; \
+		$(UV) pip install --python .venv-$*/bin/python --compile-bytecode --no-deps $(anew); \
 	else \
-		$(BIN)/python -m pip --python .venv-$*/bin/python install --compile --no-deps megatron-core==$*; \
+		$(BIN)/python -m pip --python .venv-$*/bin/python install --compile --no-deps $(anew); \
 	fi
 	@touch $@
 

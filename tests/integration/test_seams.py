@@ -8,6 +8,7 @@ import sys
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
 import pytest
+import torch
 
 from megatron_pp_ext.integration import install, patching, releases, seams
 from tests.support.comparison import assert_same_bits, run
@@ -19,12 +20,14 @@ def is_any_applied() -> bool:
     return any(patching.is_applied(seam) for seam in SEAMS)
 
 
-VERSION = os.environ.get("MEGATRON_VERSION", "")
+REQUESTED = os.environ.get("REQUESTED", "")
 
 
-@pytest.mark.skipif(not VERSION, reason="MEGATRON_VERSION does not say which Megatron this should be")
-def test_this_is_the_requested_megatron():
-    assert releases.megatron_version().startswith(VERSION)
+@pytest.mark.skipif(not REQUESTED, reason="REQUESTED names no package and version, such as torch==2.11.0")
+def test_this_is_the_requested_package():
+    name, version = REQUESTED.split("==")
+    found = {"megatron-core": releases.megatron_version(), "torch": torch.__version__}
+    assert found[name].startswith(version)
 
 
 @pytest.fixture
