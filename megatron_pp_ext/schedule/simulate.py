@@ -8,6 +8,7 @@ of both leave at its end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Schedule
@@ -24,7 +25,7 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
@@ -32,53 +33,55 @@ class Timeline:
     which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
     takes from its own first start to its own last end.  It is the papers' cost, and is reached only when
     optimizer steps do not wait for the whole pipeline.
+
+    What is derived from the events is computed once, when it is first asked for.
     """
 
     schedule: Schedule
     costs: Costs
     events: tuple[tuple[Event, ...], ...]
 
-    @property
+    @cached_property
     def start(self) -> float:
         """The start of the first action of any rank."""
         return min(events[0].start for events in self.events if events)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """The end of the last action of any rank."""
         return max(events[-1].end for events in self.events if events)
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """The time from the first start to the last end over all ranks."""
         return self.end - self.start
 
-    @property
+    @cached_property
     def span(self) -> float:
         """The time from first start to last end of the rank for which that is longest."""
         return max(events[-1].end - events[0].start for events in self.events if events)
 
-    @property
+    @cached_property
     def bubble(self) -> float:
         """The fraction of ranks x makespan in which a rank is idle."""
         return 1 - self._busy / (len(self.events) * self.makespan)
 
-    @property
+    @cached_property
     def bubble_span(self) -> float:
         """The fraction of ranks x span in which a rank is idle."""
         return 1 - self._busy / (len(self.events) * self.span)
 
-    @property
+    @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """The most activations each rank keeps at one time, in the unit of ``StageCosts.activation``."""
         return tuple(max(live for _, live in self.memory(rank)) for rank in range(len(self.events)))
 
-    @property
+    @cached_property
     def peak_messages(self) -> tuple[int, ...]:
         """The most message buffers each rank holds at one time; see ``messages.most_buffers``."""
         return peak_messages(self.schedule)
 
-    @property
+    @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """``peak_activations`` plus ``Costs.message`` for each of ``peak_messages``.
 
@@ -92,7 +95,7 @@ class Timeline:
             for activations, messages in zip(self.peak_activations, self.peak_messages, strict=True)
         )
 
-    @property
+    @cached_property
     def peak_microbatches(self) -> tuple[float, ...]:
         """``peak_activations`` in units of all that the rank keeps of one microbatch: 1F1B's rank 0 has p.
 
@@ -120,7 +123,7 @@ class Timeline:
                 live -= released
                 yield end, live
 
-    @property
+    @cached_property
     def _busy(self) -> float:
         # The forward of a pair starts and ends with its backward.
         paired = self.schedule.paired

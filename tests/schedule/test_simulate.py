@@ -1,12 +1,17 @@
+from dataclasses import replace
+from io import StringIO
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.simulate import Event, simulate
+from megatron_pp_ext.view.terminal import Sketch, summary_table
 from reference.published_schedules import MEASURED_COST
 from tests.support import slow
 
@@ -83,3 +88,27 @@ def test_bubble_rates_of_the_zero_bubble_paper(ranks, microbatches, f, i, w, hop
         schedule = catalog.build(name, ranks, microbatches)
         costs = Costs.uniform(schedule.placement, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
         assert simulate(schedule, costs).bubble_span == pytest.approx(rate, abs=5e-5), name
+
+
+class Counted(tuple[tuple[Event, ...], ...]):
+    """The events of all ranks, which count how often somebody goes through them all."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_what_is_derived_goes_through_all_ranks_equally_often_for_few_and_for_many():
+    """Else a file of ten thousand ranks takes minutes, since each rank would look at all others."""
+
+    def passes(ranks: int) -> int:
+        schedule = catalog.build("1f1b", ranks, 2)
+        timeline = simulate(schedule, Costs.unit(schedule.placement))
+        counted = replace(timeline, events=Counted(timeline.events))
+        assert counted.peak_memory == timeline.peak_memory
+        Console(file=StringIO(), width=80).print(Sketch(counted), summary_table({"1f1b": counted}))
+        return counted.events.passes
+
+    assert passes(4) == passes(16)
