@@ -35,6 +35,7 @@ from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
 from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from tests.support import frozen
 
 patching.apply(seams.launch_seams(cpu=True))
 
@@ -109,8 +110,10 @@ def train(
     step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
     ``disturb(chunks)`` may change the final gradients of every step, and comes after ``grab``.
 
+    Beside Megatron's flags there is ``frozen.FLAG``.
     Skips the test on an older Megatron that lacks one of ``flags``.
     """
+    flags, kept = frozen.without_flag(flags)
     for flag in flags:
         if flag.startswith("--") and not has_flag(flag):
             pytest.skip(f"megatron-core {releases.megatron_version()} has no {flag}")
@@ -120,7 +123,7 @@ def train(
         if flag in flags:
             del tiny[(at := tiny.index(other)) : at + 2]
     argv = cpu.with_cpu_flags([*tiny, *data, *flags])
-    hooks = (initialize or initialize_by_layer, grab, disturb)
+    hooks = (initialize or initialize_by_layer, grab, disturb, kept)
     return ranks.run_ranks(_train, world_size, argv, *hooks, timeout=timeout)
 
 
@@ -136,9 +139,15 @@ def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
 
 
 def _train(
-    rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
+    rank: int,
+    argv: list[str],
+    initialize: Callable,
+    grab: Grab | None,
+    disturb: Disturb | None = None,
+    kept: str | None = None,
 ) -> Run:
     run = Run()
+    frozen.freeze_models(kept)
     sys.argv = ["pretrain_gpt.py", *argv]
     cpu.fork_checkpoint_writers(argv)
     for name, watch in (
