@@ -113,8 +113,7 @@ def train(
     Beside Megatron's flags there is ``frozen.FLAG``.
     Skips the test on an older Megatron that lacks one of ``flags``.
     """
-    flags, kept = frozen.without_flag(flags)
-    for flag in flags:
+    for flag in frozen.without_flag(flags)[0]:
         if flag.startswith("--") and not has_flag(flag):
             pytest.skip(f"megatron-core {releases.megatron_version()} has no {flag}")
     data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
@@ -123,7 +122,7 @@ def train(
         if flag in flags:
             del tiny[(at := tiny.index(other)) : at + 2]
     argv = cpu.with_cpu_flags([*tiny, *data, *flags])
-    hooks = (initialize or initialize_by_layer, grab, disturb, kept)
+    hooks = (initialize or initialize_by_layer, grab, disturb)
     return ranks.run_ranks(_train, world_size, argv, *hooks, timeout=timeout)
 
 
@@ -139,14 +138,10 @@ def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
 
 
 def _train(
-    rank: int,
-    argv: list[str],
-    initialize: Callable,
-    grab: Grab | None,
-    disturb: Disturb | None = None,
-    kept: str | None = None,
+    rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
 ) -> Run:
     run = Run()
+    argv, kept = frozen.without_flag(argv)
     frozen.freeze_models(kept)
     sys.argv = ["pretrain_gpt.py", *argv]
     cpu.fork_checkpoint_writers(argv)

@@ -15,8 +15,8 @@ from megatron_pp_ext.runtime.split import has_hooks
 class Marks(NamedTuple):
     """Whether a parameter is trained, and its attributes by name."""
 
-    requires_grad: bool = True
-    attributes: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+    requires_grad: bool
+    attributes: dict[str, Any]
 
 
 def marks_of(parameter: torch.nn.Parameter) -> Marks:

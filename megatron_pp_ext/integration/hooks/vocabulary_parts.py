@@ -193,10 +193,10 @@ def _deal_out(chunks: Sequence[Any]) -> None:
     output = _replace_output(chunks[-1], is_last=stages[-1] == last)
     first_home, last_home = placement.rank_of(0), placement.rank_of(last)
     of_embedding, of_output = _tell_marks((embedding, first_home), (output, last_home))
+    if is_tied and of_embedding.requires_grad is not of_output.requires_grad:
+        raise SystemExit(f"megatron_pp_ext: {half_frozen(EMBEDDING, 'frozen at one end of the model')}")
     table = _spread(embedding, first_home)
     if is_tied:
-        if of_embedding.requires_grad is not of_output.requires_grad:
-            raise SystemExit(f"megatron_pp_ext: {half_frozen(EMBEDDING, 'frozen at one end of the model')}")
         chunks[-1].output_layer.hold(table, of_embedding, EMBEDDING)
         chunks[-1].output_layer.is_tied = True
     else:
@@ -230,8 +230,13 @@ def _replace_output(model: Any, is_last: bool) -> torch.nn.Parameter | None:
     return weight
 
 
-_STAND_IN = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-_STAND_IN["is_embedding_or_output_parameter"] = True
+_STAND_IN = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "is_embedding_or_output_parameter": True,
+}
+"""What Megatron writes on both weights."""
 
 
 def _tell_marks(*ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
