@@ -69,8 +69,8 @@ class Vocabulary(Protocol):
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the first stage's input, on its rank."""
 
-    def take_input_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of the first stage's input, on its rank."""
+    def take_input_gradient(self, microbatch: int, gradient: torch.Tensor | None) -> None:
+        """Take the gradient of the first stage's input, on its rank; a frozen embedding needs none."""
 
     def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
         """Take the last stage's output, on its rank."""
@@ -147,7 +147,6 @@ def execute(
             assert produced is not None
             vocabulary.keep(step.action.microbatch, produced)
         if vocabulary is not None and is_first and step.action.kind in (Kind.I, Kind.B):
-            assert produced is not None
             vocabulary.take_input_gradient(step.action.microbatch, produced)
         _hand_on(step, produced, plan.rank, handed_over, channels)
         # A produced tensor that outlived its step would be counted, and held, as an activation.

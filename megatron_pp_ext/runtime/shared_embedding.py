@@ -2,7 +2,7 @@
 
 The first stage tells the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has
 and leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes
-back to all ranks, and each adds it to the rows that it has.
+back to all ranks, and each adds it to the rows that it has.  For frozen rows nothing comes back.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,11 @@ class SharedEmbedding:
         embedded, kept.embedded = kept.embedded, None
         return embedded
 
-    def take(self, microbatch: int, gradient: torch.Tensor) -> None:
+    def take(self, microbatch: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of what ``embedded`` returned, for the exchange."""
-        self._kept[microbatch].gradient = gradient.detach().contiguous()
+        if self._rows.takes_gradient:
+            assert gradient is not None
+            self._kept[microbatch].gradient = gradient.detach().contiguous()
 
     def close(self) -> None:
         """End a step: all gradients are added.  An evaluation has none."""
@@ -107,6 +109,9 @@ class SharedEmbedding:
             self._sent = None
 
     def _spread_gradient(self, microbatch: int) -> None:
+        if not self._rows.takes_gradient:
+            del self._kept[microbatch]
+            return
         self._add_arrived()
         kept = self._kept[microbatch]
         if kept.gradient is None:

@@ -10,7 +10,7 @@ From the m and l of all ranks come M = max(m) and L = sum(l * exp(m - M)).  The 
 M + log(L) less the logit of its label, which one rank has, and the softmax here is P * exp(m - M) / L.  The
 gradient of the hidden state is the sum over the ranks of A * exp(m - M) / L, plus the label's row times its
 softmax less 1: that row is added by itself, so that nothing cancels where the model is sure.  All of it is
-multiplied by g, the gradient of the token's loss.
+multiplied by g, the gradient of the token's loss.  Frozen rows have no T, and no rank has to know g for it.
 """
 
 import math
@@ -124,6 +124,9 @@ class SharedOutput:
 
     def launch(self, exchange: Exchange) -> None:
         """Begin an exchange; what is computed next does not wait for it."""
+        if exchange.what is Exchanged.LOSS and not self._rows.takes_gradient:
+            self._ended(exchange.microbatch)
+            return
         begin = {
             Exchanged.HIDDEN: self._spread_hidden,
             Exchanged.STATISTICS: self._gather_statistics,
@@ -151,6 +154,8 @@ class SharedOutput:
         exponentials.scatter_(1, row, exponentials.gather(1, row) * ~held)
         kept.exponentials = exponentials.to(weight.dtype)
         kept.part = kept.exponentials @ weight
+        if not self._rows.takes_gradient:
+            kept.hidden = kept.exponentials = _NONE  # They are for T.
         if STORE.meter is not None:
             for tensor in (kept.hidden, kept.exponentials, kept.part):
                 STORE.meter.hold(None, tensor, holder=kept)
@@ -165,15 +170,20 @@ class SharedOutput:
 
     def weight_gradient(self, microbatch: int) -> None:
         """T: add what the microbatch brings to the gradient of this rank's rows."""
-        kept = self._kept.pop(microbatch)
-        for what in tuple(kept.under_way):
-            kept.wait(what)
+        kept = self._ended(microbatch)
         scale, of_label = self._softmax(kept)
         _, row = self._held(kept.labels)
         difference = kept.exponentials * scale
         difference.scatter_add_(1, row, of_label)
         difference *= kept.loss_gradient
         self._rows.add_gradient(difference.to(kept.hidden.dtype).t() @ kept.hidden)
+
+    def _ended(self, microbatch: int) -> _Microbatch:
+        """Take out a microbatch, whose exchanges are over."""
+        kept = self._kept.pop(microbatch)
+        for what in tuple(kept.under_way):
+            kept.wait(what)
+        return kept
 
     def close(self) -> None:
         """End a step.  What is left are microbatches of an evaluation, whose losses go to the head."""

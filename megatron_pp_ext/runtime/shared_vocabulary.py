@@ -30,7 +30,7 @@ class SharedVocabulary:
         """See ``executor.Vocabulary``."""
         return self.embedding.embedded(microbatch)
 
-    def take_input_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
+    def take_input_gradient(self, microbatch: int, gradient: torch.Tensor | None) -> None:
         """See ``executor.Vocabulary``."""
         self.embedding.take(microbatch, gradient)
 

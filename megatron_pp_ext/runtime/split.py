@@ -121,6 +121,11 @@ STORE = WeightGradientStore()
 """The store of this process.  A process is one rank, and nothing could pass a store to Megatron's layers."""
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether hooks want to see the gradient of ``parameter``, which a W adds without autograd."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -145,10 +150,13 @@ class _SplitLinear(torch.autograd.Function):
             else:
                 weight.grad.add_(product)
 
-        if needs_weight:
+        weight_gradient = None
+        if needs_weight and has_hooks(weight):
+            weight_gradient = rows.t().mm(input_rows)
+        elif needs_weight:
             STORE.defer(add_weight_gradient, input, gradient)
         input_gradient = gradient.matmul(weight) if needs_input else None
-        return input_gradient, None, rows.sum(0) if ctx.has_bias else None
+        return input_gradient, weight_gradient, rows.sum(0) if ctx.has_bias else None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

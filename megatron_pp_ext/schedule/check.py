@@ -30,7 +30,7 @@ def check(schedule: Schedule) -> None:
     _check_stages(schedule, is_evaluation)
     _check_pairs(schedule)
     if schedule.placement.shares_vocabulary:
-        _check_vocabulary(schedule, (Kind.S,) if is_evaluation else (Kind.S, Kind.T))
+        _check_vocabulary(schedule)
     for _ in in_order_of_need(schedule):
         pass
 
@@ -149,8 +149,12 @@ def _check_actions(schedule: Schedule) -> None:
             seen.add(action)
 
 
-def _check_vocabulary(schedule: Schedule, kinds: Sequence[Kind]) -> None:
-    """Raise unless every rank does its part of a shared vocabulary for every microbatch."""
+def _check_vocabulary(schedule: Schedule) -> None:
+    """Raise unless every rank does its part of a shared vocabulary for every microbatch.
+
+    No rank has a T in an evaluation, nor where the output layer is frozen.
+    """
+    kinds = [Kind.S, *([Kind.T] if any(action.kind is Kind.T for action in schedule) else [])]
     for rank, order in enumerate(schedule.orders):
         present = set(order)
         for microbatch in range(schedule.microbatches):

@@ -167,8 +167,8 @@ def stage_costs(
 def vocabulary_costs(records: Sequence[RankRecord]) -> VocabularyCosts:
     """Return the costs of a rank's part of a shared vocabulary, from those of all ranks.
 
-    Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  An
-    evaluation, which has no T, counts a T as an S.
+    Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  Where no
+    rank has a T, as in an evaluation, a T counts as an S, and nothing is kept for it.
     """
     seconds: dict[Kind, list[float]] = {Kind.S: [], Kind.T: []}
     growths = []
@@ -181,7 +181,9 @@ def vocabulary_costs(records: Sequence[RankRecord]) -> VocabularyCosts:
                 growths.append(event.live_bytes - before)
             before = event.live_bytes
     scores = median(seconds[Kind.S])
-    return VocabularyCosts(scores, median(seconds[Kind.T] or [scores]), max(0.0, median(growths)))
+    if not seconds[Kind.T]:
+        return VocabularyCosts(scores, scores)
+    return VocabularyCosts(scores, median(seconds[Kind.T]), max(0.0, median(growths)))
 
 
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:

@@ -21,6 +21,8 @@ one microbatch more, and S and T stand where the ranks come by.
 2. The ranks are run on paper.  A rank does S as soon as the hidden state is there, unless it keeps the logits
    of four microbatches, its own order otherwise, and T when it would wait, or when two of them are due.
 3. Of the orders that come out, all but a little the shortest is taken that keeps least.
+
+A frozen output layer has no T: ``without_weight_gradients``.
 """
 
 import heapq
@@ -71,6 +73,12 @@ def share_evaluation(schedule: Schedule) -> Schedule:
     if run is None:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return replace(schedule, placement=placement, orders=run.orders)
+
+
+def without_weight_gradients(schedule: Schedule) -> Schedule:
+    """Return ``schedule`` for an output layer whose weight is frozen: without T, for which nothing waits."""
+    orders = (tuple(action for action in order if action.kind is not Kind.T) for order in schedule.orders)
+    return replace(schedule, orders=tuple(orders))
 
 
 def _put_off(schedule: Schedule, build: Callable[[int], Schedule]) -> Iterator[list[Order]]:

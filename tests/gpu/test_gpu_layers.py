@@ -3,6 +3,7 @@
 Run by scripts/gpu_check.sh, without the stand-ins that the other tests need.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -31,10 +32,12 @@ def _gradients(
     layer: torch.nn.Module, split: bool, call: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Of the inputs of all microbatches, and of all parameters; every forward comes before every backward."""
+    accumulators = []
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
-        parameter.register_post_accumulate_grad_hook(_move)
+        accumulators.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+        accumulators[-1].register_hook(functools.partial(_move, parameter))
     generator = torch.Generator("cuda").manual_seed(1)
     inputs, outputs = [], []
     for _ in range(MICROBATCHES):
@@ -50,7 +53,7 @@ def _gradients(
     return [one.grad for one in inputs], {name: p.main_grad for name, p in layer.named_parameters()}
 
 
-def _move(parameter: Any) -> None:
+def _move(parameter: Any, *_: Any) -> None:
     """As Megatron's data parallelism does with a gradient that autograd brings."""
     if parameter.grad is not None and not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)

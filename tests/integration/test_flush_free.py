@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.view import trace_file
-from tests.support import rounding, training
+from tests.support import frozen, rounding, training
 from tests.support.ranks import RankError, run_ranks
 from tests.support.samples import samples_of
 from tests.support.without_flush import ADAM, MODEL, SGD, UPDATES, flags_of, noted, reference, run
@@ -59,6 +59,20 @@ def test_parameters_after_twenty_updates_with_adam(replicas: str, interval: int,
     for rank in run(len(replicas.split("-")), (*MODEL, *ADAM, *flags_of(replicas, interval, rule))):
         for name, value in rank["parameters"].items():
             assert torch.equal(value, expected["parameters"][name]), name
+
+
+@pytest.mark.parametrize("kind", ["layers", pytest.param("adapters", marks=pytest.mark.wide)])
+def test_parameters_beside_frozen_ones(kind: str) -> None:
+    """A stage that trains nothing among them; frozen weights have no versions and stay as they are."""
+    flags = (*SGD, frozen.FLAG, kind)
+    expected = reference("1-1-1", 1, "latest", flags)
+    ranks = run(3, (*MODEL, *flags, *flags_of("1-1-1", 1, "latest")))
+    assert ranks[-1]["losses"] == expected["losses"]
+    for rank in ranks:
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, expected["parameters"][name]), name
+    assert (ranks[0]["versions"] == 0) == (kind == "layers")
+    assert all(rank["versions"] < 1 for rank in ranks)
 
 
 SHARDED = (*ADAM, "--use-distributed-optimizer", "--overlap-grad-reduce")

@@ -3,8 +3,10 @@
 Transformer Engine's own layers are in tests/engine.
 """
 
+import functools
 from argparse import Namespace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -92,10 +94,13 @@ class Layer(torch.nn.Module):
                 name = f"{kind}{group if groups > 1 else ''}"
                 self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
         self.wgrad_store = Never()
+        self.accumulators = []
         for parameter in self.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
             parameter.grad_added_to_main_grad = False
-            parameter.register_post_accumulate_grad_hook(_move)
+            accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            accumulator.register_hook(functools.partial(_move, parameter))
+            self.accumulators.append(accumulator)
 
     def pairs(self):
         """(weight, bias) of each group."""
@@ -111,7 +116,7 @@ class Never:
         return False
 
 
-def _move(parameter: torch.nn.Parameter) -> None:
+def _move(parameter: torch.nn.Parameter, *_: Any) -> None:
     """What Megatron's data parallelism does with a gradient that autograd brings."""
     if parameter.grad is not None and not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
@@ -186,6 +191,35 @@ def test_a_parameter_is_counted_after_its_last_w():
     assert counted == []
     STORE.run(Owner(0, 1))
     assert sorted(counted) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS])
+def test_hooks_see_gradients(groups):
+    """Also those that come with a product whose other gradients nobody wants to see."""
+    whole, cut = Layer(groups, fused=False), Layer(groups, fused=False)
+    for layer in (whole, cut):
+        for _, bias in layer.pairs():
+            bias.register_hook(lambda gradient: gradient / 2)
+    run_microbatches(whole, split=False)
+    split_backwards([cut])
+    run_microbatches(cut, split=True)
+    for microbatch in range(3):
+        STORE.run(Owner(0, microbatch))
+    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.main_grad, theirs.main_grad)
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS])
+def test_a_frozen_bias_gets_no_gradient(groups):
+    layer = Layer(groups, fused=False)
+    ((weight, bias), *_) = layer.pairs()
+    bias.requires_grad_(False)
+    bias.main_grad = None
+    del bias.main_grad
+    split_backwards([layer])
+    run_microbatches(layer, split=True, count=1)
+    STORE.run(Owner(0, 0))
+    assert weight.main_grad.any() and bias.grad is None
 
 
 def test_a_module_of_several_products_keeps_its_backward():

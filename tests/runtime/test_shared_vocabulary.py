@@ -17,7 +17,7 @@ from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
+from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
 from tests.support import plain_stages
 from tests.support.plain_stages import ROWS, WIDTH
 from tests.support.ranks import run_ranks
@@ -73,7 +73,17 @@ class Head:
         return losses.grad
 
 
-def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
+class Counted(Exchanges):
+    """Counts what is spread."""
+
+    spreads = 0
+
+    def spread(self, tensor: torch.Tensor, home: int) -> dist.Work:
+        self.spreads += 1
+        return super().spread(tensor, home)
+
+
+def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str, ...] = ()) -> dict:
     """Run one step and tell the gradients and the losses of this rank."""
     dist.init_process_group("gloo")
     placement = schedule.placement
@@ -87,10 +97,10 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
     of_embedding = torch.zeros_like(looked_up)
     first, home = placement.rank_of(0), placement.rank_of(placement.stages - 1)
     head = Head() if rank == home else None
-    exchanges = Exchanges(dist.new_group())
+    exchanges = Counted(dist.new_group())
     vocabulary = SharedVocabulary(
         SharedEmbedding(
-            Rows(begin, end - begin, lambda: looked_up, of_embedding.add_),
+            Rows(begin, end - begin, lambda: looked_up, of_embedding.add_, "embedding" not in frozen),
             torch.Size((ROWS,)),
             torch.device("cpu"),
             exchanges,
@@ -98,7 +108,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
             tokens if rank == first else None,
         ),
         SharedOutput(
-            Rows(begin, end - begin, lambda: part, gradient.add_),
+            Rows(begin, end - begin, lambda: part, gradient.add_, "output" not in frozen),
             torch.Size((ROWS, WIDTH)),
             exchanges,
             home,
@@ -107,8 +117,19 @@ def run_schedule(rank: int, schedule: Schedule, scale: float) -> dict:
         ),
     )
     channels = plain_stages.make_channels(schedule.ranks)
+    kept_for_t = []
+    score = vocabulary.output.scores
+
+    def scores(microbatch: int) -> None:
+        score(microbatch)
+        kept = vocabulary.output._kept[microbatch]
+        kept_for_t.append(kept.exponentials.numel() + kept.hidden.numel())
+
+    vocabulary.output.scores = scores  # type: ignore[method-assign]
     execute(plan_rank(schedule, rank), stages, channels, vocabulary=vocabulary)
     return {
+        "spreads": exchanges.spreads,
+        "kept for T": max(kept_for_t),
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "vocabulary": gradient,
         "embedding": of_embedding,
@@ -160,6 +181,28 @@ def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
 def test_gradients_are_those_of_one_process(name: str, ranks: int, microbatches: int) -> None:
     build: Callable[[int], Schedule] = lambda m: catalog.build(name, ranks, m)  # noqa: E731
     assert_equals_one_process(share(build, microbatches))
+
+
+@pytest.mark.parametrize("frozen", [("embedding",), ("output",), ("embedding", "output")])
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_frozen_weights_take_no_part_in_a_backward(name: str, frozen: tuple[str, ...]) -> None:
+    """All other gradients are what they were; nothing is exchanged for, or kept until, what nobody needs."""
+    whole = share(lambda m: catalog.build(name, 3, m), 4)
+    schedule = without_weight_gradients(whole) if "output" in frozen else whole
+    results = run_ranks(run_schedule, 3, schedule, 1.0, frozen)
+    stages, output, lookup, losses = in_one_process(schedule.placement.stages, 4, 1.0)
+    assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
+    for part, of_result, expected in (("output", "vocabulary", output), ("embedding", "embedding", lookup)):
+        ours = torch.cat([result[of_result] for result in results])
+        assert_close(ours, torch.zeros_like(ours) if part in frozen else expected, 1.0)
+    for result in results:
+        assert result["left"] == 0
+        # Tokens, hidden state and labels; each end needs one more that trains.
+        assert result["spreads"] == 4 * (5 - len(frozen))
+        assert bool(result["kept for T"]) is ("output" not in frozen)
+        for stage, gradients in result["gradients"].items():
+            for mine, expected in zip(gradients, stages[stage], strict=True):
+                assert_close(mine, expected, 1.0)
 
 
 def test_logits_of_any_size() -> None:

@@ -100,6 +100,15 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     assert input.grad is not None and layer.bias.grad is not None
 
 
+def test_hooks_see_gradients() -> None:
+    layer = SplitLinear(WIDTH, OUT)
+    seen: list[torch.Tensor] = []
+    layer.weight.register_hook(seen.append)
+    halves(layer(torch.randn(ROWS, WIDTH)).square().sum())
+    assert len(seen) == 1 and layer.weight.grad is not None
+    assert torch.equal(seen[0], layer.weight.grad)
+
+
 def test_work_in_parts() -> None:
     """Each part runs what came before it, in its order, and the end runs the rest and leaves nothing."""
     order: list[object] = []

@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
+from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.view import trace_file
 from tests.support.random_orders import random_schedule
 
@@ -192,6 +192,14 @@ def test_evaluations_compute_the_logits_alone(name: str) -> None:
     schedule = share_evaluation(catalog.forward_only(catalog.entry(name).placement(4), 5))
     check(schedule)
     assert {action.kind for action in schedule} == {Kind.F, Kind.S}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_a_frozen_output_layer_has_no_weight_gradients(name: str) -> None:
+    schedule = shared(name, 3, 5)
+    frozen = without_weight_gradients(schedule)
+    check(frozen)
+    assert list(frozen) == [action for action in schedule if action.kind is not Kind.T]
 
 
 @pytest.mark.parametrize(

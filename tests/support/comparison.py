@@ -54,6 +54,9 @@ def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int | Ro
     found: dict[tuple[str, int | Rows], torch.Tensor] = {}
     for name, parameter in training.global_parameters(chunks):
         rows = getattr(parameter, "vocabulary_rows", None)
+        if not parameter.requires_grad:
+            assert parameter.grad is None and not hasattr(parameter, "main_grad"), name
+            continue
         found[name, Rows(*rows, size) if rows else rank] = parameter.main_grad.clone()
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
+from tests.support import frozen
 from tests.support.training import TINY
 
 Row = Mapping[str, str]
@@ -87,6 +88,10 @@ FLAGS = {
         "selective": "--recompute-granularity selective",
     },
     "dispatcher": {"all-gather": "", "all-to-all": "--moe-token-dispatcher-type alltoall"},
+    "frozen": {
+        "none": "",
+        **{kind: f"{frozen.FLAG} {kind}" for kind in ("vocabulary", "layers", "adapters")},
+    },
     "clipping": {"engages": "--clip-grad 0.1", "off": "--clip-grad 0"},
     "loss": {"by-microbatch": "", "by-token": "--calculate-per-token-loss"},
 }
@@ -101,6 +106,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "microbatches": tuple(MICROBATCHES),
     "optimizer": tuple(FLAGS["optimizer"]),
     "dispatcher": tuple(FLAGS["dispatcher"]),
+    "frozen": tuple(FLAGS["frozen"]),
     "clipping": tuple(FLAGS["clipping"]),
     "loss": tuple(FLAGS["loss"]),
 }
@@ -125,6 +131,11 @@ EXCLUDED: dict[Pair, str] = {
     },
     (("dispatcher", "all-gather"), ("schedule", "in-pairs")): "Megatron plans layers of the other dispatcher",
     (("precision", "fp32"), ("schedule", "in-pairs")): "Megatron plans layers in half precision",
+    **{
+        (("frozen", kind), ("recompute", level)): "Megatron recomputes without a gradient for frozen inputs"
+        for kind in ("vocabulary", "layers")
+        for level in ("uniform", "block")
+    },
     (("recompute", "uniform"), ("schedule", "in-pairs")): "Megatron plans layers that it takes apart",
     (("recompute", "block"), ("schedule", "in-pairs")): "Megatron plans layers that it takes apart",
 }
@@ -140,6 +151,7 @@ LARGE_ROWS: tuple[Row, ...] = (
         "microbatches": "odd",
         "optimizer": "distributed-overlap",
         "dispatcher": "all-gather",
+        "frozen": "adapters",
         "clipping": "engages",
         "loss": "by-token",
     },
@@ -152,6 +164,7 @@ LARGE_ROWS: tuple[Row, ...] = (
         "microbatches": "ramp-up",
         "optimizer": "plain",
         "dispatcher": "all-to-all",
+        "frozen": "vocabulary",
         "clipping": "engages",
         "loss": "by-microbatch",
     },

@@ -35,6 +35,7 @@ from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
 from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from tests.support import frozen
 
 patching.apply(seams.launch_seams(cpu=True))
 
@@ -109,9 +110,10 @@ def train(
     step are final and before the optimizer uses them; what it returns comes back in ``grabbed``.
     ``disturb(chunks)`` may change the final gradients of every step, and comes after ``grab``.
 
+    Beside Megatron's flags there is ``frozen.FLAG``.
     Skips the test on an older Megatron that lacks one of ``flags``.
     """
-    for flag in flags:
+    for flag in frozen.without_flag(flags)[0]:
         if flag.startswith("--") and not has_flag(flag):
             pytest.skip(f"megatron-core {releases.megatron_version()} has no {flag}")
     data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
@@ -139,6 +141,8 @@ def _train(
     rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
 ) -> Run:
     run = Run()
+    argv, kept = frozen.without_flag(argv)
+    frozen.freeze_models(kept)
     sys.argv = ["pretrain_gpt.py", *argv]
     cpu.fork_checkpoint_writers(argv)
     for name, watch in (

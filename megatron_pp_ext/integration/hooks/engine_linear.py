@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
 
@@ -47,7 +47,8 @@ class DeferringStore:
         The answer is yes during forwards, since the backward calls again, and then only during an I.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
-        return STORE.is_collecting or not is_in_backward
+        has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
+        return (STORE.is_collecting and not has_watchers) or not is_in_backward
 
     def put(self, operands: Sequence[Any], product: Any) -> None:
         """Leave ``product(*operands)`` for W."""
@@ -60,10 +61,11 @@ class DeferringStore:
 
         def add_gradients() -> None:
             for parameter, gradient in self._gradients(product(*operands), operands):
-                add_gradient(parameter, gradient)
+                if _is_trained(parameter):
+                    add_gradient(parameter, gradient)
 
         work = add_gradients
-        for parameter in (*self._weights, *self._biases):
+        for parameter in filter(_is_trained, (*self._weights, *self._biases)):
             work = defer_weight(parameter, work)
         # Fused, the buffers are the gradients themselves, which are no activations.
         STORE.defer(work, *plain_tensors(operands[: 2 if self._is_fused else None]))
@@ -88,6 +90,10 @@ class DeferringStore:
         """Return the tensors that a grouped product fills with the weights' gradients: one each, or one."""
         whole = getattr(operands[2], "rowwise_data", None)
         return operands[2] if whole is None else [whole.view_as(*self._weights)]
+
+
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 def _named(module: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, has_hooks
 
 
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -33,7 +33,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            if not STORE.is_collecting or not ctx.needs_input_grad[1]:
+            if not STORE.is_collecting or not ctx.needs_input_grad[1] or has_hooks(ctx.parameter):
                 return stock.backward(ctx, *gradients)
             input, _ = ctx.saved_tensors
             # The dtype of logits may be another than their input's (--output-logit-dtype).

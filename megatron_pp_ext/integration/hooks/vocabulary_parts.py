@@ -17,17 +17,24 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    VocabParallelEmbedding,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import MakeViewlessTensor
 from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.hooks.parameter_marks import (
+    Marks,
+    half_frozen,
+    marked,
+    marks_of,
+    weight_alone,
+)
 
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _ALIGNED = 64
 """Rows to which parts are rounded where that is possible, since products of other shapes are slower."""
@@ -50,20 +57,16 @@ class VocabularyPart(torch.nn.Module):
         super().__init__()
         self.register_parameter("weight", None)
 
-    def hold(self, whole: torch.Tensor, key: str) -> None:
+    def hold(self, whole: torch.Tensor, marks: Marks, key: str) -> None:
         """Take this rank's rows of ``whole``, the weight of its tensor-parallel rank.
 
-        ``key`` is the weight's name in checkpoints.
+        The rows carry the weight's ``marks``; ``key`` is its name in checkpoints.
         """
         pipeline, tensor = parallel_state.get_pipeline_model_parallel_group(), _tensor_ranks()
         begin, end = (row_of(len(whole), pipeline.rank() + past, pipeline.size()) for past in (0, 1))
         self.key, self.total = key, tensor.size() * len(whole)
         self.first = tensor.rank() * len(whole) + begin
-        self.weight = torch.nn.Parameter(whole[begin:end].clone())
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-        self.weight.is_embedding_or_output_parameter = True
-        if getattr(get_args(), "use_mup", False):
-            self.weight.is_embedding_parameter = True  # as stock marks both, for their learning rate
+        self.weight = marked(whole[begin:end].clone(), marks)
         self.weight.vocabulary_rows = self.first, self.total
 
     def rows(self) -> torch.Tensor:
@@ -188,16 +191,20 @@ def _deal_out(chunks: Sequence[Any]) -> None:
         chunk.share_embeddings_and_output_weights = False
     embedding = _replace_embedding(chunks[0], is_first=stages[0] == 0)
     output = _replace_output(chunks[-1], is_last=stages[-1] == last)
-    table = _spread(embedding, placement.rank_of(0))
+    first_home, last_home = placement.rank_of(0), placement.rank_of(last)
+    of_embedding, of_output = _tell_marks((embedding, first_home), (output, last_home))
+    if is_tied and of_embedding.requires_grad is not of_output.requires_grad:
+        raise SystemExit(f"megatron_pp_ext: {half_frozen(EMBEDDING, 'frozen at one end of the model')}")
+    table = _spread(embedding, first_home)
     if is_tied:
-        chunks[-1].output_layer.hold(table, _EMBEDDING)
+        chunks[-1].output_layer.hold(table, of_embedding, EMBEDDING)
         chunks[-1].output_layer.is_tied = True
     else:
-        chunks[0].embedding.word_embeddings.hold(table, _EMBEDDING)
-        chunks[-1].output_layer.hold(_spread(output, placement.rank_of(last)), _OUTPUT)
+        chunks[0].embedding.word_embeddings.hold(table, of_embedding, EMBEDDING)
+        chunks[-1].output_layer.hold(_spread(output, last_home), of_output, OUTPUT)
 
 
-def _replace_embedding(model: Any, is_first: bool) -> torch.Tensor | None:
+def _replace_embedding(model: Any, is_first: bool) -> torch.nn.Parameter | None:
     """Put a part in the place of the embedding, and return the embedding's weight where there is one."""
     part = EmbeddingPart()
     if not is_first:
@@ -205,28 +212,46 @@ def _replace_embedding(model: Any, is_first: bool) -> torch.Tensor | None:
         model.embedding.word_embeddings = part
         return None
     replaced = model.embedding.word_embeddings
+    weight = weight_alone(replaced, VocabParallelEmbedding, "embedding")
     part.scatters = replaced.reduce_scatter_embeddings
     model.embedding.word_embeddings = part
-    weight: torch.Tensor = replaced.weight
     return weight
 
 
-def _replace_output(model: Any, is_last: bool) -> torch.Tensor | None:
+def _replace_output(model: Any, is_last: bool) -> torch.nn.Parameter | None:
     """Put a part in the place of the output layer, and return the layer's weight where there is one."""
     part = OutputPart()
     weight = None
     if is_last:
         replaced = getattr(model, "output_layer", None)
-        if not isinstance(replaced, ColumnParallelLinear) or replaced.bias is not None:
-            raise SystemExit(
-                "megatron_pp_ext: --pipeline-vocabulary shared needs a model whose last layer is an output "
-                f"layer without a bias, but {type(model).__name__} has {type(replaced).__name__}; leave it "
-                "out"
-            )
-        weight = replaced.weight
+        weight = weight_alone(replaced, ColumnParallelLinear, "output layer")
         model.compute_language_model_loss = part.keep_labels
     model.output_layer = part
     return weight
+
+
+_STAND_IN = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "is_embedding_or_output_parameter": True,
+}
+"""What Megatron writes on both weights."""
+
+
+def _tell_marks(*ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
+    """Return, on all ranks of the pipeline, what each weight carries on the rank of it that has the weight.
+
+    A rank that rehearses alone cannot know, and all have to rehearse one schedule: there nothing is frozen.
+    """
+    if requested.require().rehearsal is not None:
+        return [Marks(True, _STAND_IN) for _ in ends]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    own = [None if weight is None else marks_of(weight) for weight, _ in ends]
+    told = [own] * group.size()
+    dist.all_gather_object(told, own, group=group)
+    found = [told[home][number] for number, (_, home) in enumerate(ends)]
+    return [marks for marks in found if marks is not None]
 
 
 def _spread(weight: torch.Tensor | None, holder: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import message_channels, vocabulary_exchanges
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
-from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
+from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary, has_frozen_output
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, PlannedStage, planned_stages
 from megatron_pp_ext.runtime.channels import Channels
@@ -18,6 +18,7 @@ from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.vocabulary import without_weight_gradients
 
 
 class FlushedRunner(PipelineRunner):
@@ -29,6 +30,7 @@ class FlushedRunner(PipelineRunner):
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
         self._exchanges: Exchanges | None = None
+        self._has_frozen_output = False
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
@@ -40,7 +42,9 @@ class FlushedRunner(PipelineRunner):
         if forward_only:
             return catalog.forward_only(self.pipeline.placement, microbatches)
         assert self.pipeline.source is not None
-        return self.pipeline.source.build(microbatches, free_bytes_by_rank if self._training_steps else None)
+        free_bytes = free_bytes_by_rank if self._training_steps else None
+        schedule = self.pipeline.source.build(microbatches, free_bytes)
+        return without_weight_gradients(schedule) if self._has_frozen_output else schedule
 
     def _phase(self) -> Hashable:
         """Return a value whose change, in the same step on all ranks, makes ``_schedule`` be called again."""
@@ -61,6 +65,7 @@ class FlushedRunner(PipelineRunner):
     def _run(
         self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
     ) -> None:
+        self._has_frozen_output = has_frozen_output(inputs.model)
         plan = self._plan(inputs.microbatches, inputs.forward_only, group)
         is_paired = any(step.is_paired for step in plan.steps)
         stages: Mapping[int, ModelStage]

@@ -29,6 +29,10 @@ class Ends(Protocol):
     def last_forward(self, microbatch: int) -> ForwardStep:
         """Return the last stage's, whose output is the hidden state and whose loss comes later."""
 
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the first stage has to give a gradient for its input."""
+
 
 @dataclass
 class StepInputs:
@@ -102,7 +106,7 @@ class ModelStage:
     def before_forward(self, microbatch: int, activation: torch.Tensor | None) -> None:
         """Prepare the input of a forward, and begin to gather the weights that are needed next."""
         inputs = self.inputs
-        if activation is not None and not inputs.forward_only:
+        if activation is not None and self._gives_gradient and not inputs.forward_only:
             activation.requires_grad_()
             if inputs.config.distribute_saved_activations:
                 keep_shape(activation)
@@ -148,8 +152,14 @@ class ModelStage:
         handed_on: torch.Tensor = output.detach()
         # The backward needs the graph behind `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
-        self.in_flight[microbatch] = activation, output
+        self.in_flight[microbatch] = activation if self._gives_gradient else None, output
         return handed_on
+
+    @property
+    def _gives_gradient(self) -> bool:
+        """Whether a backward has to give the gradient of the stage's input, where it has one."""
+        ends = self.inputs.ends
+        return self._stage > 0 or (ends is not None and ends.trains_embedding)
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return a context in which Megatron answers for this stage's chunk."""

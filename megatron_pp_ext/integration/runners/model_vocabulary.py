@@ -10,7 +10,7 @@ What stock does in one forward is done here in two pieces.
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -95,9 +95,16 @@ class ModelVocabulary(SharedVocabulary):
                 inputs.forward_only,
             ),
         )
-        if not inputs.forward_only:
-            for chunk in {len(models) - 1} if self._is_tied else (0, len(models) - 1):
+        parts = [(self._table, 0)] if not self._is_tied else []
+        for part, chunk in (*parts, (scorer, len(models) - 1)):
+            if part.weight.requires_grad and not inputs.forward_only:
                 inputs.data_parallel.expect_part(chunk)
+
+    @property
+    def trains_embedding(self) -> bool:
+        """See ``model_stage.Ends``."""
+        trains: bool = self._table.weight.requires_grad
+        return trains
 
     def first_forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
         """See ``model_stage.Ends``."""
@@ -118,7 +125,7 @@ class ModelVocabulary(SharedVocabulary):
 
     def close(self) -> None:
         """See ``executor.Vocabulary``; the gradient of the embedding is complete here."""
-        complete = not self._inputs.forward_only
+        complete = self.trains_embedding and not self._inputs.forward_only
         with self._completing(self._table, -1 if self._is_tied else 0) if complete else nullcontext():
             super().close()
 
@@ -128,6 +135,12 @@ class ModelVocabulary(SharedVocabulary):
             yield
             if hasattr(part.weight, "count"):
                 part.weight.count()
+
+
+def has_frozen_output(model: Sequence[Any]) -> bool:
+    """Return whether the chunks of ``model`` share an output layer whose weight is frozen."""
+    scorer = getattr(unwrap_model(list(model))[-1], "output_layer", None)
+    return isinstance(scorer, OutputPart) and not scorer.weight.requires_grad
 
 
 class _ReadAhead:
@@ -267,4 +280,6 @@ def _tensor_ranks(config: Any) -> TensorRanks:
 
 
 def _rows(part: VocabularyPart) -> Rows:
-    return Rows(part.first, len(part.weight), part.rows, functools.partial(add_gradient, part.weight))
+    weight = part.weight
+    add = functools.partial(add_gradient, weight)
+    return Rows(part.first, len(weight), part.rows, add, weight.requires_grad)

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks import engine_linear
 from megatron_pp_ext.integration.hooks.data_parallel import DataParallel
+from megatron_pp_ext.integration.hooks.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash, tracing
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossTransfer
 from megatron_pp_ext.integration.runners.message_groups import device, message_groups
@@ -117,6 +118,7 @@ class PipelineRunner(ABC):
         config = get_model_config(model[0])
         refuse_config(config)
         if not self._is_split:
+            require_alike(model)
             engine_linear.split_backwards(model)
             self._is_split = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

@@ -164,9 +164,9 @@ class RehearsalRunner(FlushedRunner):
 
 def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
     """Return the costs of this rank's part of a shared vocabulary, whose actions have the rank's number."""
-    return replace(
-        vocabulary_costs([record]), scores=seconds[rank, Kind.S], weight_gradient=seconds[rank, Kind.T]
-    )
+    scores = seconds[rank, Kind.S]
+    gradient = seconds.get((rank, Kind.T), scores)
+    return replace(vocabulary_costs([record]), scores=scores, weight_gradient=gradient)
 
 
 class _LastingBytes:

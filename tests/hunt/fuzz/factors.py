@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from megatron_pp_ext.request import pairs
+from tests.support import frozen
 
 Row = Mapping[str, str]
 """Factor -> level.  The first level of a factor is its plain one, and adds the least."""
@@ -68,6 +69,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
         "alternating": "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2",
     },
+    "frozen": {"none": "", **{kind: f"{frozen.FLAG} {kind}" for kind in frozen.KINDS}},
     "biases": {"yes": "", "no": "--disable-bias-linear"},
     "prediction": {
         "none": "",
@@ -224,6 +226,10 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
         {"update": "sgd", "optimizer": "distributed distributed-reduce distributed-overlap"},
     ),
     ("experts are there to be recomputed", {"recompute": "experts", "experts": "none"}),
+    (
+        "full recomputation brings no gradient to layers whose input needs none",
+        {"recompute": "uniform block distributed", "frozen": "embedding vocabulary layers"},
+    ),
     ("recomputing an MLP with biases never ends", {"recompute": "mlp", "biases": "yes"}),
     ("a layer of experts has no MLP to recompute", {"recompute": "mlp", "experts": OTHERS}),
     (

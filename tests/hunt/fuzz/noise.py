@@ -54,6 +54,8 @@ class LastBits:
     def __call__(self, chunks: list[torch.nn.Module]) -> None:
         self.updates += 1
         for name, parameter in global_parameters(chunks):
+            if not parameter.requires_grad:
+                continue
             gradient = parameter.main_grad
             bit = _LAST_BIT[self.precision] * gradient.float().square().mean().sqrt()
             gradient += bit * training.normal(f"{name} {self.draw} {self.updates}", gradient.shape)

@@ -1,0 +1,32 @@
+"""One weight of which several ranks have copies or parts is trained on all of them, or on none.
+
+With tied embeddings both ends of a model have a copy, and those that predict several tokens have more; under
+a shared vocabulary every rank has a part.  Where some of them are frozen, stock waits for ever for gradients.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from megatron_pp_ext.integration.hooks.parameter_marks import half_frozen
+from megatron_pp_ext.integration.hooks.vocabulary_parts import EMBEDDING, OUTPUT
+
+
+def require_alike(model: Sequence[torch.nn.Module]) -> None:
+    """Raise ValueError, on all ranks, unless the job's copies and parts of each weight agree; collective."""
+    own = {
+        (name, parameter.requires_grad)
+        for name, parameter in global_parameters(model)
+        if name in (EMBEDDING, OUTPUT)
+    }
+    told: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    for name in (EMBEDDING, OUTPUT):
+        frozen, trained = (
+            [rank for rank, weights in enumerate(told) if (name, is_trained) in weights]
+            for is_trained in (False, True)
+        )
+        if frozen and trained:
+            raise ValueError(half_frozen(name, f"frozen on rank {frozen[0]}, trained on rank {trained[0]}"))

@@ -1,0 +1,73 @@
+"""What a parameter carries beside its numbers, for one that takes its place, on this rank or on others.
+
+Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of it
+and what the optimizer does with it.  A new parameter has to carry all of that, known here or not.
+"""
+
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp_ext.runtime.split import has_hooks
+
+
+class Marks(NamedTuple):
+    """Whether a parameter is trained, and its attributes by name."""
+
+    requires_grad: bool
+    attributes: dict[str, Any]
+
+
+def marks_of(parameter: torch.nn.Parameter) -> Marks:
+    """Return what ``parameter`` carries; ValueError for what no other process can be given."""
+    if has_hooks(parameter):
+        raise ValueError("has a gradient hook")
+    for name, value in vars(parameter).items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # pickle raises what it likes
+            raise ValueError(f"has an attribute {name!r} that cannot be sent ({error})") from error
+    return Marks(parameter.requires_grad, dict(vars(parameter)))
+
+
+def marked(data: torch.Tensor, marks: Marks) -> torch.nn.Parameter:
+    """Return a parameter of these numbers that carries ``marks``."""
+    parameter = torch.nn.Parameter(data, requires_grad=marks.requires_grad)
+    for name, value in marks.attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.nn.Parameter:
+    """Return the weight of the ``module`` to replace; ends the process if that does more than its kind."""
+    problem = None
+    if not isinstance(module, kind):
+        problem = f"is a {type(module).__name__}, no {kind.__name__}"
+    elif others := [name for name, _ in module.named_parameters() if name != "weight"]:
+        problem = f"has {', '.join(others)} beside its weight"
+    elif any(getattr(module, hooks) for hooks in _HOOKS):
+        problem = "has hooks"
+    else:
+        weight: torch.nn.Parameter = module.weight
+        try:
+            marks_of(weight)
+        except ValueError as error:
+            problem = f"has a weight that {error}"
+    if problem:
+        raise SystemExit(
+            "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
+            f"model's {what} {problem}; leave it out"
+        )
+    return weight
+
+
+def half_frozen(name: str, where: str) -> str:
+    """Return the error about copies or parts of the weight ``name`` of which some are frozen."""
+    return (
+        f"{name} is {where}, and these are copies or parts of one weight; freeze all of them, under tied "
+        "embeddings also that of the output layer, or none"
+    )
