@@ -1,20 +1,23 @@
 """A schedule from a file, and whether Megatron can train with it."""
 
+from argparse import Namespace
+from collections import defaultdict
 from pathlib import Path
 
+from megatron_pp_ext.request import sizes
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
 
 
-def read_csv(path: Path, ranks: int, first_first: bool) -> Schedule:
+def read_csv(path: Path, args: Namespace) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
-    Raises ValueError if the file is not a valid schedule for ``ranks`` ranks, if its ranks share the
-    vocabulary, if its stages take the microbatches forward in different orders, or, with ``first_first``, if
-    ``require_first_first`` does.
+    Raises ValueError if the file is not a valid schedule for the pipeline ranks of ``args``, if its ranks
+    share the vocabulary, if its stages take the microbatches forward in different orders, or if the layers
+    of ``args`` cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
     """
-    schedule = csv_file.read(path)
+    schedule, ranks = csv_file.read(path), args.pipeline_model_parallel_size
     if schedule.ranks != ranks:
         raise ValueError(
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
@@ -26,9 +29,33 @@ def read_csv(path: Path, ranks: int, first_first: bool) -> Schedule:
             "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
-    if first_first:
+    if args.transformer_impl == "transformer_engine":
         require_first_first(schedule)
+    if _recomputes_scaled(args):
+        require_backwards_in_order(schedule)
     return schedule
+
+
+def _recomputes_scaled(args: Namespace) -> bool:
+    """Whether layers compute again what they quantized by scales of earlier steps (delayed scaling)."""
+    is_delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed"
+    recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
+    return bool(is_delayed and recomputes)
+
+
+def require_batches(args: Namespace, schedule: Schedule, data: int) -> None:
+    """ValueError unless every step of ``args`` on ``data`` ranks has the microbatches of ``schedule``."""
+    each = args.micro_batch_size * data
+    if any(batch // each != schedule.microbatches for batch in sizes.batches(args)):
+        flag = "--step-batch-size-schedule"
+        growing = args.global_batch_size is None
+        given = f"{flag} {getattr(args, 'step_batch_size_schedule', None)}"
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} has {schedule.microbatches} microbatches in every "
+            f"step, but {given if growing else f'--global-batch-size {args.global_batch_size}'} requests "
+            f"others; {f'leave {flag} out and ' if growing else ''}set --global-batch-size "
+            f"{schedule.microbatches * each}"
+        )
 
 
 def require_microbatches(schedule: Schedule, path: str, microbatches: int) -> None:
@@ -38,6 +65,29 @@ def require_microbatches(schedule: Schedule, path: str, microbatches: int) -> No
             f"{path} is a schedule for {schedule.microbatches} microbatches, but this step has "
             f"{microbatches}; set --global-batch-size accordingly"
         )
+
+
+def require_backwards_in_order(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage takes the microbatches backward as it took them forward.
+
+    Where a module of Transformer Engine is to be computed again, it puts the scales of delayed scaling into
+    a queue of its own at each forward, and takes them out first in, first out (``FP8GlobalStateManager``).
+    In another order a microbatch would be computed again with the scales of another.
+    """
+    orders: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for action in schedule:
+        if action.kind in (Kind.F, Kind.I, Kind.B):
+            orders[action.stage, action.kind is Kind.F].append(action.microbatch)
+    for stage in range(schedule.placement.stages):
+        forward, backward = orders[stage, True], orders[stage, False]
+        for first, here in zip(forward, backward, strict=True):
+            if first != here:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: stage {stage} takes microbatch {here} backward where "
+                    f"{first} is the next that it took forward, but with --fp8-recipe delayed Transformer "
+                    "Engine computes microbatches again in that order; give the backwards the order of the "
+                    "forwards, choose another --fp8-recipe, or recompute nothing"
+                )
 
 
 def require_first_first(schedule: Schedule) -> None:

@@ -13,7 +13,8 @@ from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule,
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
 from megatron_pp_ext.request import layers, memory_limit, pairs, refusals, sizes, updates, vocabulary_flag
 from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
-from megatron_pp_ext.request.csv_schedule import read_csv
+from megatron_pp_ext.request.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.request.stock_limits import has_heterogeneous_layers, refuse_chunks
 from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -126,11 +127,13 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
         if ranks == 1:
             return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
         stock = named(stock_schedule(args), ranks, microbatches, None if chunks == 1 else chunks)
+        refuse_chunks(args, stock.placement.chunks)
         is_paired = pairs.requested(args) and stock.placement.chunks > 1
         return replace(stock, data=data, is_stock=True, is_paired=is_paired)
     require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
     _require_meaning(args)
     request = _read_schedule(args, chunks, microbatches)
+    refuse_chunks(args, request.finest.chunks)
     pairs.refuse(args, request.schedule, request.from_file)
     request = replace(request, is_paired=pairs.requested(args))
     # flex chooses among the placements that have a place for a prediction, if any has.
@@ -139,6 +142,8 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     is_split = request.splits_backward or request.is_paired or args.pipeline_profile_steps is not None
     refusals.refuse(args, request.placements[0], is_split, engine)
     refusals.refuse_prediction(args, request.placements[0])
+    if request.from_file is not None:
+        require_batches(args, request.from_file, data)
     request = replace(
         request, data=data, layers=_layers(args, request), vocabulary=vocabulary_flag.requested(args)
     )
@@ -163,6 +168,7 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
         )
         try:
             vocabulary_flag.refuse(described)
+            refuse_chunks(described, request.finest.chunks)
             refusals.refuse(described, request.placements[0], request.splits_backward)
             found.append(name)
         except ValueError as error:
@@ -219,9 +225,8 @@ def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Re
     if name in (FLEX, AUTO):
         return _read_compiled(args, chunks, microbatches)
     if name.startswith(CSV_PREFIX):
-        first_first = args.transformer_impl == "transformer_engine"
         try:
-            schedule = read_csv(Path(name.removeprefix(CSV_PREFIX)), ranks, first_first)
+            schedule = read_csv(Path(name.removeprefix(CSV_PREFIX)), args)
         except OSError as error:
             raise ValueError(f"--pipeline-schedule {name}: {error}") from error
         placement = schedule.placement
@@ -243,8 +248,8 @@ def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Re
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
     name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
     if chunks is None:
-        can_halve = not layers.has_given_ends(args) and not layers.pattern(args)
-        chunks = _COMPILED_CHUNKS if can_halve and layers.spread(args) % (2 * ranks) == 0 else 1
+        is_uncut = layers.has_given_ends(args) or layers.pattern(args) or has_heterogeneous_layers(args)
+        chunks = _COMPILED_CHUNKS if not is_uncut and layers.spread(args) % (2 * ranks) == 0 else 1
     limit = memory_limit.read(args.pipeline_memory_limit, ranks) if name == FLEX else None
     request = named(name, ranks, microbatches, chunks, limit)
     if name == AUTO and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:

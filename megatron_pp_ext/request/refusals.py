@@ -39,6 +39,10 @@ def _evaluates_on_several(args: Namespace) -> bool:
     return bool(layers.value(args, "--multiple-validation-sets"))
 
 
+def _batches_messages(args: Namespace) -> bool:
+    return not getattr(args, "overlap_p2p_comm", True)
+
+
 def _changes_order(args: Namespace) -> bool:
     return args.pipeline_schedule == AUTO or args.pipeline_profile_steps is not None
 
@@ -65,6 +69,32 @@ ALWAYS = (
     Refusal("--enable-cuda-graph", _GRAPHS),
     Refusal("--external-cuda-graph", _GRAPHS),
     Refusal("--hybrid-context-parallel", "its microbatches differ from rank to rank"),
+    # How stock's own schedules take microbatches and send messages.
+    Refusal(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "it orders the microbatches of Megatron's own interleaved schedule alone",
+        "leave it out, or choose breadth-first, whose groups hold all microbatches",
+        lambda args: getattr(args, "microbatch_group_size_per_vp_stage", None),
+    ),
+    Refusal(
+        "--overlap-p2p-communication-warmup-flush",
+        "messages overlap computing throughout, in the warm-up and the flush too",
+        "leave it out",
+        lambda args: getattr(args, "overlap_p2p_comm_warmup_flush", None),
+    ),
+    Refusal(
+        "--no-overlap-p2p-communication",
+        "messages always overlap computing",
+        "leave it out",
+        _batches_messages,
+    ),
+    Refusal("--use-ring-exchange-p2p", "each message leaves as soon as it is ready", "leave it out"),
+    Refusal(
+        "--pipeline-model-parallel-comm-backend ucc",
+        "messages go through groups of --distributed-backend",
+        "leave it out",
+        lambda args: getattr(args, "pipeline_model_parallel_comm_backend", None) == "ucc",
+    ),
     Refusal("--fine-grained-activation-offloading", "it moves activations in stock's order of microbatches"),
     Refusal(
         "--moe-paged-stash",
@@ -106,31 +136,6 @@ SPLIT = (
         test=partial(gathers_weights, kind="expert_"),
     ),
 )
-
-
-def refuse_endless_recomputation(args: Namespace) -> None:
-    """Raise ValueError for recomputed MLPs with biases, whose backward calls itself until the job times out.
-
-    Megatron's MLP returns its bias beside its output, to be added later.  As an output of the autograd
-    function that recomputes (``CheckpointFunction`` in ``megatron.core.tensor_parallel.random``), this
-    parameter gets the function as the origin of its own gradient.  Backward then computes it again, and goes
-    back to where it is.  Layers of experts are not recomputed by this module.
-    """
-    is_selective = args.recompute_granularity == "selective" or getattr(args, "recompute_activations", False)
-    if is_selective and "mlp" in (args.recompute_modules or ()) and args.add_bias_linear and _has_dense(args):
-        raise ValueError(
-            "--recompute-modules mlp with biases calls itself without end in Megatron's backward; add "
-            "--disable-bias-linear, or recompute others, such as core_attn"
-        )
-
-
-def _has_dense(args: Namespace) -> bool:
-    """Whether the model has a layer whose MLP is not one of experts."""
-    letters = layers.pattern(args)
-    if letters:
-        return "-" in letters
-    frequency = args.moe_layer_freq
-    return not args.num_experts or (0 in frequency if isinstance(frequency, list) else frequency > 1)
 
 
 def unsplit_engine(version: str) -> Refusal:

@@ -35,32 +35,41 @@ def data_parallel_size(args: Namespace, world_size: int) -> int:
     return world_size // model
 
 
+def batches(args: Namespace) -> list[int]:
+    """The sizes of a batch in samples, in the order of training: several where the batch grows.
+
+    Empty where no flag gives any: Megatron then takes one microbatch a rank.
+    """
+    growing = getattr(args, "step_batch_size_schedule", None)
+    if args.global_batch_size is None and growing:
+        return [int(step.rpartition(":")[2]) for step in growing.replace(",", " ").split()]
+    return [] if args.global_batch_size is None else [args.global_batch_size]
+
+
 def microbatches(args: Namespace, data: int) -> int:
     """The microbatches of an ordinary step on ``data`` data-parallel ranks.
 
     Where the batch grows, they are those of its last size, which most steps have.  ValueError for a batch
     that is not a multiple of the samples in one microbatch of all ranks.
     """
-    batch, growing = args.global_batch_size, getattr(args, "step_batch_size_schedule", None)
-    if batch is None and growing:
-        batch = int(growing.rpartition(":")[2])
     if not args.micro_batch_size:
         raise ValueError("the model has no --micro-batch-size: give it")
-    each = args.micro_batch_size * data
-    if batch is None:
-        return 1
-    if batch < each:
-        raise ValueError(
-            f"--global-batch-size {batch} makes 0 microbatches of --micro-batch-size "
-            f"{args.micro_batch_size} on {data} data-parallel rank(s); set it to {each} or more"
-        )
-    if batch % each and not args.decrease_batch_size_if_needed:
-        below = batch // each * each
-        raise ValueError(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {args.micro_batch_size} x "
-            f"{data} data-parallel ranks: nearest that work are {below} or {below + each}"
-        )
-    return int(batch // each)
+    each, found = args.micro_batch_size * data, 1
+    flag = "--global-batch-size" if args.global_batch_size is not None else "--step-batch-size-schedule"
+    for batch in batches(args):
+        if batch < each:
+            raise ValueError(
+                f"{flag} {batch} makes 0 microbatches of --micro-batch-size "
+                f"{args.micro_batch_size} on {data} data-parallel rank(s); set it to {each} or more"
+            )
+        if batch % each and not args.decrease_batch_size_if_needed:
+            below = batch // each * each
+            raise ValueError(
+                f"{flag} {batch} is no multiple of --micro-batch-size {args.micro_batch_size} x "
+                f"{data} data-parallel ranks: nearest that work are {below} or {below + each}"
+            )
+        found = batch // each
+    return int(found)
 
 
 def require_divisible(args: Namespace, stage_ranks: int) -> None:

@@ -35,7 +35,6 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--pipeline-delay-correction": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
-    "--microbatch-group-size-per-virtual-pipeline-stage": 1,
     pairs.FLAG: 0,
 }
 """The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""

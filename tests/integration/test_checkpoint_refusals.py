@@ -1,12 +1,15 @@
-"""Which checkpoints a run refuses because their state goes by rank, without one being written."""
+"""Which checkpoints a run refuses because their state goes by rank."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration.hooks import checkpoint_placement
+from tests.support.ranks import RankError
+from tests.support.training import train
 from tests.support.wrapped import KINDS, Wrapped, wrapped
 
 V = "v placement with 2 chunk(s) on each of 2 ranks"
@@ -109,6 +112,43 @@ def test_experts_on_other_ranks_take_no_optimizer_state_that_does_not_fit(
     if before != now:
         with pytest.raises(SystemExit, match="save with --ckpt-format torch_dist there"):
             check(CheckpointType.LEGACY)
+
+
+@pytest.mark.parametrize("is_release", [True, False])
+def test_weights_alone_load_with_experts_on_other_ranks(is_release: bool) -> None:
+    """As those converted from another library are saved."""
+    state = {"args": Namespace(expert_model_parallel_size=1, no_save_optim=False)}
+    loaded = (state, "file", is_release, CheckpointType.GLOBAL)
+    run = Namespace(expert_model_parallel_size=2, no_load_optim=False, finetune=False, **STOCK)
+    load = checkpoint_placement.load_placed(lambda *args, **kwargs: loaded)
+    if is_release:
+        assert load("folder", run, rank0=True) == loaded
+    else:
+        with pytest.raises(SystemExit, match="folder keeps the state of experts that were on 1 rank"):
+            load("folder", run, rank0=True)
+
+
+STEPS = (
+    "--pipeline-model-parallel-size 2 --num-layers 4 --num-experts 4 --disable-bias-linear --train-iters 4"
+)
+DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("file_format", ["torch_dist", "torch"])
+@pytest.mark.parametrize(("before", "now"), [("1", "2"), ("2", "1")])
+def test_experts_go_to_other_ranks_as_the_line_says(
+    before: str, now: str, file_format: str, tmp_path: Path
+) -> None:
+    """Stock's own jobs fail there with a traceback, or end with a success and without a step."""
+    flags = [*f"{STEPS} {DISTRIBUTED} --ckpt-format {file_format}".split(), "--expert-model-parallel-size"]
+    train(4, [*flags, before, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
+    load = [*flags, now, "--load", str(tmp_path)]
+    fix = "load with --no-load-optim" if file_format == "torch_dist" else "save with --ckpt-format torch_dist"
+    with pytest.raises(RankError, match=f"SystemExit: megatron_pp_ext: .*{fix}"):
+        train(4, load)
+    if file_format == "torch_dist":
+        assert len(train(4, [*load, "--no-load-optim"])[-1].losses) == 2
 
 
 def test_each_copy_has_its_own_memory() -> None:

@@ -1,12 +1,18 @@
 """Every kind of model trains as under stock's 1F1B: gradients, losses, and the losses that are logged."""
 
+import json
+import shlex
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_pp_ext.integration import releases
 from tests.support import rounding
 from tests.support.comparison import (
     TWICE_USED,
     Result,
+    assert_same_bits,
     assert_same_gradients,
     assert_same_predictions,
     run,
@@ -149,3 +155,28 @@ def test_hybrid_model_with_experts_and_prediction() -> None:
     assert {"load_balancing_loss", "mtp_1 loss"} < ours.logged[0].keys()
     for name, gradient in ours.gradients.items():
         assert name[0] in TWICE_USED or torch.equal(gradient, theirs.gradients[name]), name
+
+
+def described_layers(file: Path) -> list[str]:
+    """Write each layer of a model of four to ``file``; return the flags that Megatron wants beside it."""
+    attention = {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False}
+    mlp = {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False}
+    blocks = [{"attention": dict(attention), "ffn": dict(mlp)} for _ in range(4)]
+    blocks[1]["attention"] = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
+    blocks[2]["ffn"] = {"ffn_mult": None, "no_op": True, "replace_with_linear": False}
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 10000}
+    others = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_scaling": {"factor": 8.0}}
+    file.write_text(json.dumps({**sizes, **others, "block_configs": blocks}))
+    return shlex.split(
+        f"--heterogeneous-layers-config-path {file} --num-layers 4 --swiglu --normalization RMSNorm "
+        "--group-query-attention --num-query-groups 2 --position-embedding-type rope --disable-bias-linear "
+        "--use-rotary-position-embeddings --use-rope-scaling --untie-embeddings-and-output-weights"
+    )
+
+
+@since(releases.CORE_0_19, "before 0.19 a checkout's script builds such a model")
+def test_layers_that_a_file_describes_one_by_one(tmp_path: Path) -> None:
+    """With one chunk a rank, which ``flex`` takes by itself; Megatron builds them in no other way."""
+    flags = ["--pipeline-model-parallel-size", "2", *described_layers(tmp_path / "layers.json")]
+    for schedule in ("zb-h1", "flex --pipeline-memory-limit 1"):
+        assert_same_bits(run(2, [*flags, "--pipeline-schedule", *schedule.split()]), stock(2, *flags))

@@ -1,11 +1,15 @@
 """Bad input is refused in one line, before any process group exists."""
 
+from argparse import Namespace
+
 import pytest
 from megatron.training import yaml_arguments
 
+from megatron_pp_ext.integration.hooks import mirrored_chunks
+from megatron_pp_ext.integration.hooks.engine_layers import require_layers
 from megatron_pp_ext.request.refusals import ALWAYS, MIRRORED, SPLIT, unsplit_engine
 from megatron_pp_ext.schedule.placement import loop
-from tests.support.flags import PP4, assert_refused, read
+from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.ranks import RankError
 from tests.support.training import has_flag, train
 
@@ -116,6 +120,7 @@ def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
     """Each line of the table refuses the flags that it names, and Megatron knows those flags."""
     values = {
         "--cuda-graph-impl": " local",
+        "--microbatch-group-size-per-virtual-pipeline-stage": " 4",
         "--decoder-first-pipeline-num-layers": " 2",
         "--decoder-last-pipeline-num-layers": " 2",
         "--moe-paged-stash": " --pipeline-profile-steps 1-2",
@@ -127,6 +132,86 @@ def test_every_refusal_is_reached(schedule, refusal, monkeypatch):
     flags = refusal.flag + values.get(refusal.flag, "")
     with pytest.raises(ValueError, match=rf"{schedule} does not support {refusal.flag}: "):
         read(monkeypatch, f"{PP4} --pipeline-schedule {schedule} {flags}")
+
+
+HETEROGENEOUS = "--heterogeneous-layers-config-path layers.json"
+LOGITS = "it looks for the output layer on every rank of the pipeline"
+ONE_CHUNK = (
+    "without knowing for which of several chunks .* choose a schedule with one chunk a rank, such as 1f1b"
+)
+NO_PLANS = "layers of a hybrid model have no plans .*; leave it out, or describe the model without --hybrid-"
+UNDER_ANY = {
+    "saved logits": ("--logits-save-dir logits", LOGITS),
+    "logits to learn from": ("--logits-load-dir logits", LOGITS),
+    "layers of their own in chunks": (f"{HETEROGENEOUS} --num-virtual-stages-per-pipeline-rank 2", ONE_CHUNK),
+    "hybrid pairs": ("--hybrid-layer-pattern *|*|*|* --overlap-moe-expert-parallel-comm", NO_PLANS),
+    "recomputation without end": (
+        "--recompute-granularity selective --recompute-modules mlp",
+        "calls itself without end .*; add --disable-bias-linear, or recompute others, such as core_attn",
+    ),
+}
+"""What Megatron fails with under every schedule."""
+
+
+@pytest.mark.parametrize("schedule", ["", "--pipeline-schedule 1f1b", "--pipeline-schedule interleaved"])
+@pytest.mark.parametrize("case", UNDER_ANY)
+def test_what_megatron_cannot_run_is_refused_under_its_own_schedules_too(case, schedule, monkeypatch):
+    flags, message = UNDER_ANY[case]
+    if "chunks" in case and "1f1b" in schedule:
+        flags = HETEROGENEOUS
+        assert read(monkeypatch, f"{PP4} {flags} {schedule}") is not None
+        return
+    for flag in flags.split():
+        if flag.startswith("--") and not has_flag(flag):
+            pytest.skip(f"this Megatron has no {flag}")
+    assert_refused(monkeypatch, f"{PP4} {flags} {schedule}", message)
+
+
+def test_layers_of_their_own_are_compiled_for_one_chunk_a_rank(monkeypatch):
+    """A V in place of it would fail when the model is built."""
+    flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1"
+    assert {one.chunks for one in read(monkeypatch, flags).request.placements} != {1}
+    assert {one.chunks for one in read(monkeypatch, f"{flags} {HETEROGENEOUS}").request.placements} == {1}
+    assert_refused(monkeypatch, f"{PP4} {HETEROGENEOUS} --pipeline-schedule v-half", ONE_CHUNK)
+
+
+NOT_LOCAL = {
+    "--multi-latent-attention": "--multi-latent-attention",
+    "--experimental-attention-variant": "--experimental-attention-variant gated_delta_net",
+    "--moe-latent-size": "--num-experts 4 --moe-latent-size 16",
+}
+
+
+@pytest.mark.parametrize("flag", NOT_LOCAL)
+def test_layers_that_are_transformer_engines_alone_are_refused_on_a_cpu(flag):
+    if not has_flag(flag):
+        pytest.skip(f"this Megatron has no {flag}")
+    with pytest.raises(
+        ValueError, match=f"--transformer-impl local does not support {flag}: .*; train it on a"
+    ):
+        require_layers(arguments(NOT_LOCAL[flag]))
+    require_layers(arguments(f"{NOT_LOCAL[flag]} --spec my.layers stack"))
+    require_layers(arguments(f"{NOT_LOCAL[flag]} --transformer-impl transformer_engine"))
+
+
+def test_a_provider_that_builds_one_chunk_is_refused_several(monkeypatch):
+    """As those of multimodal scripts are: they would fail by their own signature."""
+
+    def provider(pre_process=True, post_process=True, config=None, pg_collection=None): ...
+
+    def for_any(pre_process=True, post_process=True, **others): ...
+
+    def for_chunks(pre_process=True, post_process=True, vp_stage=None): ...
+
+    build = mirrored_chunks.build_chunks_placed(lambda provider: "built")
+    for chunks, one in ((None, provider), (2, for_any), (2, for_chunks)):
+        given = Namespace(virtual_pipeline_model_parallel_size=chunks)
+        monkeypatch.setattr(mirrored_chunks, "get_args", lambda given=given: given)
+        assert build(one) == "built"
+    with pytest.raises(
+        ValueError, match=r"provider takes no vp_stage, .* 2 chunks to build; .* 1f1b or zb-h1"
+    ):
+        build(provider)
 
 
 def test_without_our_flags_nothing_is_ours(monkeypatch):

@@ -18,7 +18,7 @@ from megatron_pp_ext.integration.hooks.engine_linear import (
     DeferringStore,
     split_backwards,
 )
-from megatron_pp_ext.request.csv_schedule import require_first_first
+from megatron_pp_ext.request.csv_schedule import require_backwards_in_order, require_first_first
 from megatron_pp_ext.request.refusals import refuse
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
@@ -299,11 +299,12 @@ def all_schedules():
             ).timeline.schedule
 
 
-def test_every_schedule_that_is_built_begins_with_microbatch_0(tmp_path, monkeypatch):
+def test_every_schedule_that_is_built_begins_with_microbatch_0_and_goes_back_in_order(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     for schedule in all_schedules():
         require_first_first(schedule)
         require_first_first(schedule.with_halved_backwards)
+        require_backwards_in_order(schedule)
 
 
 @pytest.mark.parametrize("interval", [1, 3, 8])
@@ -342,7 +343,8 @@ def test_a_file_that_begins_with_another_microbatch_is_refused(late, tmp_path, m
     cells, message = LATE[late]
     file = tmp_path / "late.csv"
     file.write_text(cells)
-    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule csv:{file} --transformer-impl"
+    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule csv:{file}"
+    flags += " --transformer-impl"
     message += ".*put microbatch 0 first, or add --transformer-impl local"
     assert_refused(monkeypatch, f"{flags} transformer_engine", message)
     assert read(monkeypatch, f"{flags} local") is not None

@@ -24,7 +24,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.hybrid_layers import require_layers
 from megatron_pp_ext.integration.hooks.vocabulary_parts import share_vocabulary
 from megatron_pp_ext.request.layers import predicting_stage
 
@@ -82,7 +81,7 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        require_layers(get_args())
+        _require_chunk_argument(build_chunk)
         pipeline = requested.pipeline()
         if pipeline is None:
             return stock(build_chunk, *args, **kwargs)
@@ -96,6 +95,19 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
         return chunks
 
     return build
+
+
+def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
+    """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
+    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    parameters = inspect.signature(build_chunk).parameters.values()
+    takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)
+    if chunks > 1 and not takes_any:
+        name = getattr(build_chunk, "__qualname__", str(build_chunk))
+        raise ValueError(
+            f"the model provider {name} takes no vp_stage, which tells it which of a rank's {chunks} chunks "
+            "to build; choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
+        )
 
 
 def _build_chunk(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:

@@ -9,7 +9,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
 from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
-from megatron_pp_ext.request.refusals import refuse_endless_recomputation
+from megatron_pp_ext.request.stock_limits import refuse_under_any_schedule
 
 _LEAVE_OUT = "leave it out of the estimate"
 _NOT_COUNTED = (
@@ -45,6 +45,6 @@ def read_flags(words: Sequence[str]) -> Namespace:
     args.num_layers = args.num_layers or getattr(args, "encoder_num_layers", None)
     args.seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     require_complete(args, "the model")
-    refuse_endless_recomputation(args)
+    refuse_under_any_schedule(args)
     args.vocab_size = vocabulary(args)
     return args

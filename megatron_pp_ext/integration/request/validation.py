@@ -16,6 +16,7 @@ from megatron.core.utils import get_te_version
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.hooks import dataset_helpers, replicated_ranks
 from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
+from megatron_pp_ext.integration.hooks.engine_layers import require_layers
 from megatron_pp_ext.integration.request import model_costs, needed_flags
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
@@ -23,7 +24,7 @@ from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.request import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.request.chunks import chunks_requested
 from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.refusals import refuse_endless_recomputation
+from megatron_pp_ext.request.stock_limits import refuse_chunks, refuse_under_any_schedule
 from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
@@ -53,6 +54,7 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(args, needed_flags.OUR_SCRIPT, False):
                 needed_flags.require_for_our_script(args)
             needed_flags.require_valid(args, defaults)
+            require_layers(args)
             show_compiling()
             found = read_flags(args)
             if args.rank == 0 and not dataset_helpers.are_built():
@@ -109,7 +111,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     if requested_layout.is_requested(args):
         layout = requested_layout.settle(args, data, model_costs.vocabulary(args))
     measurements.refuse(args)
-    refuse_endless_recomputation(args)
+    refuse_under_any_schedule(args)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(args)
     profile_steps = measurements.profile_steps(args)
@@ -120,7 +122,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         args.pipeline_vocabulary,
     )
     if all(flag is None for flag in ours) and not layout:
-        chunks_requested(args)  # refuses a layout that the ranks cannot share
+        refuse_chunks(args, chunks_requested(args) or 1)
         return None
     if args.pipeline_trace is not None:
         pipeline.require_pipeline("--pipeline-trace", args)

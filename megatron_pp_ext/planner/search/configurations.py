@@ -77,7 +77,7 @@ class Space:
             found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         if cut.is_paired:
             return found
-        if not args.num_experts and not args.add_bias_linear:  # see refuse_endless_recomputation
+        if not args.num_experts and not args.add_bias_linear:  # see request.stock_limits
             found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2
         if half:

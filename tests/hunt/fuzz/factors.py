@@ -139,7 +139,6 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "vocabulary": {"even": "", "odd": "--vocab-size 61", "padded": "--make-vocab-size-divisible-by 48"},
     "sharing": {"none": "", "all-ranks": "--pipeline-vocabulary shared"},
     "samples": {"1": "", "2": "--micro-batch-size 2"},
-    "messages": {"default": "", "no-overlap": "--no-overlap-p2p-communication"},
     "log": {
         "plain": "",
         "all": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2",
@@ -216,10 +215,6 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
             "optimizer": "plain overlap",
             "pipeline": "3 4",
         },
-    ),
-    (
-        "Megatron wants overlapped messages between two ranks with several chunks",
-        {"messages": "no-overlap", "pipeline": "2", "chunks": "2 3 4"},
     ),
     (
         "the distributed optimizer is for Adam",
