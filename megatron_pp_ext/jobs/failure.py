@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|oom.kill", re.IGNORECASE)
-_REASON = re.compile(r"megatron_pp_ext: |[\w.]*(Error|Exception)(: |$)|[^:]*: error: ")
+_REASON = re.compile(r"megatron_pp_ext: |[\w.]*(Error|Exception)(: |$)|[^:]*: error: |what\(\): ")
 # What a rank says because another one has ended.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|remote process exit"

@@ -112,12 +112,19 @@ class Arithmetic:
             return Tolerance(1e-3, why)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
-    def gradient(self, name: str) -> Tolerance:
-        """The tolerance for the first step's gradient of the parameter ``name``."""
+    def gradient(self, name: str, uses: int = 0) -> Tolerance:
+        """The tolerance for the first step's gradient of the parameter ``name``.
+
+        ``uses`` is how often a microbatch adds to it where the backward is split (``RunRecord.uses``); stock
+        adds up those of a microbatch first.
+        """
         if self.prediction and name.startswith(("output_layer.", "embedding.word_embeddings.")):
+            uses = max(uses, 2)  # by other ranks and by look-ups too, which no rank counts
+        if uses > 1:
             # Gradients may be kept in the lower precision, and its roundings are those of the sum.
             allowed = 1e-5 if self.precision == "fp32" else 2e-2
-            return Tolerance(allowed, "multi-token prediction uses this weight twice, in another order")
+            why = f"a microbatch uses this weight {uses} times, in another order"
+            return Tolerance((uses - 1) * allowed, why)
         if self.shares_vocabulary:
             # The parts of the hidden state's gradient are rounded before they are summed.
             return Tolerance(1e-5 if self.precision == "fp32" else 1e-1, _SHARED)
@@ -147,7 +154,7 @@ class Arithmetic:
 
 
 _CLIPPED = "updates were clipped by a norm, which is summed rank by rank"
-_TWICE = "multi-token prediction uses the output weight twice, in another order"
+_TWICE = "multi-token prediction uses weights more than once, in another order"
 _SHARED = "each rank sums over its part of a shared vocabulary"
 _REPLICAS = "more than two replicas are summed in an order that goes by a gradient's place in its buffer"
 

@@ -132,6 +132,7 @@ def test_a_weight_counts_after_its_last_product() -> None:
     for one in work:
         one()
     assert (done, counted) == ([0, 1], [2])
+    assert weight.uses == 2
     assert not data_parallel.is_deferred(weight)
 
 

@@ -77,6 +77,7 @@ def test_a_rank_s_bare_error_is_explained_by_its_own_line() -> None:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94",
         "megatron.core.dist_checkpointing.core.CheckpointingException: no such checkpoint",
+        "what():  [PG ID 0 Rank 0] Watchdog caught collective operation timeout",
         "pretrain_gpt.py: error: argument --lr: expected one argument",
         "megatron_pp_ext: no",
         "slurmstepd: error: *** JOB 7 ON node1 CANCELLED DUE TO TIME LIMIT ***",

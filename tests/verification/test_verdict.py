@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -89,9 +91,14 @@ def test_stock_s_own_spread_is_allowed_and_named() -> None:
     assert not compare(STOCK, ours, Arithmetic(), record(4.0, math.nan, 4.0)).is_equal
 
 
-def written(folder: Path, gradients: dict[str, torch.Tensor], rank: int = 0) -> RunRecord:
+def written(
+    folder: Path,
+    gradients: dict[str, torch.Tensor],
+    rank: int = 0,
+    uses: Mapping[str, int] = MappingProxyType({}),
+) -> RunRecord:
     run_record.write(folder, rank, STOCK.losses, STOCK.norms)
-    run_record.write_gradients(folder, rank, gradients)
+    run_record.write_gradients(folder, rank, gradients, uses)
     return run_record.read(folder, 3)
 
 
@@ -110,6 +117,21 @@ def test_gradients_by_name(tmp_path: Path) -> None:
     assert compare(stock, ours, Arithmetic(replicas=4), gradients=True).is_equal
     missing = written(tmp_path / "missing", {"a": weight})
     assert compare(stock, missing, Arithmetic(), gradients=True).largest("gradient").difference == math.inf
+
+
+@pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_a_weight_that_a_microbatch_uses_again_has_a_wider_tolerance(
+    precision: str, within: float, tmp_path: Path
+) -> None:
+    """By how often, as the run counted it on any rank, and whatever the weight's name."""
+    weight = torch.linspace(-2, 1, 7)
+    stock = written(tmp_path / "stock", dict.fromkeys("abc", weight))
+    written(tmp_path / "ours", {"a": weight * (1 + 0.8 * within)}, uses={"a": 1})
+    written(tmp_path / "ours", {"b": weight * (1 + 0.8 * within)}, rank=1, uses={"b": 2})
+    ours = written(tmp_path / "ours", {"c": weight * (1 + 1.6 * within)}, rank=2, uses={"b": 1, "c": 3})
+    rows = compare(stock, ours, Arithmetic(precision), gradients=True).of("gradient")
+    assert {row.name: row.is_equal for row in rows} == {"a": False, "b": True, "c": True}
+    assert [row.tolerance.allowed for row in rows] == [0, within, 2 * within]
 
 
 def test_a_record_keeps_every_digit(tmp_path: Path) -> None:

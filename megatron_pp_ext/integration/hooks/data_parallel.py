@@ -51,8 +51,12 @@ def _count(ddp: Any, param: torch.nn.Parameter) -> None:
 
 
 def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work that adds to ``weight``'s gradient, so that the last piece of work counts the weight."""
+    """Wrap work that adds to ``weight``'s gradient, so that the last piece of work counts the weight.
+
+    ``weight.uses`` counts all of them, one for each use in a microbatch.
+    """
     weight.deferred = getattr(weight, "deferred", 0) + 1
+    weight.uses = getattr(weight, "uses", 0) + 1
 
     def work() -> None:
         add_gradient()
