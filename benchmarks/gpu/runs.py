@@ -60,7 +60,7 @@ def parity(bench: Bench, rows: Rows) -> None:
     row fails if its first loss differs from the baseline's as printed, or a later one by more than
     ``FURTHEST``.
     """
-    stock = bench.backend == "nccl" or bench.dry
+    stock = bench.backend == "nccl"
     baseline = "" if stock else "--pipeline-schedule 1f1b"
     length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
     flags = [*SMALL, *DATA, *implementation(), "--bf16", *length]
