@@ -10,11 +10,15 @@ reads any more.  On its ResNet, GNMT, SqueezeNet and AlexNet profiles one of the
 this reason: ResNet-50 straight over 4 workers at 1.25e9 bytes a second, 0.2581 s there and 0.2498 s here.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
 
+from megatron_pp_ext.partition.branches import what_to_merge
 from megatron_pp_ext.partition.profile import Profile
 
 MOST_STATES = 4_000
@@ -25,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """All down-sets of a profile by rising size; the first is empty, the last is the whole model.
+    """Down-sets of a profile by rising size; the first is empty, the last is the whole model.
 
     ``sets[s]`` has bit i where state s holds layer i.  The other fields have one entry for each state:
     seconds of one microbatch, bytes of weights, bytes that a microbatch in flight keeps, and bytes of the
@@ -49,13 +53,17 @@ class States:
 
 
 def states_of(profile: Profile) -> States:
-    """Return the states of ``profile``; ValueError if there are more than ``MOST_STATES``."""
+    """Return the states of ``profile``; ValueError if there are more than ``MOST_STATES``.
+
+    Where there are more down-sets, only those are states that hold every free layer as soon as they can.
+    """
     layers = profile.layers
-    reads = np.zeros((len(layers), len(layers)))
+    inputs = [0] * len(layers)
     for a, b in profile.edges:
-        reads[b, a] = 1
-    sets = _down_sets([sum(1 << a for a, _ in enumerate(layers) if row[a]) for row in reads])
+        inputs[b] |= 1 << a
+    sets = _down_sets(dict(enumerate(inputs))) or _with_free_layers_early(profile, inputs)
     holds = np.array([[state >> at & 1 for at in range(len(layers))] for state in sets], dtype=float)
+    reads = np.array([[state >> at & 1 for at in range(len(layers))] for state in inputs], dtype=float)
     # 0/1 matrices: an entry of a product counts what two sets share.
     is_read_outside = (1 - holds) @ reads > 0
     return States(
@@ -68,22 +76,51 @@ def states_of(profile: Profile) -> States:
     )
 
 
-def _down_sets(inputs: list[int]) -> tuple[int, ...]:
-    """Return all sets of layers that hold the ``inputs`` of each of their layers, by rising size."""
+def _down_sets(inputs: Mapping[int, int]) -> tuple[int, ...] | None:
+    """Return all sets of layers that hold the ``inputs`` of each of their layers, by rising size.
+
+    None if there are more than ``MOST_STATES``.
+    """
     found = level = [0]
     while level:
         level = sorted(
             {
                 state | 1 << layer
                 for state in level
-                for layer, needs in enumerate(inputs)
+                for layer, needs in inputs.items()
                 if not state >> layer & 1 and not needs & ~state
             }
         )
         found = found + level
         if len(found) > MOST_STATES:
-            raise ValueError(
-                f"the profile's parallel branches can be cut in more than {MOST_STATES} ways, the most "
-                "that are searched: merge layers of its branches into one"
-            )
+            return None
     return tuple(found)
+
+
+def _with_free_layers_early(profile: Profile, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Return the down-sets, by rising size, that hold every free layer whose inputs they hold.
+
+    A free layer takes no time and no memory, and its output has no bytes.  To add it to a state that has its
+    inputs makes no stage and no cut dearer, and what was a subset of another state remains one.  So for every
+    pipeline there is one of these states that is as good, unless a stage of free layers alone becomes empty.
+    ValueError if these are too many as well.
+    """
+    is_free = [
+        not any((layer.seconds, layer.parameter_bytes, layer.kept_bytes, layer.activation_bytes))
+        for layer in profile.layers
+    ]
+    # By layer: the layers with costs that it reads, also through free ones.
+    needs: list[int] = []
+    for of_layer in inputs:
+        read = [at for at in range(len(needs)) if of_layer >> at & 1]
+        needs.append(reduce(or_, (needs[at] if is_free[at] else 1 << at for at in read), 0))
+    costly = {at: needs[at] for at in range(len(needs)) if not is_free[at]}
+    free = [at for at in range(len(needs)) if is_free[at]]
+    sets = _down_sets(costly)
+    if sets is None:
+        raise ValueError(
+            f"the profile's parallel branches can be cut in more than {MOST_STATES} ways, the most that are "
+            f"searched: {what_to_merge(costly, [layer.name for layer in profile.layers])}"
+        )
+    early = [state | sum(1 << at for at in free if not needs[at] & ~state) for state in sets[1:]]
+    return (0, *sorted(early, key=int.bit_count))

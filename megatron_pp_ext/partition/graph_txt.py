@@ -38,7 +38,10 @@ def read(text: str) -> Profile:
             edges.append((words[0], words[1]))
             continue
         if len(words) < 3:
-            raise ValueError(f"line {number}: {line.strip()!r} is no layer: write 'node1 -- name -- fields'")
+            raise ValueError(
+                f"line {number}: {line.strip()!r} is no layer: write 'node1 -- name -- fields', and a tab "
+                "before an edge"
+            )
         if words[0] in layers:
             raise ValueError(f"line {number}: {words[0]} comes twice: names must differ, rename one")
         layers[words[0]] = _layer(words[0], words[2])

@@ -115,6 +115,11 @@ def partition(
     if math.isinf(solver.best):
         memory_worker = MemoryWorker(states, state_per_weight=state_per_weight)
         least = hierarchy(states, memory_worker, levels, worker_bytes, straight).best
+        if math.isinf(least):
+            raise ValueError(
+                f"a straight pipeline over {solver.workers} workers has stages of layers without any costs, "
+                "which are not searched in a graph with so many branches: use fewer, or allow replicas"
+            )
         raise ValueError(
             f"a memory of {memory:g} bytes is infeasible: the leanest partition over {solver.workers} "
             f"worker(s) needs {math.ceil(least)} bytes of one: raise it to at least {math.ceil(least)}"

@@ -53,6 +53,14 @@ def test_what_is_only_data_is_left_out():
     [
         ([], "the profile has no layers"),
         (["a -- A"], "line 1: 'a -- A' is no layer"),
+        (
+            ["a -- A -- FIELDS", "b -- B -- FIELDS", "  a -- b"],
+            "'a -- b' is no layer: write 'node1 -- name",
+        ),
+        (
+            ["a -- A -- FIELDS", "b -- B -- FIELDS"],
+            "no edges, so that none of 2 layers reads another",
+        ),
         (["a -- A -- FIELDS", "\ta"], "line 2: 'a' is no edge"),
         (["a -- A -- FIELDS", "a -- A -- FIELDS"], "line 2: a comes twice"),
         (["a -- A -- FIELDS", "\ta -- b"], "the edge a -- b names 'b', but there is no such layer"),

@@ -16,7 +16,7 @@ LAYER = {
 }
 
 
-@pytest.mark.parametrize("edges", [[("a", "b"), ("b", "c")], [("a", "b"), ("a", "c")], []])
+@pytest.mark.parametrize("edges", [[("a", "b"), ("b", "c")], [("a", "b"), ("a", "c")]])
 def test_there_and_back(edges, tmp_path):
     layers = [Layer("a", 0.1, 0.2, 3, 4, 5, "E"), Layer("b", 0.1, 0.0, 0, 0), Layer("c", 1, 2, 3, 4, 0)]
     profile = Profile.graph(layers, edges)
@@ -67,6 +67,10 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
             "all layers of the profile take 0 s together, but must take 1e-18 s or more",
         ),
         ({"layers": [LAYER], "edges": [["a"]]}, "'edges' must be a list of pairs"),
+        (
+            {"layers": [LAYER, {**LAYER, "name": "b"}], "edges": []},
+            "no edges, so that none of 2 layers",
+        ),
         ({"layers": [LAYER], "edges": [["a", "z"]]}, "names 'z', but there is no such layer"),
         ({"layers": [LAYER], "edges": [["a", "a"]]}, "the layers a -- a form a cycle"),
     ],
