@@ -201,6 +201,10 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
         "Megatron cannot load what it saved before fp16's first step that it does not skip",
         {"checkpoint": OTHERS, "precision": "fp16-overflows"},
     ),
+    (
+        "Megatron cannot save the optimizer of a rank that trains nothing",
+        {"checkpoint": OTHERS, "frozen": "layers"},
+    ),
     ("Megatron cannot load the state of SGD", {"checkpoint": OTHERS, "update": "sgd"}),
     (
         "Megatron cannot load SwiGLU's optimizer state on a rank without one of the groups of parameters",
