@@ -93,6 +93,7 @@ def step(monkeypatch: pytest.MonkeyPatch):
         cp=SimpleNamespace(size=lambda: 3), tp=None, pp=SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     )
     monkeypatch.setattr(pipeline_runner.stock_schedules, "get_tensor_shapes", lambda **_: [(1,)])
+    monkeypatch.setattr(pipeline_runner, "require_alike", lambda model: None)
 
     def run(runner: Noting, forward_only: bool = False, force: bool = False, **settings) -> Noting:
         finalize = runner.finalize = []

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from megatron_pp_ext.integration.hooks.global_names import has_tied_output
 from megatron_pp_ext.integration.hooks.parameter_marks import half_frozen
 from megatron_pp_ext.integration.hooks.vocabulary_parts import EMBEDDING, OUTPUT
 
@@ -17,8 +18,9 @@ from megatron_pp_ext.integration.hooks.vocabulary_parts import EMBEDDING, OUTPUT
 def require_alike(model: Sequence[torch.nn.Module]) -> None:
     """Raise ValueError, on all ranks, unless the job's copies and parts of each weight agree; collective."""
     own = {
-        (name, parameter.requires_grad)
-        for name, parameter in global_parameters(model)
+        (EMBEDDING if name == OUTPUT and has_tied_output(chunk) else name, parameter.requires_grad)
+        for chunk in unwrap_model(list(model))
+        for name, parameter in chunk.named_parameters()
         if name in (EMBEDDING, OUTPUT)
     }
     told: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()

@@ -29,7 +29,7 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torc
             layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
             if layer is not None:
                 name = layers[layer] + name[len(layer) :]
-            elif name == "output_layer.weight" and _is_tied(chunk):
+            elif name == "output_layer.weight" and has_tied_output(chunk):
                 name = "embedding.word_embeddings.weight"
             named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
     return named
@@ -45,9 +45,10 @@ def _global_expert(name: str, experts: int | None) -> str:
     return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * here + int(index)}.{after}"
 
 
-def _is_tied(chunk: torch.nn.Module) -> bool:
+def has_tied_output(chunk: torch.nn.Module) -> bool:
     """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
     layer: Any = chunk.output_layer
     if isinstance(layer, VocabularyPart):
         return layer.is_tied
-    return bool(chunk.share_embeddings_and_output_weights and not chunk.mtp_process)
+    shares = getattr(chunk, "share_embeddings_and_output_weights", False)
+    return bool(shares and not getattr(chunk, "mtp_process", False))

@@ -182,6 +182,10 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
         "Megatron plans layers that it takes apart",
         {"pairs": OTHERS, "recompute": "uniform block distributed experts"},
     ),
+    (
+        "Megatron's plans fail where an input takes no gradient",
+        {"pairs": OTHERS, "frozen": "embedding vocabulary layers"},
+    ),
     ("a plan knows one prediction", {"pairs": OTHERS, "prediction": "two"}),
     ("pairs have no place for the exchanges of a shared vocabulary", {"pairs": OTHERS, "sharing": OTHERS}),
     ("experts have no biases in Megatron's local layers", {"experts": OTHERS, "biases": "yes"}),
@@ -203,6 +207,10 @@ FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         "Megatron cannot load what it saved before fp16's first step that it does not skip",
         {"checkpoint": OTHERS, "precision": "fp16-overflows"},
+    ),
+    (
+        "Megatron cannot save the optimizer of a rank that trains nothing",
+        {"checkpoint": OTHERS, "frozen": "layers"},
     ),
     ("Megatron cannot load the state of SGD", {"checkpoint": OTHERS, "update": "sgd"}),
     (
