@@ -18,8 +18,15 @@ def chunks_requested(args: Namespace) -> int | None:
         return stages // ranks
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        return max(1, layers.spread(args) // (ranks * args.num_layers_per_virtual_pipeline_stage))
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        by_rank = layers.spread(args) // ranks
+        if by_rank % each:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {by_rank} layers of a "
+                "pipeline rank; set it to a number that does, or leave it out"
+            )
+        return max(1, by_rank // each)
     return None
 
 

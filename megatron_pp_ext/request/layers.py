@@ -15,6 +15,13 @@ from typing import Any
 
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 
+LAYOUT = "--pipeline-model-parallel-layout"
+
+SPREAD = (*ENDS, "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""The flags beside which Megatron builds no model from a layout: they spread layers in another way."""
+
+_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
+
 _LAYOUT_PIECE = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,])(?:\*(\d+))?|,")
 _LAYOUT_LETTERS = "EtLm|"
 
@@ -94,7 +101,7 @@ def value(args: Namespace, flag: str) -> Any:
 
 def stages_flag(args: Namespace) -> str | None:
     """The flag that fixes the number of stages or their layers, None where a schedule may choose it."""
-    for flag in ("--pipeline-model-parallel-layout", *ENDS, "--num-layers-per-virtual-pipeline-stage"):
+    for flag in (LAYOUT, *ENDS, "--num-layers-per-virtual-pipeline-stage"):
         if value(args, flag) is not None:
             return flag
     return "--hybrid-layer-pattern" if "|" in (pattern(args) or "") else None
@@ -153,7 +160,7 @@ def _evenly(args: Namespace, stages: int) -> list[int]:
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
             f"--num-layers {count(args)} does not fill {stages} stages evenly; set it to {nearest}, or "
-            "describe uneven stages with --pipeline-model-parallel-layout"
+            f"describe uneven stages with {LAYOUT}{_in_place(args)}"
         )
     even = [each] * stages
     even[0] -= args.account_for_embedding_in_pipeline_split
@@ -186,7 +193,13 @@ def _given_ends(args: Namespace) -> list[str]:
 
 def _ends_fix(args: Namespace) -> str:
     flags = " or ".join(_given_ends(args))
-    return f"change {flags}, or describe the stages with --pipeline-model-parallel-layout"
+    return f"change {flags}, or describe the stages with {LAYOUT}{_in_place(args)}"
+
+
+def _in_place(args: Namespace) -> str:
+    """The flags of ``args`` that a layout takes the place of, in words."""
+    given = [flag for flag in (*SPREAD, *_CHUNKS) if value(args, flag)]
+    return f" in place of {' and '.join(given)}" if given else ""
 
 
 def as_v(args: Namespace) -> str:

@@ -250,6 +250,9 @@ def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Re
     if chunks is None:
         is_uncut = layers.has_given_ends(args) or layers.pattern(args) or has_heterogeneous_layers(args)
         chunks = _COMPILED_CHUNKS if not is_uncut and layers.spread(args) % (2 * ranks) == 0 else 1
+    if name == AUTO:
+        accepted = chunks <= _COMPILED_CHUNKS or layers.stages_described(args) is not None
+        require_chunks(args, name, chunks, _COMPILED_CHUNKS, accepted, " or fewer")
     limit = memory_limit.read(args.pipeline_memory_limit, ranks) if name == FLEX else None
     request = named(name, ranks, microbatches, chunks, limit)
     if name == AUTO and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:

@@ -109,13 +109,14 @@ ALWAYS = (
     Refusal(
         "--full-validation",
         "Megatron fails at the first evaluation",
-        "add --multiple-validation-sets, or set --eval-iters",
+        "leave it out and set --eval-iters, or, on two ranks with one chunk each, add "
+        "--multiple-validation-sets",
         lambda args: layers.value(args, "--full-validation") and not _evaluates_on_several(args),
     ),
     Refusal(
         "--multiple-validation-sets",
         "Megatron evaluates on several sets as a whole alone",
-        "add --full-validation",
+        "leave it out, or, on two ranks with one chunk each, add --full-validation",
         lambda args: _evaluates_on_several(args) and not layers.value(args, "--full-validation"),
     ),
 )
@@ -165,7 +166,8 @@ BETWEEN_ENDS = (
     Refusal(
         "--multiple-validation-sets",
         "Megatron cannot count the samples of stages between the ends, nor those of several chunks a rank",
-        "take two ranks and a schedule with one chunk a rank, or evaluate on one set, by --eval-iters",
+        "take two ranks and a schedule with one chunk a rank, or leave it and --full-validation out and set "
+        "--eval-iters",
     ),
 )
 

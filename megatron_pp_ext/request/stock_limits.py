@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from megatron_pp_ext.request import layers
 from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.schedule.names import AUTO
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
@@ -16,12 +17,24 @@ def has_heterogeneous_layers(args: Namespace) -> bool:
     return any(getattr(args, name, None) for name in _HETEROGENEOUS)
 
 
+def _beside_layout(args: Namespace) -> list[str]:
+    if args.pipeline_model_parallel_layout is None:
+        return []
+    return [flag for flag in layers.SPREAD if layers.value(args, flag)]
+
+
 _LOGITS = "it looks for the output layer on every rank of the pipeline, and only one rank has it"
 _ONE_RANK = "set --pipeline-model-parallel-size 1, or leave it out"
 
 _IN_PIPELINE = (
     Refusal("--logits-save-dir", _LOGITS, _ONE_RANK),
     Refusal("--logits-load-dir", _LOGITS, _ONE_RANK),
+    Refusal(
+        f"other flags that spread layers beside {layers.LAYOUT}",
+        "the layout has all that they say",
+        lambda args: f"leave {' and '.join(_beside_layout(args))} out",
+        lambda args: args.pipeline_model_parallel_layout != AUTO and _beside_layout(args),
+    ),
     Refusal(
         "--overlap-moe-expert-parallel-comm",
         "layers of a hybrid model have no plans that could be run in pairs",

@@ -119,7 +119,8 @@ def test_weights_alone_load_with_experts_on_other_ranks(is_release: bool) -> Non
     """As those converted from another library are saved."""
     state = {"args": Namespace(expert_model_parallel_size=1, no_save_optim=False)}
     loaded = (state, "file", is_release, CheckpointType.GLOBAL)
-    run = Namespace(expert_model_parallel_size=2, no_load_optim=False, finetune=False, **STOCK)
+    needs = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False}
+    run = Namespace(expert_model_parallel_size=2, **needs, **STOCK)
     load = checkpoint_placement.load_placed(lambda *args, **kwargs: loaded)
     if is_release:
         assert load("folder", run, rank0=True) == loaded

@@ -170,7 +170,7 @@ def described_layers(file: Path) -> list[str]:
     return shlex.split(
         f"--heterogeneous-layers-config-path {file} --num-layers 4 --swiglu --normalization RMSNorm "
         "--group-query-attention --num-query-groups 2 --position-embedding-type rope --disable-bias-linear "
-        "--use-rotary-position-embeddings --use-rope-scaling --untie-embeddings-and-output-weights"
+        f"--use-rotary-position-embeddings --use-rope-scaling {UNTIED} --clip-grad 0"
     )
 
 

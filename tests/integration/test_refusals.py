@@ -96,6 +96,27 @@ REFUSED = {
         f"{PP4} --hybrid-layer-pattern M*|M*|M*|M* --pipeline-schedule v-half",
         "--hybrid-layer-pattern requests 1; give it 8 stages",
     ),
+    "layers that are no whole stages": (
+        f"{PP4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 3 --pipeline-schedule flex "
+        "--pipeline-memory-limit 1",
+        "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline rank; ",
+    ),
+    "more chunks than auto has": (
+        f"{PP4} --num-layers 12 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule auto",
+        "auto has 2 or fewer chunk.s. a rank, but --num-virtual-stages-.* requests 3; set it to 2",
+    ),
+    "a layout and the ends of another": (
+        f"{PP4} {LAYOUT} Ett|tt|tt|ttL --account-for-loss-in-pipeline-split --pipeline-schedule 1f1b",
+        "the layout has all that they say; leave --account-for-loss-in-pipeline-split out",
+    ),
+    "uneven layers in chunks": (
+        f"{PP4} --num-layers 12 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule v-half",
+        f"or describe uneven stages with {LAYOUT} in place of --num-virtual-stages-per-pipeline-rank$",
+    ),
+    "uneven layers and ends": (
+        f"{PP4} --account-for-loss-in-pipeline-split --pipeline-schedule v-half",
+        f"set it to 7 or 15, or describe .* {LAYOUT} in place of --account-for-loss-in-pipeline-split$",
+    ),
     "interleaved with one chunk": (
         f"{PP4} --num-virtual-stages-per-pipeline-rank 1 --pipeline-schedule interleaved",
         "has 2 or more chunk.s. a rank, .* requests 1",

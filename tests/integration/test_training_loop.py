@@ -66,8 +66,8 @@ def test_several_validation_sets(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("1f1b --full-validation", "fails at the first evaluation; add --multiple-validation-sets"),
-        ("1f1b --multiple-validation-sets", "as a whole alone; add --full-validation"),
+        ("1f1b --full-validation", "fails at the first evaluation; .*, add --multiple-validation-sets"),
+        ("1f1b --multiple-validation-sets", "as a whole alone; .*, add --full-validation"),
         ("1f1b --multiple-validation-sets --full-validation", "stages between the ends"),
         ("v-half --multiple-validation-sets --full-validation", "stages between the ends"),
     ],
