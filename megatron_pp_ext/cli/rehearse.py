@@ -169,7 +169,11 @@ def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
     """Return the flags of a rehearsal of ``flags`` that writes ``file``."""
     kept = list(without_files(flags))
-    fixed_scale = ["--loss-scale", "1"] if "--fp16" in words_of(flags) else []
+    words = words_of(flags)
+    fixed_scale = ["--loss-scale", "1"] if "--fp16" in words else []
+    if fixed_scale and "--loss-scale" not in words:
+        # Under a scale that adapts itself Megatron makes none of these checks.
+        fixed_scale.append("--no-check-for-nan-in-loss-and-grad")
     changed = {"--rehearse-pipeline": file}
     return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *fixed_scale]
 

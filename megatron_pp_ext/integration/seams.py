@@ -14,6 +14,7 @@ from megatron_pp_ext.integration.hooks import (
     checkpoint_placement,
     data_parallel,
     dataset_helpers,
+    late_checks,
     local_linear,
     memory_report,
     mirrored_chunks,
@@ -211,6 +212,12 @@ SCHEDULE = (
         {CORE_0_17: "pp_size vp_size", CORE_0_19: "pp_size vp_size schedule_pg_collection"},
         choose.choose_runner,
         "the schedule itself",
+    ),
+    Seam(
+        "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+        {CORE_0_17: "self result rejection_func message comparison_func tolerance fatal"},
+        late_checks.check_late,
+        "checks of losses and gradients for which the host does not wait between two actions",
     ),
     Seam(
         "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",

@@ -29,7 +29,11 @@ def test_a_job_s_flags() -> None:
     assert not {"--save", "--load=out", "out", "--tensorboard-dir", "b", "--mock-data"} & set(made)
     assert made[made.index("--exit-interval") + 1] == "5"
     # fp16 begins with steps that overflow, which would leave the optimizer without its state.
-    assert made[-3:] == ["--fake-process-group", "--loss-scale", "1"]
+    # Nor does Megatron check them for NaN where the scale adapts itself.
+    unchecked = ["--no-check-for-nan-in-loss-and-grad"]
+    assert made[-4:] == ["--fake-process-group", "--loss-scale", "1", *unchecked]
+    fixed = rehearsal_flags([*job.split(), "--loss-scale=8"], 4, Path("0.json"))
+    assert fixed[-3:] == made[-4:-1]
 
 
 @pytest.mark.parametrize(

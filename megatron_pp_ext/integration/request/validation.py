@@ -64,8 +64,12 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             raise refused(error) from error
         try:
+            checks = args.check_for_nan_in_loss_and_grad
             with replicated_ranks.one_of_each(args, found):
                 result = stock(args, defaults)
+            if found is not None and found.rehearsal is not None:
+                # Megatron drops it beside its fake process group, but the planned job makes these checks.
+                args.check_for_nan_in_loss_and_grad = checks
         except (AssertionError, ValueError) as error:
             raise refused(needed_flags.failed_check(error)) from error
         # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import engine_linear
+from megatron_pp_ext.integration.hooks import engine_linear, late_checks
 from megatron_pp_ext.integration.hooks.data_parallel import DataParallel
 from megatron_pp_ext.integration.runners import paged_stash, tracing
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossTransfer
@@ -145,7 +145,7 @@ class PipelineRunner(ABC):
             shape = ()  # behind the prediction a message holds the hidden states of several tokens
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
-        with clock, self._recording(groups.pp, inputs) as recorder:
+        with clock, self._recording(groups.pp, inputs) as recorder, late_checks.put_off():
             with data_parallel.step():
                 self._run(inputs, groups.pp, shape, recorder)
             if len(STORE):
