@@ -44,7 +44,8 @@ OTHERS = {
     "pyxis": "--container-image --container-mounts --container-workdir --container-save --container-env",
     "srun": "--container-image --container-save --container-workdir --container-env",
     "docker": "--gpus --rm --ipc --shm-size",
-    "pip": "--no-build-isolation --no-deps --upgrade",
+    "pip": "--no-build-isolation --no-deps --upgrade --no-index --target",
+    "gpu_check": "--out --dry",
     "apex": "--cpp_ext --cuda_ext",
     "benchmarks": "--hidden --ranks",
     "slash": "--account-for-embedding --decoder-first",  # --account-for-embedding/loss-in-pipeline-split

@@ -1,6 +1,7 @@
 """The parts of the GPU check: what each measures, and in how many seconds."""
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -61,21 +62,10 @@ def tests(bench: Bench, rows: Rows) -> None:
     """Add each test that is marked gpu, with its outcome."""
     with shared_device(bench):
         # pyproject.toml has -q, which takes one of the two away.
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "tests/gpu",
-            "-m",
-            "gpu",
-            "-vv",
-            "-rA",
-            "-p",
-            "no:cacheprovider",
-        ]
+        options = shlex.split("-m pytest tests/gpu -m gpu -vv -rA -p no:cacheprovider")
 
         def all_have_ended() -> Cells:
-            for line in bench.lines("tests", words):
+            for line in bench.lines("tests", [sys.executable, *options]):
                 if found := _OUTCOME.match(line):
                     name, outcome, why = found.groups()
                     has_failed = {FAILED: outcome} if outcome in ("FAILED", "ERROR") else {}

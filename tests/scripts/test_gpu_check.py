@@ -8,16 +8,18 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from benchmarks.gpu import archive, check, layers, parts, sharing
+from benchmarks.gpu import archive, check, layers, parts, runs, sharing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Rows
 from megatron_pp_ext.jobs import process
@@ -282,6 +284,15 @@ def test_ranks_share_a_device_as_nccl_lets_them(
     assert not list(process._marked(str(tmp_path)))
 
 
+def launched(mark: str) -> int:
+    """How many processes torchrun and its ranks are by now."""
+    number = 0
+    for one in process._marked(mark):
+        with suppress(psutil.Error):  # it has ended in between
+            number += "benchmarks.gpu.shared_device" in one.cmdline()
+    return number
+
+
 @pytest.mark.wide
 def test_a_dry_run_of_every_part_and_a_stop_among_ranks(tmp_path: Path) -> None:
     """On CPUs that stand in for a GPU, with tiny models."""
@@ -295,7 +306,7 @@ def test_a_dry_run_of_every_part_and_a_stop_among_ranks(tmp_path: Path) -> None:
     assert not list(process._marked(str(tmp_path)))
 
     running = subprocess.Popen([*words, "parity"], env=own)
-    while sum("shared_device" in one.cmdline() for one in process._marked(str(tmp_path))) < 4:
+    while launched(str(tmp_path)) < 1 + runs.RANKS_OF_PARITY:
         assert running.poll() is None
         time.sleep(0.1)
     stop(running, str(tmp_path))
