@@ -3,6 +3,7 @@
 import inspect
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ def provenance() -> str:
     """Return the command that runs, the machine with its load at the start, the Python and the day."""
     spec = sys.modules["__main__"].__spec__
     name = spec.name.removesuffix(".__main__") if spec else "?"
-    command = " ".join(["python -m", name, *sys.argv[1:]]).rstrip()
+    command = shlex.join(["python", "-m", name, *sys.argv[1:]])
     machine = f"{_processor()}, {len(os.sched_getaffinity(0))} cores, load {_LOAD:.1f} at the start"
     return f"`{command}` on {machine}, Python {platform.python_version()}, {date.today()}."
 

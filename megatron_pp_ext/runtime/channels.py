@@ -10,10 +10,16 @@ Each direction has a process group.  Under a backend that gives the peers of a g
 a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
 behind everything that the compute stream has by then, and waiting for one stops the compute stream and
 not the host; under gloo, and for messages that announce their shapes, it stops the host.
+
+Gloo copies a message into its socket before ``send`` returns, if the receive is posted by then.  A thread
+therefore hands large messages to gloo, in their order, and the stage computes meanwhile.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -26,11 +32,26 @@ from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 DIMENSIONS = 3
 """The number of lengths that announce a message's shape: sequence, batch, hidden."""
 
+LARGE = 1 << 20
+"""The bytes from which a thread hands messages to gloo; it gains nothing for fewer where no core is free."""
+
 
 class _Posted(NamedTuple):
     peer: int
     tensor: torch.Tensor
     work: dist.Work
+
+
+class _HandedOver(NamedTuple):
+    """Stands for the work of a send that a thread starts."""
+
+    started: Future[dist.Work]
+
+    def is_completed(self) -> bool:
+        return self.started.done() and self.started.result().is_completed()
+
+    def wait(self) -> None:
+        self.started.result().wait()
 
 
 class Channels:
@@ -60,8 +81,10 @@ class Channels:
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
+        is_large = prod(self._shape) * dtype.itemsize >= LARGE
+        self._sender = ThreadPoolExecutor(1) if is_large and dist.get_backend(down) == "gloo" else None
         self._posted: dict[Message, _Posted] = {}
-        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sending: deque[tuple[dist.Work | _HandedOver, torch.Tensor]] = deque()
 
     def post(self, peer: int, message: Message) -> None:
         """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here."""
@@ -118,7 +141,8 @@ class Channels:
         work.wait()
 
     def _send(self, peer: int, tensor: torch.Tensor) -> None:
-        work = self._to[peer].send([tensor], self._peers[peer], 0)
+        send = partial(self._to[peer].send, [tensor], self._peers[peer], 0)
+        work = _HandedOver(self._sender.submit(send)) if self._sender else send()
         self._sending.append((work, tensor))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:

@@ -1,13 +1,18 @@
 """Messages between two ranks: what arrives is what was sent, and what is wrong with one is said."""
 
+import gc
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
+from threading import Event, get_ident
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import LARGE, Channels, direction_groups
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
@@ -57,6 +62,103 @@ def test_each_message_may_have_its_own_shape() -> None:
     _, got = run_ranks(exchange, 2, sent, ())
     assert [one.shape for one in got] == [one.shape for one in sent]
     assert all(map(torch.equal, got, sent))
+
+
+LENGTH = LARGE // 4
+
+
+def exchange_large(rank: int) -> list[float]:
+    """Send eight large messages each way before the first is received, as a rank that is ahead does."""
+    ends = channels((LENGTH,))
+    for number in range(8):
+        ends.post(1 - rank, message(number))
+    for number in range(8):
+        ends.send(1 - rank, torch.full((LENGTH,), 10.0 * rank + number))
+    got = [ends.receive(1 - rank, message(number)) for number in range(8)]
+    ends.close()
+    assert all(one.min() == one.max() for one in got)
+    return [one[0].item() for one in got]
+
+
+def test_large_messages_arrive_in_their_order() -> None:
+    assert run_ranks(exchange_large, 2) == [[10.0 + number for number in range(8)], [*map(float, range(8))]]
+
+
+class Socket:
+    """A process group that writes nothing before ``may_write``; messages of negative numbers are lost."""
+
+    def __init__(self) -> None:
+        self.may_write = Event()
+        self.threads: list[int] = []
+        self.sent: list[float] = []
+        self.kept: list[weakref.ref[torch.Tensor]] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        assert self.may_write.wait(10), "the caller waits for its own message"
+        (tensor,) = tensors
+        self.threads.append(get_ident())
+        self.sent.append(tensor[0].item())
+        self.kept.append(weakref.ref(tensor))
+
+        def wait() -> None:
+            if tensor[0] < 0:
+                raise RuntimeError("the connection is lost")
+
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
+
+
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Channels]]:
+    """Make the channels of rank 0 of two over a ``Socket``; at the end no thread of theirs is left."""
+    made: list[Channels] = []
+
+    def make(socket: Any, numbers: int = LENGTH, backend: str = "gloo") -> Channels:
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
+        monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+        made.append(Channels([0, 1], socket, socket, (numbers,), torch.float, torch.device("cpu")))
+        return made[-1]
+
+    yield make
+    for ends in made:
+        if ends._sender is not None:
+            ends._sender.shutdown()
+
+
+def test_the_caller_goes_on_while_gloo_copies_a_large_message(over: Callable[..., Channels]) -> None:
+    """One thread hands all of them to gloo, so that none passes another, and lets go of what has left."""
+    socket = Socket()
+    ends = over(socket)
+    for number in range(SENDS_AHEAD):
+        ends.send(1, torch.full((LENGTH,), float(number)))
+    assert socket.sent == []
+    socket.may_write.set()
+    ends.close()
+    assert socket.sent == [*range(SENDS_AHEAD)]
+    assert len({*socket.threads, get_ident()}) == 2
+    gc.collect()
+    *before, _ = socket.kept  # the thread may not be done with the last one
+    assert [one() for one in before] == [None] * (SENDS_AHEAD - 1)
+
+
+@pytest.mark.parametrize(("numbers", "backend"), [(LENGTH - 1, "gloo"), (LENGTH, "nccl")])
+def test_other_messages_are_launched_by_the_caller(
+    numbers: int, backend: str, over: Callable[..., Channels]
+) -> None:
+    """A small message leaves sooner so, and NCCL launches a message behind the caller's stream."""
+    socket = Socket()
+    socket.may_write.set()
+    over(socket, numbers, backend).send(1, torch.zeros(numbers))
+    assert socket.threads == [get_ident()]
+
+
+def test_a_large_message_that_is_lost_ends_the_step(over: Callable[..., Channels]) -> None:
+    socket = Socket()
+    socket.may_write.set()
+    ends = over(socket)
+    ends.send(1, torch.full((LENGTH,), -1.0))
+    with pytest.raises(RuntimeError, match="the connection is lost"):
+        ends.close()
 
 
 def refuse_other_shape(rank: int) -> str:
