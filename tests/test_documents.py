@@ -40,7 +40,7 @@ exec bash "$@"
 
 OTHERS = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port",
-    "sbatch and srun": "--nodes --gpus --time --partition --account --gpus-per-node",
+    "sbatch and srun": "--nodes --gpus --time --partition --account --gpus-per-node --ntasks-per-node",
     "pyxis": "--container-image --container-mounts --container-workdir --container-save --container-env",
     "srun": "--container-image --container-save --container-workdir --container-env",
     "docker": "--gpus --rm --ipc --shm-size",

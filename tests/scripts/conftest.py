@@ -12,13 +12,13 @@ PER_GPU = ROOT / "scripts/slurm_one_task_per_gpu.sbatch"
 BOTH = pytest.mark.parametrize("script", [PER_NODE, PER_GPU], ids=lambda script: script.stem)
 
 FLAGS = shlex.split(
-    "--cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 0.01 "
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 0.01 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 100000 "
     "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 64 --mock-data --eval-iters 0 "
     "--make-vocab-size-divisible-by 1 --log-interval 1 --ckpt-format torch_dist --save-interval 100000 "
-    "--eval-interval 9 --pipeline-schedule v-half"
+    "--eval-interval 9"
 )
-"""A job on CPUs that takes a small fraction of a second for a step, and goes on until it is told."""
+"""A job whose steps take a small fraction of a second on CPUs, and which goes on until it is told to end."""
 
 STAND_IN = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$CALLS"
