@@ -1,5 +1,6 @@
 """The states are the down-sets of the graph, and carry what crosses their edge."""
 
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
@@ -72,6 +73,14 @@ def test_of_too_many_states_those_remain_that_hold_free_layers_early(monkeypatch
     ]
     assert states.crossing.tolist() == [0, 1, 4, 0]
     assert states.before.tolist() == [[a < b for b in range(4)] for a in range(4)]
+
+
+@pytest.mark.parametrize("cost", ["backward_seconds", "activation_bytes", "parameter_bytes", "saved_bytes"])
+def test_a_layer_with_any_cost_is_not_free(cost, monkeypatch):
+    monkeypatch.setattr(antichains, "MOST_STATES", 4)
+    layers = [layer("a"), replace(free("b"), **{"saved_bytes": 0, cost: 5}), layer("c"), free("shape")]
+    states = states_of(Profile.graph(layers, [("a", "b"), ("b", "c"), ("shape", "c")]))
+    assert [state.bit_count() for state in states.sets] == [0, 2, 3, 4]
 
 
 BRANCHES = {
