@@ -52,7 +52,7 @@ def weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.n
     elif any(getattr(module, hooks) for hooks in _HOOKS):
         problem = "has hooks"
     else:
-        weight: torch.nn.Parameter = module.weight
+        weight = module.get_parameter("weight")
         try:
             marks_of(weight)
         except ValueError as error:
