@@ -22,7 +22,8 @@ _late: list[Callable[[], None]] | None = None
 def put_off() -> Iterator[None]:
     """Make the checks that are asked for inside at the end of the context, in their order."""
     global _late
-    _late = late = []
+    late: list[Callable[[], None]] = []
+    _late = late
     try:
         yield
     finally:
