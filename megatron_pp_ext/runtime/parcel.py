@@ -7,6 +7,7 @@ message; its form and its numbers follow in a second one.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,12 +65,15 @@ class Parcels:
             message = self._receive(form_length + length)
             self._form, self._length = bytes(message[:form_length].tolist()), length
             numbers = message[form_length:]
-        numbers = numbers.to(self._device)
+
+        @cache
+        def arrived(on_host: bool) -> torch.Tensor:
+            return numbers.to("cpu" if on_host else self._device)
 
         def tensor_at(place: Place) -> torch.Tensor:
             # Cloned, since a view in another dtype has to begin at a multiple of its size.
-            tensor = numbers[place.start : place.end].clone().view(place.dtype).reshape(place.shape)
-            return tensor.cpu() if place.on_host else tensor
+            own = arrived(place.on_host)[place.start : place.end].clone()
+            return own.view(place.dtype).reshape(place.shape)
 
         parts = unpack(self._form, tensor_at)
         if isinstance(parts, _Refused):
