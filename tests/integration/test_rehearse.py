@@ -167,7 +167,7 @@ def test_bytes_that_outlive_a_step() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_quantized_weights(kind: type[Wrapped]) -> None:
-    """Those of their copies too, once, though an optimizer holds them as well."""
+    """The bytes of their copies count once, though an optimizer holds the copies as well."""
     weight, other = (torch.nn.Parameter(wrapped(kind, 4, 8)) for _ in range(2))
     weight.transpose_once()
     held = _LastingBytes([SimpleNamespace(parameters=lambda: [weight, other])], [torch.optim.SGD([weight])])

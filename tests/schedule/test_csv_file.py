@@ -48,7 +48,7 @@ def test_lines_without_actions_and_a_byte_order_mark_are_no_matter(content, tmp_
 
 @pytest.mark.parametrize("name", ["1f1b", "v-zb"])
 def test_torchs_files_with_messages_are_refused_with_the_reason(name, tmp_path, torch_schedules):
-    """Those that torch writes as ``compute_comms``, which begin with an UNSHARD or a RECV_F."""
+    """Files that torch writes as ``compute_comms`` begin with an UNSHARD or a RECV_F."""
     schedule = catalog.build(name, 2, 3)
     sharded = {
         rank: torch_schedules._add_unshard_reshard(
