@@ -33,6 +33,7 @@ def test_checks_are_made_at_the_end_of_what_they_were_given() -> None:
     with put_off():
         check(None, loss, torch.isnan, "loss", fatal=False)
         check(None, 2.0, lambda number: number > 1, message="large")
+        loss.data.zero_()
         loss.data = torch.zeros(1)
         assert not SEEN
     assert str(SEEN) == "[('loss', nan, True), ('large', 2.0, True)]"
