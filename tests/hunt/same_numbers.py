@@ -87,7 +87,8 @@ def estimates() -> Iterator[str]:
             f"estimate --system {system} --model llama3-8b -- --pipeline-model-parallel-size 4 "
             f"--pipeline-schedule {name} {batch}"
         )
-    yield f"estimate --model gpt3-175b -- --pipeline-model-parallel-size 8 --tensor-model-parallel-size 8 {batch}"
+    sizes = "--pipeline-model-parallel-size 8 --tensor-model-parallel-size 8"
+    yield f"estimate --model gpt3-175b -- {sizes} {batch}"
     one = f"estimate --model llama3-8b --world-size 16 -- --pipeline-model-parallel-size 4 {batch}"
     for flags in _CHANGES:
         yield f"{one} {flags}"
