@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
@@ -55,10 +56,7 @@ def rehearse(
     accept_noise: Annotated[
         bool, typer.Option("--accept-noise", help="Take seconds that a busy machine has disturbed, too.")
     ] = False,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
-    ] = None,
+    script: ask.Script = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")] = None,
     costs: Annotated[
         Path | None,

@@ -191,9 +191,12 @@ class Report:
         ]
         return ", ".join(named)
 
+    def flags(self, one: Evaluated) -> list[str]:
+        """Return the flags that train ``one``."""
+        return launch_lines.flags(one.candidate, self.words)
+
     def _launch(self, one: Evaluated) -> launch_lines.Launch:
-        flags = launch_lines.flags(one.candidate, self.words)
-        return launch_lines.Launch(flags, self.gpus, self.system.gpus_per_node, self.script)
+        return launch_lines.Launch(self.flags(one), self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point
