@@ -25,7 +25,7 @@ from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
-from megatron_pp_ext.request.layers import predicting_stage
+from megatron_pp_ext.job.layers import predicting_stage
 
 
 class MirroredGroup:
