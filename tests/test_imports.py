@@ -58,37 +58,22 @@ BELOW |= {
 }
 """The rooms that each room may import, itself aside."""
 
+_SEAMS = {"releases", "patching"}
+
 BELOW_IN_INTEGRATION = {
     "releases": set(),
     "patching": {"releases"},
     "requested": set(),
-    "mends": {"requested"},
-    "core": {"requested", "mends"},
-    "request": {"requested", "core", "mends"},
-    "runners": {"requested", "request", "core", "mends", "trainer"},
+    "mends": _SEAMS,
+    "core": {"requested"},
+    "request": {"requested", "core", "mends", "trainer"},
+    "runners": {"requested", "request", "core", "trainer"},
     "trainer": {"releases", "requested", "request", "core", "mends"},
-    "cpu_seams": {"releases", "patching"},
-    "pair_seams": {"releases", "patching", "core"},
-    "replica_seams": {"releases", "patching", "core"},
-    "seed_seams": {"releases", "patching", "trainer"},
-    "record_seams": {"releases", "patching", "core", "trainer"},
-    "loop_seams": {"releases", "patching", "mends"},
-    "seams": {
-        "releases",
-        "patching",
-        "cpu_seams",
-        "pair_seams",
-        "replica_seams",
-        "seed_seams",
-        "record_seams",
-        "loop_seams",
-        "request",
-        "core",
-        "mends",
-        "trainer",
-        "runners",
-    },
-    "doctor": {"releases", "patching", "seams"},
+    "core_seams": {*_SEAMS, "core", "runners"},
+    "trainer_seams": {*_SEAMS, "core", "request", "trainer"},
+    "cpu_seams": _SEAMS,
+    "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
+    "doctor": {"releases", "patching", "seams", "mends"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""
