@@ -99,11 +99,11 @@ class Tried:
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
+        from megatron_pp_ext.job import vocabulary_flag
+        from megatron_pp_ext.job.layers import stages_flag
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
-        from megatron_pp_ext.request import vocabulary_flag
-        from megatron_pp_ext.request.layers import stages_flag
 
         names, compiles = self._schedules(args)
         flag = stages_flag(args)
@@ -123,8 +123,8 @@ class Tried:
 
     def _schedules(self, args: Namespace) -> "tuple[Sequence[str], Compiles]":
         """Return the families to try, and whether to have schedules compiled."""
+        from megatron_pp_ext.job.pipeline import permitted
         from megatron_pp_ext.planner.search.best_first import Compiles
-        from megatron_pp_ext.request.pipeline import permitted
         from megatron_pp_ext.schedule import catalog
         from megatron_pp_ext.schedule.names import FLEX
 
@@ -141,7 +141,7 @@ class Tried:
 
     def _is_uneven(self, args: Namespace) -> bool:
         """Whether stages may differ; those of a hybrid model, whose pattern takes no layout, are even."""
-        from megatron_pp_ext.request import layers
+        from megatron_pp_ext.job import layers
 
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")

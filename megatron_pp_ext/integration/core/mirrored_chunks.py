@@ -21,11 +21,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
-from megatron_pp_ext.request.layers import predicting_stage
 
 
 class MirroredGroup:
@@ -99,7 +97,7 @@ def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
     """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
-    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     parameters = inspect.signature(build_chunk).parameters.values()
     takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)
     if chunks > 1 and not takes_any:
@@ -174,9 +172,9 @@ def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    placement = requested.require().placement
-    predicting = predicting_stage(get_args(), placement.stages)
-    return sorted({pp_ranks[0], *([] if predicting is None else [pp_ranks[placement.rank_of(predicting)]])})
+    pipeline = requested.require()
+    predicting = () if pipeline.predicting is None else (pipeline.placement.rank_of(pipeline.predicting),)
+    return sorted({pp_ranks[rank] for rank in (0, *predicting)})
 
 
 def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:

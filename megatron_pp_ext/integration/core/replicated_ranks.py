@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -70,7 +69,7 @@ def list_groups(stock: Callable[..., list[list[int]]]) -> Callable[..., list[lis
             together = [replicas.ranks_of(stage) for stage in range(replicas.stages)]
         else:
             together = [[rank] for rank in range(replicas.ranks)]
-        width = get_args().tensor_model_parallel_size
+        width = generator.tp
         columns = [range(width)] if "tp" in axes else [[column] for column in range(width)]
         return [
             [rank * width + column for rank in ranks for column in of_group]

@@ -11,6 +11,9 @@ from pathlib import Path
 import megatron.core.datasets
 import torch
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 _NEEDED = (
     "make, a C++ compiler and Python's header files (on Ubuntu apt-get install build-essential python3-dev)"
 )
@@ -86,3 +89,11 @@ def _pybind11() -> Path | None:
         return Path(importlib.import_module("pybind11").get_include())
     except ImportError:
         return None
+
+
+MEND = Mend(
+    "a wheel has the helpers built and no Makefile",
+    EVERY,
+    "tests/integration/test_dataset_helpers.py::test_a_wheel_has_them_and_nothing_to_build_from",
+    {"megatron.core.datasets.utils:compile_helpers": ({CORE_0_17: ""}, skip_if_built)},
+)

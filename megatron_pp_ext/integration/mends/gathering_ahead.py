@@ -9,6 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 
 def put_once(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     """Leave hooks that are in place as they are.
@@ -37,3 +40,16 @@ def take_what_is_there(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self, *args, **kwargs)
 
     return disable_forward_pre_hook
+
+
+_REPLICATED = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
+MEND = Mend(
+    "--overlap-param-gather with an evaluation or a checkpoint while fp16 skips steps",
+    EVERY,
+    "tests/integration/test_training_loop.py::test_evaluation_while_fp16_skips_steps",
+    {
+        f"{_REPLICATED}.enable_forward_pre_hook": ({CORE_0_17: "self"}, put_once),
+        f"{_REPLICATED}.disable_forward_pre_hook": ({CORE_0_17: "self param_sync"}, take_what_is_there),
+    },
+)

@@ -4,6 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 
 def name_the_flag(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Let the refusal of another --train-iters, --lr-decay-iters and the like name the flag that allows it.
@@ -24,3 +27,16 @@ def name_the_flag(stock: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return check_and_set
+
+
+MEND = Mend(
+    "the flag that allows a resumed run another --train-iters",
+    EVERY,
+    "tests/integration/test_needed_flags.py::test_resuming_with_other_steps_names_the_flag",
+    {
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set": (
+            {CORE_0_17: "self cls_value sd_value name"},
+            name_the_flag,
+        )
+    },
+)

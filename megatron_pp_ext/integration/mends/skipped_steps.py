@@ -7,6 +7,9 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 
 def pass_over(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     """Drop a step's samples from every iterator that this rank has.
@@ -26,3 +29,11 @@ def pass_over(stock: Callable[[Any], None]) -> Callable[[Any], None]:
                     next(iterator)
 
     return dummy_train_step
+
+
+MEND = Mend(
+    "--iterations-to-skip on every rank that reads samples, and on those that do not",
+    EVERY,
+    "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
+    {"megatron.training.training:dummy_train_step": ({CORE_0_17: "data_iterator"}, pass_over)},
+)

@@ -12,6 +12,9 @@ from typing import Any
 
 from megatron.training import get_args
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
+
 FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """The arguments that keep attention within documents; some releases lack the second."""
 
@@ -53,3 +56,33 @@ def send_whole_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*call.args, **call.kwargs)
 
     return get_batch_on_this_tp_rank
+
+
+_WHOLE_BATCH = (
+    "is_hybrid_cp create_attention_mask_in_dataloader broadcast_src_rank broadcast_group cp_size tp_rank "
+    "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
+    "is_pipeline_last_stage"
+)
+
+MEND = Mend(
+    "attention within documents on every stage and every tensor-parallel rank",
+    EVERY,
+    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
+    {
+        "megatron.training.utils:is_first_or_last_pipeline_stage": (
+            {CORE_0_17: "vp_stage"},
+            read_on_every_stage,
+        ),
+        "megatron.training.utils:get_batch_on_this_tp_rank": (
+            {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
+            send_whole_batch,
+        ),
+        "megatron.core.utils:get_batch_on_this_tp_rank": (
+            {
+                CORE_0_18: f"batch is_sft {_WHOLE_BATCH}",
+                CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}",
+            },
+            send_whole_batch,
+        ),
+    },
+)

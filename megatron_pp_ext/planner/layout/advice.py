@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.layer_row import LayerRow
 from megatron_pp_ext.planner.layout.measured_layers import divided
@@ -11,7 +12,6 @@ from megatron_pp_ext.planner.layout.rows import Shortest, shortest
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_state import padded_vocabulary
 from megatron_pp_ext.planner.step.stage_parts import pieces
-from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 

@@ -3,11 +3,11 @@
 from argparse import Namespace
 from functools import cached_property
 
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.refusals import stages_for_prediction
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Seconds, StageSeconds
-from megatron_pp_ext.request import layers
-from megatron_pp_ext.request.refusals import stages_for_prediction
 from megatron_pp_ext.schedule.placement import Placement
 
 

@@ -1,9 +1,8 @@
-"""Checkpoints under a placement that is not stock's.
+"""Checkpoints that are loaded under another placement than the one that saved them.
 
 Megatron's torch_dist checkpoints name weights by their place in the model, so that they load under any
-placement.  Three things still depend on the rank: the two copies of a tied weight, which stock never has on
-one rank, the state of a distributed optimizer that was not saved fully reshardable, and any optimizer's
-state of experts.
+placement.  Two things still depend on the rank: the state of a distributed optimizer that was not saved fully
+reshardable, and any optimizer's state of experts.
 """
 
 import functools
@@ -11,42 +10,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.mends import damaged_checkpoint
-from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.placement import Placement, Shape
-
-
-def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
-    """Let a rank that holds a tensor twice write it once.
-
-    Under a V both copies of a tied weight, and of its optimizer state, are on the first rank.  Stock
-    shares the writing out among data-parallel ranks by the tensors' names and makes every copy on the
-    chosen rank the one to write, then refuses to write a tensor twice.
-
-    Seam: ``distribute_main_replicas_with_precomputed_distribution`` in
-    ``megatron.core.dist_checkpointing.strategies.fully_parallel``.
-    """
-
-    @functools.wraps(stock)
-    def distribute(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        written = set()
-        for shard in nested_values(sharded_state_dict):
-            # Stock marks a tensor that this rank is to write with 0, any other with 1.
-            if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
-                place = _sharded_tensor_shard_id(shard)
-                shard.replica_id = int(place in written)
-                written.add(place)
-
-    return distribute
 
 
 def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,11 +31,9 @@ def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load(load_dir: str, args: Namespace, *others: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("rank0"):
-            damaged_checkpoint.refuse_mixed_steps(load_dir, args)
-            damaged_checkpoint.refuse_damage(load_dir, args)
-        with damaged_checkpoint.name_damage(load_dir, args):
-            loaded = stock(load_dir, args, *others, **kwargs)
+        damaged_checkpoint.refuse_mixed_steps(load_dir, args)
+        damaged_checkpoint.refuse_damage(load_dir, args)
+        loaded = stock(load_dir, args, *others, **kwargs)
         state, _, is_release, kind = loaded
         # Before validation only the flags of a checkpoint are read.
         if state and "args" in state and hasattr(args, "pipeline_placement"):
@@ -73,7 +41,7 @@ def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
             if not is_release:  # which has weights alone
                 _refuse_other_experts(load_dir, state, kind, args)
         if state and requested.pipeline() is not None:
-            _separate_copies(state)
+            separate_copies(state)
         return loaded
 
     return load
@@ -114,25 +82,6 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
         f"megatron_pp_ext: the checkpoint in {load_dir} keeps the state of experts that were on {before} "
         f"rank(s), but this run has --expert-model-parallel-size {now}; go on with {before}, or {fix}"
     )
-
-
-def _separate_copies(state: dict[str, Any]) -> None:
-    """Clone tensors that are in ``state`` twice, as --ckpt-fully-parallel-load leaves them.
-
-    The optimizer uses its state as it is loaded, so two tied weights would update the same moments.
-    """
-    seen = set()
-
-    def separate(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.numel() == 0:
-            return value
-        place = tuple(tensor.data_ptr() for tensor in plain_tensors(value))
-        if place in seen:
-            return value.clone()
-        seen.add(place)
-        return value
-
-    dict_list_map_inplace(separate, state)
 
 
 def describe(placement: Placement) -> str:
