@@ -12,7 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "job", "partition", "planner", "view"}
+PURE = {
+    "files",
+    "json_input",
+    "log_lines",
+    "schedule",
+    "compiler",
+    "costs",
+    "job",
+    "partition",
+    "planner",
+    "view",
+}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
@@ -29,18 +40,20 @@ BELOW: dict[str, set[str]] = {
     "compiler": {"files", "schedule"},
     "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
-    "planner": _STEPS,
+    "costs": {"files", "json_input", "schedule"},
+    "planner": {*_STEPS, "costs"},
     "runtime": {"schedule"},
     "view": {"files", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs"},
-    "calibration": {*_STEPS, "planner"},
+    "calibration": {*_STEPS, "costs"},
     "cpu": set(),
     "integration": {
         *_STEPS,
         "__init__",
         "log_lines",
         "partition",
+        "costs",
         "planner",
         "runtime",
         "view",

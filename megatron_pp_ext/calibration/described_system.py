@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from megatron_pp_ext.calibration.ranks import Findings
-from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.costs.system import Link, System
 
 _OF_LIKE = ("peak_rates", "processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
 """The figures that are those of a device's kind: of its data sheet, or fitted to training runs."""

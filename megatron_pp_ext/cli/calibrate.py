@@ -9,9 +9,9 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs import system as systems
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_whole
-from megatron_pp_ext.planner import system as systems
-from megatron_pp_ext.planner.system import System
 
 
 @app.command()

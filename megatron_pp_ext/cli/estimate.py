@@ -17,10 +17,10 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.costs.system import System
     from megatron_pp_ext.job.pipeline import Request
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
-    from megatron_pp_ext.planner.system import System
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -44,8 +44,8 @@ def estimate(
 
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
+    from megatron_pp_ext.costs import system as systems
     from megatron_pp_ext.jobs.command import missing
-    from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.search.launch_lines import Launch
 
     if print_only:

@@ -18,11 +18,11 @@ from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
 from megatron_pp_ext.cli.model import words_of as model_flags
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_whole
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
-from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import costs_file, csv_file
 

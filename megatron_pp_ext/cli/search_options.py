@@ -15,9 +15,9 @@ from megatron_pp_ext.files import require_folder
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
+    from megatron_pp_ext.costs.system import System
     from megatron_pp_ext.planner.search.best_first import Compiles
     from megatron_pp_ext.planner.search.configurations import Space
-    from megatron_pp_ext.planner.system import System
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Machines:
 
     def described(self) -> "System":
         """Return the description of the machines."""
-        from megatron_pp_ext.planner import system
+        from megatron_pp_ext.costs import system
 
         return system.read(self.system)
 

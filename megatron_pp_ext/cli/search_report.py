@@ -10,12 +10,12 @@ from rich.table import Column, Table
 
 from megatron_pp_ext.cli.estimate import show_launch
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Result
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.system import System
 
 _ALIKE = "nearly as fast"
 _COLUMNS = (

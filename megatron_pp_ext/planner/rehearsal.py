@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import ClassVar, Self
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
 from megatron_pp_ext.schedule.simulate import Timeline, simulate

@@ -15,9 +15,7 @@ from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages,
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_state import padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
@@ -44,7 +42,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     args.num_virtual_stages_per_pipeline_rank = None
     described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
     described.vocab_size = args.vocab_size or vocabulary
-    model = pieces(described, LayerCosts(described), padded_vocabulary(described))
+    model = model_parts(described)
     cuts = ModelStages(described, StageSeconds(described, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)

@@ -4,7 +4,8 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.planner.step.stage_parts import Pieces, stage_parts
+from megatron_pp_ext.planner.step.model_parts import ModelParts
+from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
 FIRST, MIDDLE, LAST = range(3)
 """Where a stage is: it has the embedding, only layers, or the output layer and the loss."""
@@ -21,7 +22,7 @@ class StageSeconds:
     """
 
     def __init__(
-        self, args: Namespace, model: Pieces, shares_vocabulary: bool = False, is_split: bool = True
+        self, args: Namespace, model: ModelParts, shares_vocabulary: bool = False, is_split: bool = True
     ) -> None:
         self._args, self.model = args, model
         self._shares_vocabulary, self._is_split = shares_vocabulary, is_split

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from math import inf
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.search import collector
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
@@ -22,7 +23,6 @@ from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 

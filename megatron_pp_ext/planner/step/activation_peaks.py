@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.planner.step.action_arrays import ActionArrays, F, I, S, T, W
-from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.schedule.placement import Placement
 
 
