@@ -20,6 +20,7 @@ from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.rank import Rank, Unrecorded
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
@@ -30,7 +31,7 @@ GOAL = 30e-6
 
 
 class IdleStage:
-    """A ``runtime.executor.Stage`` that returns one and the same tensor."""
+    """A ``runtime.rank.Stage`` that returns one and the same tensor."""
 
     def __init__(self) -> None:
         self._tensor = torch.zeros(1)
@@ -57,8 +58,8 @@ def seconds_of_an_action(
     if recorder is not None:
         recorder.forget()
     start = time.perf_counter()
-    execute(plan, stages, channels, recorder)
-    return (time.perf_counter() - start) / len(plan.steps)
+    execute(plan, Rank(stages, channels, recorder or Unrecorded()))
+    return (time.perf_counter() - start) / len(plan.actions)
 
 
 def main(
@@ -83,7 +84,7 @@ def main(
         times = in_turns({"quiet": partial(one_step, None), "recorded": partial(one_step, recorder)}, repeats)
         met = "met" if median(times["quiet"]) <= GOAL else f"goal {1e6 * GOAL:.0f}"
         taken = (f"{1e6 * of(found):.1f}" for found in times.values() for of in (median, min))
-        rows.append((family, len(plan.steps), *taken, f"{1e3 * planning:.1f}", met))
+        rows.append((family, len(plan.actions), *taken, f"{1e3 * planning:.1f}", met))
     head = (
         "schedule", "actions", "us an action, median", "least", "recorded, median", "least",
         "ms to plan, once", "goal",

@@ -27,13 +27,14 @@ from benchmarks.runtime.stages import SleepingLayer, Times, loss_of
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.groups import direction_groups
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_orders
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
 from megatron_pp_ext.view import figure
+from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks
 
 RANKS, UPDATES = 4, 10
@@ -94,11 +95,11 @@ def sleep_through(rank: int, flushes: bool, interval: int) -> float:
                 orders = one_f_one_b.build(RANKS, interval).orders
             else:
                 orders = pipedream.step(STAGES, interval, update, UPDATES + 2 + RANKS)
-            plan = plan_orders(orders, RANKS, STAGES.rank_of, rank)
-            execute(plan, {rank: stage}, channels, recorder, flush=flushes)
+            plan = plan_orders(orders, RANKS, STAGES.rank_of, rank, flushes=flushes)
+            execute(plan, Rank({rank: stage}, channels, recorder))
     dist.barrier()  # without a flush messages may be in flight, and go with the channels
     # The first update fills the pipeline; the others are its steady state.
-    events = recorder.record.events[-UPDATES * len(plan.steps) :]
+    events = recorder.record.events[-UPDATES * len(plan.actions) :]
     return 1e3 * (events[-1].end - events[0].start) / (UPDATES * interval)
 
 

@@ -23,7 +23,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.split import STORE
+from tests.support.split_linear import SplitLinear
 
 DEPTHS, TOKENS = (1, 4, 8), 128
 GOALS = {128: 1.1, 256: 1.1, 512: 1.02, 1024: 1.02}
