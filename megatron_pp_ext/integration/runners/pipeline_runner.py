@@ -17,12 +17,12 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_pp_ext.integration.hooks import engine_linear, late_checks
-from megatron_pp_ext.integration.hooks.data_parallel import DataParallel
-from megatron_pp_ext.integration.hooks.frozen_copies import require_alike
+from megatron_pp_ext.integration.core import engine_linear, late_checks
+from megatron_pp_ext.integration.core.data_parallel import DataParallel
+from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
-from megatron_pp_ext.request.refusals import refuse_config
+from megatron_pp_ext.job.refusals import refuse_config
 from megatron_pp_ext.runtime.rank import Recorder, Unrecorded
 from megatron_pp_ext.runtime.split import STORE
 
