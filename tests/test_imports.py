@@ -161,6 +161,20 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         assert heavy <= allowed, module
 
 
+TRAINING = {"__init__", "trainer", "mends", "request", "runners"}
+"""Rooms of ``integration`` that may import megatron.training; ``core`` must do without."""
+
+
+def test_the_trainer_stays_out_of_the_core() -> None:
+    using = {
+        module
+        for module in modules()
+        if any(name.startswith("megatron.training") for name in imports(module))
+    }
+    outside = {module for module in using if room(module) != "integration" or room(module, 2) not in TRAINING}
+    assert {room(module) for module in outside} == {"pretrain_gpt", "cpu"}
+
+
 def test_no_circle() -> None:
     circle = find_circle({module: sorted(filter(is_ours, imports(module))) for module in modules()})
     assert not circle, " -> ".join(circle)
