@@ -12,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "request", "partition", "planner", "view"}
+PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "job", "partition", "planner", "view"}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"files", "json_input", "schedule", "compiler", "request"}
+_STEPS = {"files", "json_input", "schedule", "compiler", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "request": {"files", "json_input", "schedule", "compiler"},
+    "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "planner": _STEPS,
     "runtime": {"schedule"},

@@ -21,12 +21,12 @@ from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.engine_layers import require_layers
+from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job.chunks import chunks_requested
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.stock_limits import refuse_chunks, refuse_under_any_schedule
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
-from megatron_pp_ext.request import layers, measurements, pipeline, replicas, sizes, stage_costs
-from megatron_pp_ext.request.chunks import chunks_requested
-from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.stock_limits import refuse_chunks, refuse_under_any_schedule
-from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from megatron.core.extensions import transformer_engine
 
-from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.job.refusals import Refusal, refuse_first
 
 _ON_A_GPU = "train it on a GPU with --transformer-impl transformer_engine, name other layers with --spec, or "
 

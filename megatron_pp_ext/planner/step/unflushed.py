@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.planner.step.action_arrays import action_arrays
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, most_buffers

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
 
-from megatron_pp_ext.request import sizes
+from megatron_pp_ext.job import sizes
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order

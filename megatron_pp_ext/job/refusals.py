@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement
 

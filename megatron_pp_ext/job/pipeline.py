@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
-from megatron_pp_ext.request import layers, memory_limit, pairs, refusals, sizes, updates, vocabulary_flag
-from megatron_pp_ext.request.chunks import chunks_requested, require_chunks
-from megatron_pp_ext.request.csv_schedule import read_csv, require_batches
-from megatron_pp_ext.request.stock_limits import has_heterogeneous_layers, refuse_chunks
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.job import layers, memory_limit, pairs, refusals, sizes, updates, vocabulary_flag
+from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
+from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.stock_limits import has_heterogeneous_layers, refuse_chunks
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs

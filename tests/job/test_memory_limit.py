@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from megatron_pp_ext.compiler.limits import at_most
-from megatron_pp_ext.request import memory_limit
-from megatron_pp_ext.request.pipeline import Request, named
-from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.pipeline import Request, named
+from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_pp_ext.request.refusals import unsplit_engine
+from megatron_pp_ext.job.refusals import unsplit_engine
 
 ARGS = Namespace(transformer_impl="transformer_engine")
 

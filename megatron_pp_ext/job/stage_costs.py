@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 

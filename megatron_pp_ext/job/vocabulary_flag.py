@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.request.refusals import Refusal, gathers_weights, refuse_first
+from megatron_pp_ext.job.refusals import Refusal, gathers_weights, refuse_first
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE, SHARED
 
 REFUSED = (

@@ -7,7 +7,7 @@ refused.
 
 from argparse import Namespace
 
-from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.job.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import FLUSH_FREE, PIPEDREAM
 

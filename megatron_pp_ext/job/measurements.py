@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pp_ext.files import require_writable
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE
 
 _STEPS = "--pipeline-profile-steps"

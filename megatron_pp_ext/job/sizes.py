@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.request import replicas
+from megatron_pp_ext.job import replicas
 
 
 def fewest_ranks(args: Namespace) -> int:

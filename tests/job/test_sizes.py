@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_pp_ext.request import sizes
+from megatron_pp_ext.job import sizes
 
 FLAGS = {
     "pipeline_model_parallel_size": 2,

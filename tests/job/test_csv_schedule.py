@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.request.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.vocabulary import share
 

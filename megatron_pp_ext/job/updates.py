@@ -9,8 +9,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_pp_ext.request import replicas
-from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS

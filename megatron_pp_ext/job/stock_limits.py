@@ -5,8 +5,8 @@ It ends with a traceback when the model is built or in the first step, or does n
 
 from argparse import Namespace
 
-from megatron_pp_ext.request import layers
-from megatron_pp_ext.request.refusals import Refusal, refuse_first
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule.names import AUTO
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
 
 
 def chunks_requested(args: Namespace) -> int | None:
