@@ -12,7 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "job", "partition", "planner", "view"}
+PURE = {
+    "around",
+    "files",
+    "json_input",
+    "log_lines",
+    "schedule",
+    "compiler",
+    "job",
+    "partition",
+    "planner",
+    "view",
+}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
@@ -22,6 +33,7 @@ _STEPS = {"files", "json_input", "schedule", "compiler", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
+    "around": set(),
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
@@ -35,9 +47,10 @@ BELOW: dict[str, set[str]] = {
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "planner"},
-    "cpu": set(),
+    "cpu": {"around"},
     "integration": {
         *_STEPS,
+        "around",
         "__init__",
         "log_lines",
         "partition",
