@@ -1,6 +1,6 @@
 """The seams in Megatron's training loop where it fails under any schedule, on a GPU as on a CPU."""
 
-from megatron_pp_ext.integration.hooks import gathering_ahead, growing_batches
+from megatron_pp_ext.integration.mends import gathering_ahead, growing_batches
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18
 

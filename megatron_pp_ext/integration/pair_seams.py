@@ -1,6 +1,6 @@
 """What runs forwards and backwards in pairs by Megatron's plans of its layers."""
 
-from megatron_pp_ext.integration.hooks import one_chunk_pairs, planned_weights
+from megatron_pp_ext.integration.core import one_chunk_pairs, planned_weights
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 

@@ -3,9 +3,10 @@
 They are seams like those in ``seams``, which lists them with its own.
 """
 
-from megatron_pp_ext.integration.hooks import action_recording, step_recording
+from megatron_pp_ext.integration.core import action_recording
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
+from megatron_pp_ext.integration.trainer import step_recording
 
 _TRAIN_STEP = (
     "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "

@@ -1,6 +1,6 @@
 """The seams of stages with different numbers of replicas."""
 
-from megatron_pp_ext.integration.hooks import replicated_ranks
+from megatron_pp_ext.integration.core import replicated_ranks
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17
 

@@ -8,24 +8,25 @@ in ``seed_seams``, and those that only record in ``record_seams``.
 This imports Megatron.
 """
 
-from megatron_pp_ext.integration.cpu_seams import CPU
-from megatron_pp_ext.integration.hooks import (
-    bucket_padding,
+from megatron_pp_ext.integration.core import (
     checkpoint_placement,
     data_parallel,
-    dataset_helpers,
     late_checks,
     local_linear,
-    memory_report,
     mirrored_chunks,
     nesterov,
     replicated_ranks,
+    stage_optimizer,
+)
+from megatron_pp_ext.integration.cpu_seams import CPU
+from megatron_pp_ext.integration.loop_seams import LOOP
+from megatron_pp_ext.integration.mends import (
+    bucket_padding,
+    dataset_helpers,
     resumed_learning_rate,
     skipped_steps,
     stage_data,
-    stage_optimizer,
 )
-from megatron_pp_ext.integration.loop_seams import LOOP
 from megatron_pp_ext.integration.pair_seams import PAIRS
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.record_seams import RECORDS
@@ -34,6 +35,7 @@ from megatron_pp_ext.integration.replica_seams import REPLICAS
 from megatron_pp_ext.integration.request import parser, same_request, validation
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.seed_seams import LAYER_SEEDS
+from megatron_pp_ext.integration.trainer import memory_report
 
 
 def all_seams(cpu: bool = False) -> tuple[Seam, ...]:

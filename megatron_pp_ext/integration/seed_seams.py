@@ -3,9 +3,9 @@
 They are seams like those in ``seams``, which lists them with its own.
 """
 
-from megatron_pp_ext.integration.hooks import layer_seeds
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
+from megatron_pp_ext.integration.trainer import layer_seeds
 
 _SEED = "seed_ data_parallel_random_init te_rng_tracker inference_rng_tracker use_cudagraphable_rng"
 _SEED_GROUPS = f"{_SEED} pp_group dp_group tp_group ep_group etp_group"

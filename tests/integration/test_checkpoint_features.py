@@ -13,7 +13,8 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.integration.hooks import bucket_padding, checkpoint_placement
+from megatron_pp_ext.integration.core import checkpoint_placement
+from megatron_pp_ext.integration.mends import bucket_padding
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.training.checkpointing import CheckpointType
 
-from megatron_pp_ext.integration.hooks import checkpoint_placement
+from megatron_pp_ext.integration.core import checkpoint_placement
 from tests.support.ranks import RankError
 from tests.support.training import train
 from tests.support.wrapped import KINDS, Wrapped, wrapped

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_pp_ext.integration.hooks.damaged_checkpoint import damage
+from megatron_pp_ext.integration.mends.damaged_checkpoint import damage
 from tests.support.ranks import RankError
 from tests.support.training import train
 

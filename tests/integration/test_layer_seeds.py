@@ -5,7 +5,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_pp_ext.cpu import flags as cpu_flags
-from megatron_pp_ext.integration.hooks.layer_seeds import FLAG, draw_model
+from megatron_pp_ext.integration.trainer.layer_seeds import FLAG, draw_model
 from tests.support.comparison import Result, assert_same_bits, run
 from tests.support.ranks import RankError
 from tests.support.training import train

@@ -14,10 +14,11 @@ from typing import Any
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import dataset_helpers, replicated_ranks
-from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
-from megatron_pp_ext.integration.hooks.engine_layers import require_layers
-from megatron_pp_ext.integration.request import model_costs, needed_flags
+from megatron_pp_ext.integration.core import replicated_ranks
+from megatron_pp_ext.integration.core.checkpoint_placement import describe
+from megatron_pp_ext.integration.core.engine_layers import require_layers
+from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
+from megatron_pp_ext.integration.request import model_costs
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
 from megatron_pp_ext.planner.layout import requested_layout

@@ -10,8 +10,8 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.data_parallel import last_actions
-from megatron_pp_ext.integration.hooks.replicated_ranks import ranks_of_pipeline, sum_over_replicas
+from megatron_pp_ext.integration.core.data_parallel import last_actions
+from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
 from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs

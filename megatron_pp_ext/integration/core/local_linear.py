@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 
 

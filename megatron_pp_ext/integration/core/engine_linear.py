@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.integration.hooks.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.hooks.vocabulary_parts import VocabularyPart
+from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
 
 _LAYER = re.compile(r"decoder\.layers\.\d+")
 

@@ -13,7 +13,7 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
-from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from megatron_pp_ext.integration.core.global_names import global_parameters
 from megatron_pp_ext.verification import run_record
 
 _NORM = 5

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.hooks.global_names import has_tied_output
-from megatron_pp_ext.integration.hooks.parameter_marks import half_frozen
-from megatron_pp_ext.integration.hooks.vocabulary_parts import EMBEDDING, OUTPUT
+from megatron_pp_ext.integration.core.global_names import has_tied_output
+from megatron_pp_ext.integration.core.parameter_marks import half_frozen
+from megatron_pp_ext.integration.core.vocabulary_parts import EMBEDDING, OUTPUT
 
 
 def require_alike(model: Sequence[torch.nn.Module]) -> None:

@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import damaged_checkpoint
+from megatron_pp_ext.integration.mends import damaged_checkpoint
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.placement import Placement, Shape
 

@@ -26,7 +26,7 @@ from megatron.core.utils import MakeViewlessTensor
 from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.parameter_marks import (
+from megatron_pp_ext.integration.core.parameter_marks import (
     Marks,
     half_frozen,
     marked,

@@ -24,7 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.vocabulary_parts import share_vocabulary
+from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
 from megatron_pp_ext.request.layers import predicting_stage
 
 
