@@ -21,12 +21,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from tests.support.module_stage import ModuleStage
+from tests.support.split_linear import SplitLinear
 
 HIDDEN = 4096
 REPEATS = 20
@@ -154,7 +156,7 @@ def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -
     channels = (everyone, group, group, (hidden, hidden), torch.bfloat16, torch.device("cuda"))
 
     def step() -> None:
-        execute(plan_rank(schedule, 1), stages, MadeUpChannels(*channels))
+        execute(plan_rank(schedule, 1), Rank(stages, MadeUpChannels(*channels)))
         torch.cuda.synchronize()
 
     step()

@@ -91,8 +91,8 @@ class LastActions(NamedTuple):
 
 def last_actions(plan: RankPlan) -> dict[int, LastActions]:
     """Return the last actions of every stage in ``plan``; none for an evaluation."""
-    inputs = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.I, Kind.B)}
-    weights = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.W, Kind.B)}
+    inputs = {action.stage: action for action in plan.actions if action.kind in (Kind.I, Kind.B)}
+    weights = {action.stage: action for action in plan.actions if action.kind in (Kind.W, Kind.B)}
     return {stage: LastActions(inputs[stage], weights[stage]) for stage in inputs}
 
 
