@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.loops import Loop
+from megatron_pp_ext.schedule.loops import Loop
 
 Floats = NDArray[np.float64]
 

@@ -45,7 +45,7 @@ SLOW = (
 """Tests of the rooms that are not even tried once here."""
 
 
-_IMPORTS_LOOPS = "from megatron_pp_ext.compiler.search.loops import "
+_IMPORTS_LOOPS = "from megatron_pp_ext.schedule.loops import "
 
 
 def has_loops(file: str) -> bool:
