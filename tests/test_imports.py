@@ -12,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "request", "partition", "planner", "view"}
+PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "job", "partition", "planner", "view"}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"files", "json_input", "schedule", "compiler", "request"}
+_STEPS = {"files", "json_input", "schedule", "compiler", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "request": {"files", "json_input", "schedule", "compiler"},
+    "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "planner": _STEPS,
     "runtime": {"schedule"},
@@ -58,34 +58,22 @@ BELOW |= {
 }
 """The rooms that each room may import, itself aside."""
 
+_SEAMS = {"releases", "patching"}
+
 BELOW_IN_INTEGRATION = {
     "releases": set(),
     "patching": {"releases"},
     "requested": set(),
-    "request": {"requested", "hooks"},
-    "hooks": {"requested"},
-    "runners": {"requested", "request", "hooks"},
-    "cpu_seams": {"releases", "patching"},
-    "pair_seams": {"releases", "patching", "hooks"},
-    "replica_seams": {"releases", "patching", "hooks"},
-    "seed_seams": {"releases", "patching", "hooks"},
-    "record_seams": {"releases", "patching", "hooks"},
-    "loop_seams": {"releases", "patching", "hooks"},
-    "seams": {
-        "releases",
-        "patching",
-        "cpu_seams",
-        "pair_seams",
-        "replica_seams",
-        "seed_seams",
-        "record_seams",
-        "loop_seams",
-        "request",
-        "hooks",
-        "runners",
-    },
-    "doctor": {"releases", "patching", "seams"},
-    "pretraining": {"releases", "request"},
+    "mends": _SEAMS,
+    "core": {"requested"},
+    "request": {"requested", "core", "mends", "trainer"},
+    "runners": {"requested", "request", "core", "trainer"},
+    "trainer": {"releases", "requested", "request", "core", "mends"},
+    "core_seams": {*_SEAMS, "core", "runners"},
+    "trainer_seams": {*_SEAMS, "core", "request", "trainer"},
+    "cpu_seams": _SEAMS,
+    "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
+    "doctor": {"releases", "patching", "seams", "mends"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""

@@ -13,8 +13,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import profile_guided, tracing
-from megatron_pp_ext.request import source
-from megatron_pp_ext.request.measurements import ProfileSteps
+from megatron_pp_ext.job import source
+from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule

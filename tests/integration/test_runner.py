@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import flushed, pipeline_runner
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.request import source
+from megatron_pp_ext.job import source
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
@@ -13,7 +14,6 @@ from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.stage_parts import pieces
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD

@@ -10,13 +10,13 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.data_parallel import last_actions
-from megatron_pp_ext.integration.hooks.replicated_ranks import ranks_of_pipeline, sum_over_replicas
+from megatron_pp_ext.integration.core.data_parallel import last_actions
+from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
 from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.request.updates import DelayCorrection, Updates
+from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.runtime.executor import Recorder, execute
 from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders

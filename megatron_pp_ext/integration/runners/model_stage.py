@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
-from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, LastActions, last_actions
-from megatron_pp_ext.integration.hooks.mirrored_chunks import as_chunk
+from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, last_actions
+from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
 from megatron_pp_ext.runtime.activation_meter import Owner, keep_shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE

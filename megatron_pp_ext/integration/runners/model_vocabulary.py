@@ -20,8 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.hooks.data_parallel import add_gradient
-from megatron_pp_ext.integration.hooks.vocabulary_parts import EmbeddingPart, OutputPart, VocabularyPart
+from megatron_pp_ext.integration.core.data_parallel import add_gradient
+from megatron_pp_ext.integration.core.vocabulary_parts import EmbeddingPart, OutputPart, VocabularyPart
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ForwardStep, StepInputs
 from megatron_pp_ext.runtime.plan import RankPlan

@@ -18,14 +18,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import engine_linear, late_checks
-from megatron_pp_ext.integration.hooks.data_parallel import DataParallel
-from megatron_pp_ext.integration.hooks.frozen_copies import require_alike
+from megatron_pp_ext.integration.core import engine_linear, late_checks
+from megatron_pp_ext.integration.core.data_parallel import DataParallel
+from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash, tracing
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossTransfer
 from megatron_pp_ext.integration.runners.message_groups import device, message_groups
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
-from megatron_pp_ext.request.refusals import refuse_config
+from megatron_pp_ext.job.refusals import refuse_config
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.split import STORE
 

@@ -26,8 +26,8 @@ from megatron_pp_ext.integration.runners.flushed import FlushedRunner, require_s
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.job.source import compile_once
 from megatron_pp_ext.planner.layout.advice import advised
-from megatron_pp_ext.request.source import compile_once
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule.actions import Schedule

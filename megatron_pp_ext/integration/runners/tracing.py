@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.action_recording import reporting_to
+from megatron_pp_ext.integration.core.action_recording import reporting_to
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.view import trace_file

@@ -6,6 +6,9 @@ from operator import le
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
@@ -13,9 +16,6 @@ from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request import memory_limit
-from megatron_pp_ext.request.pipeline import named
-from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
+from megatron_pp_ext.job import replicas, updates
+from megatron_pp_ext.job.csv_schedule import require_microbatches
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.model_state import ModelState
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.request import replicas, updates
-from megatron_pp_ext.request.csv_schedule import require_microbatches
-from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement

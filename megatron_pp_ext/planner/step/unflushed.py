@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.updates import Updates
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
