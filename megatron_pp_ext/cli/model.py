@@ -52,17 +52,17 @@ def described(
     """Return the arguments of the described model and its flags; see ``planner.described.read``."""
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, sizes)
-    _notify(found.replaced)
-    if found.args is not None:
-        return found.args, found.words
+    job = planners.read(flags or (), model, sizes)
+    _notify(job.replaced)
+    if job.args is not None:
+        return job.args, job.words
     import warnings
 
     with waiting("asking Megatron's parser"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron_pp_ext.integration.request import launch_flags
 
-        return launch_flags.read_flags(found.words), found.words
+        return launch_flags.read_flags(job.words), job.words
 
 
 def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
@@ -72,9 +72,9 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
     """
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, has_other_flags=script is not None)
-    _notify(found.replaced)
-    return found.words
+    job = planners.read(flags or (), model, has_other_flags=script is not None)
+    _notify(job.replaced)
+    return job.words
 
 
 def _notify(sentence: str) -> None:

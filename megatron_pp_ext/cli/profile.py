@@ -58,10 +58,10 @@ def profile(
         _measure(file, model_flags(flags, model, script), script)
     elif script is not None:
         raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
-    found = profile_file.read(file)
+    measured = profile_file.read(file)
     if json is not None:
-        found.write(json)
-    _show(found)
+        measured.write(json)
+    _show(measured)
 
 
 def training_flags(file: Path, flags: list[str]) -> list[str]:

@@ -150,10 +150,10 @@ class Report:
         """Write a script for each of the best that submits it to SLURM."""
         folder.mkdir(parents=True, exist_ok=True)
         for number, one in enumerate(self.result.best, 1):
-            found = one.estimate
+            estimate = one.estimate
             comment = (
-                f"Estimated on {self.gpus} x {self.system.name}: step {found.step_seconds:.4g} s, MFU "
-                f"{found.utilisation:.1%}, {found.fullest.total / 1e9:.1f} GB on the fullest rank."
+                f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
+                f"{estimate.utilisation:.1%}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
             text = launch_lines.batch_file(
                 one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
@@ -202,8 +202,8 @@ class Report:
         from megatron_pp_ext.view.memory_tradeoff import Point
 
         def point(one: Evaluated) -> Point:
-            found = one.estimate
-            return Point(one.candidate.name, found.fullest.total, found.tokens_per_second)
+            estimate = one.estimate
+            return Point(one.candidate.name, estimate.fullest.total, estimate.tokens_per_second)
 
         return [point(one) for one in self.result.best], [point(one) for one in self.result.frontier]
 

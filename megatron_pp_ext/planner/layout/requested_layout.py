@@ -106,10 +106,10 @@ def _require_choice(args: Namespace) -> None:
             f"{_FLAG} with --pipeline-costs cannot tell the costs of --mtp-num-layers from those of the last "
             "layer; leave --pipeline-costs out"
         )
-    found = len(costs_file.read(args.pipeline_costs).stages)
-    if found != count:
+    objects = len(costs_file.read(args.pipeline_costs).stages)
+    if objects != count:
         raise ValueError(
-            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {found} objects in "
+            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {objects} objects in "
             f"'stages' for --num-layers {count}; give one a layer, the ends with embedding and loss"
         )
 
