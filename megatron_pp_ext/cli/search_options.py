@@ -104,6 +104,7 @@ class Tried:
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
+        from megatron_pp_ext.planner.step.model_description import changed
 
         names, compiles = self._schedules(args)
         flag = stages_flag(args)
@@ -117,7 +118,7 @@ class Tried:
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
         if "pipeline_model_parallel_size" in fixed:
-            vocabulary_flag.refuse(Namespace(**{**vars(args), "pipeline_schedule": names[0]}))
+            vocabulary_flag.refuse(changed(args, pipeline_schedule=names[0]))
         space = Space(args, gpus, gpus_per_node, args.global_batch_size, names, fixed, is_uneven)
         return space, compiles
 

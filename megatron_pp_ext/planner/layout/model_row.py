@@ -9,6 +9,7 @@ from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
+from megatron_pp_ext.planner.step.model_description import changed
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
@@ -57,8 +58,7 @@ class ModelRow:
         return memory(self._work(cut), self._order, self._name, microbatches)
 
     def _work(self, cut: Cut) -> Workload:
-        layout = {"pipeline_model_parallel_layout": self.stages.spelled(cut)}
-        args = Namespace(**{**vars(self._args), **layout})
+        args = changed(self._args, pipeline_model_parallel_layout=self.stages.spelled(cut))
         is_split = self._order.timer.schedule.splits_backward
         return work_of(args, self._model, self._data, self.placement, is_split)
 

@@ -15,6 +15,7 @@ from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages,
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
+from megatron_pp_ext.planner.step.model_description import changed
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
@@ -40,7 +41,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
     args.num_virtual_stages_per_pipeline_rank = None
-    described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
+    described = changed(args, pipeline_model_parallel_layout=None)
     described.vocab_size = args.vocab_size or vocabulary
     model = model_parts(described)
     cuts = ModelStages(described, StageSeconds(described, model), placement)
@@ -54,7 +55,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
         if args.pipeline_costs is not None:
             return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
         where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
-        even_stages = Namespace(**{**vars(described), "pipeline_model_parallel_layout": cuts.spelled(known)})
+        even_stages = changed(described, pipeline_model_parallel_layout=cuts.spelled(known))
         return without_messages(work_of(even_stages, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
