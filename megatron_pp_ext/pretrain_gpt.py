@@ -32,7 +32,7 @@ from megatron.training import get_args, utils
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
-from megatron_pp_ext.integration import pretraining
+from megatron_pp_ext.integration.trainer import pretraining
 
 Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

@@ -25,6 +25,8 @@ class Pipeline:
     trace: Path | None = None
     updates: Updates | None = None
     """The updates of a pipeline that never flushes; None where every step flushes."""
+    predicting: int | None = None
+    """The stage that has multi-token prediction, with a copy of the embedding."""
     profile_steps: ProfileSteps | None = None
     """The training steps to measure and to compile a better schedule from."""
     profile: Path | None = None

@@ -1,7 +1,7 @@
 """--pipeline-replicas: stages with different numbers of replicas, and the flags that cannot be had with them.
 
 Megatron's groups are rectangular: every stage has as many data-parallel ranks as every other.  Replicated
-stages have groups of their own (``integration.hooks.replicated_ranks``), and what needs the rectangle is
+stages have groups of their own (``integration.core.replicated_ranks``), and what needs the rectangle is
 refused.
 """
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.split import STORE
 from tests.support import rounding
+from tests.support.split_linear import SplitLinear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +62,7 @@ def _move(parameter: Any, *_: Any) -> None:
 
 
 def _assert_same(make: Callable[[], torch.nn.Module], call: Callable[..., torch.Tensor]) -> None:
-    from megatron_pp_ext.integration.hooks.engine_linear import split_backwards
+    from megatron_pp_ext.integration.core.engine_linear import split_backwards
 
     whole, cut = make(), make()
     cut.load_state_dict(whole.state_dict())

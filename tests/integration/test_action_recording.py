@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from megatron_pp_ext.integration.hooks import action_recording
-from megatron_pp_ext.integration.hooks.action_recording import (
+from megatron_pp_ext.integration.core import action_recording
+from megatron_pp_ext.integration.core.action_recording import (
     record_reduction_end,
     record_reduction_start,
     reporting_to,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.hooks import data_parallel
-from megatron_pp_ext.integration.hooks.data_parallel import DataParallel, LastActions, defer_weight
+from megatron_pp_ext.integration.core import data_parallel
+from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, defer_weight
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 

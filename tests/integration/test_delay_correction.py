@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.hooks import nesterov
+from megatron_pp_ext.integration.core import nesterov
 from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas

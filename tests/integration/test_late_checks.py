@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks.late_checks import check_late, put_off
+from megatron_pp_ext.integration.core.late_checks import check_late, put_off
 
 SEEN: list[tuple[str, float, bool]] = []
 

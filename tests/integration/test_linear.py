@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.hooks import local_linear
-from megatron_pp_ext.integration.hooks.local_linear import split_backward
+from megatron_pp_ext.integration.core import local_linear
+from megatron_pp_ext.integration.core.local_linear import split_backward
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 

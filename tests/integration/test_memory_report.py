@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import memory_report
+from megatron_pp_ext.integration.trainer import memory_report
 from megatron_pp_ext.job import source
 from megatron_pp_ext.schedule.placement import linear, v
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.integration.hooks import global_names
+from megatron_pp_ext.integration.core import global_names
 
 LAYER = "decoder.layers.3.mlp.experts"
 

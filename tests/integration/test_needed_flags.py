@@ -14,7 +14,7 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.request import needed_flags
+from megatron_pp_ext.integration.mends import needed_flags
 
 DATA = ("--mock-data",)
 

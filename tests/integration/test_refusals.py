@@ -5,8 +5,8 @@ from argparse import Namespace
 import pytest
 from megatron.training import yaml_arguments
 
-from megatron_pp_ext.integration.hooks import mirrored_chunks
-from megatron_pp_ext.integration.hooks.engine_layers import require_layers
+from megatron_pp_ext.integration.core import mirrored_chunks
+from megatron_pp_ext.integration.trainer.engine_layers import require_layers
 from megatron_pp_ext.job.refusals import ALWAYS, MIRRORED, SPLIT, unsplit_engine
 from megatron_pp_ext.schedule.placement import loop
 from tests.support.flags import PP4, arguments, assert_refused, read

@@ -11,7 +11,7 @@ from megatron.core import utils as core_utils
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.hooks import stage_data
+from megatron_pp_ext.integration.mends import stage_data
 from tests.support import rounding
 from tests.support.comparison import MAIN_FAMILIES, assert_same_bits, run, stock
 from tests.support.ranks import run_ranks

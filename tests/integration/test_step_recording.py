@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.hooks import step_recording
+from megatron_pp_ext.integration.trainer import step_recording
 from megatron_pp_ext.verification import run_record
 
 

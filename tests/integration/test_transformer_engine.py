@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
-from megatron_pp_ext.integration.hooks.engine_linear import (
+from megatron_pp_ext.integration.core.engine_linear import (
     DeferringStore,
     split_backwards,
 )

@@ -34,7 +34,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
-from megatron_pp_ext.integration.hooks.global_names import global_parameters
+from megatron_pp_ext.integration.core.global_names import global_parameters
 from tests.support import frozen
 
 patching.apply(seams.launch_seams(cpu=True))

@@ -14,12 +14,13 @@ from typing import Any
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.hooks import dataset_helpers, replicated_ranks
-from megatron_pp_ext.integration.hooks.checkpoint_placement import describe
-from megatron_pp_ext.integration.hooks.engine_layers import require_layers
-from megatron_pp_ext.integration.request import model_costs, needed_flags
+from megatron_pp_ext.integration.core import replicated_ranks
+from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
+from megatron_pp_ext.integration.request import model_costs
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
+from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
+from megatron_pp_ext.integration.trainer.engine_layers import require_layers
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.chunks import chunks_requested
 from megatron_pp_ext.job.pipeline import Request
@@ -74,8 +75,10 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
                 args.check_for_nan_in_loss_and_grad = checks
         except (AssertionError, ValueError) as error:
             raise refused(needed_flags.failed_check(error)) from error
-        # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.
+        # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
         args.pipeline_placement = describe(found.placement) if found and found.source else None
+        if found is not None:
+            found = replace(found, predicting=layers.predicting_stage(args, found.placement.stages))
         requested.activate(found)
         return result
 

@@ -64,11 +64,11 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     if args.pipeline_costs is not None:
         costs = costs_file.read(args.pipeline_costs)
         rows = tuple(map(seconds_of, costs.stages))
-        row = LayerRow(rows, NOTHING, NOTHING, costs, (1,) * placement.stages, row.totals)
-    found = shortest(schedule, row, known)
-    args.pipeline_model_parallel_layout = cuts.spelled(found.cut)
+        row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
+    best = shortest(schedule, row, known)
+    args.pipeline_model_parallel_layout = cuts.spelled(best.cut)
     return (
-        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages "
+        f"layout {args.pipeline_model_parallel_layout}, by prediction {best.gain:.1%} shorter than stages "
         "of as many layers each"
     )
 

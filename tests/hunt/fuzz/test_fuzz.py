@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import torch
 
-from megatron_pp_ext.integration.hooks import local_linear
+from megatron_pp_ext.integration.core import local_linear
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
 from megatron_pp_ext.schedule.placement import v

@@ -2,68 +2,81 @@
 
     python -m tests.hunt.mutants.defects [WORD...]
 
-Each file in ``planted`` lists the defects of one room.  With words, only those defects are planted whose file
-or snippet has one of them, and nothing is written to the page of results.
+Each file in ``planted`` lists the defects of one room.  With words, only those defects are planted whose
+file, symbol or change has one of them, and nothing is written to the page of results.
 """
 
-import compileall
-import os
-import py_compile
-import shutil
-import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
 
 from benchmarks.report import table
 from tests.hunt.mutants import report
+from tests.hunt.mutants.copies import PACKAGE, ROOT, copies
+from tests.hunt.mutants.symbols import Place, places
 
-ROOT = Path(__file__).parents[3]
 PLANTED = Path(__file__).parent / "planted"
-COPIED = ("megatron_pp_ext", "tests", "benchmarks", "reference", "docs", "examples", "scripts")
-FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
-TIMEOUT = 1800.0
-"""Seconds after which tests count as failed; ranks that a defect makes hang end by themselves before."""
 
 
 @dataclass(frozen=True)
 class Defect:
     """One place of the package, what is planted there, and who has to notice.
 
+    ``at`` is a module and the symbol in it that has ``before`` exactly once, or that is elsewhere by now.
     ``user`` says what somebody would see who trained with it.  ``equivalent`` is the reason why nobody can
     notice, for a change that looked like a defect; ``tests`` are then those nearest to it, and pass.
     """
 
-    file: str
+    at: str
     before: str
     after: str
     user: str
     tests: tuple[str, ...]
     equivalent: str = ""
 
+    @cached_property
+    def place(self) -> Place:
+        """The place of the package; ValueError unless there is one place that has ``before`` once."""
+        found = places(PACKAGE, *self.at.split(":"))
+        fitting = [place for place in found if place.text.count(self.before) == 1]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{self.at}: {len(found)} places have the name, and {len(fitting)} of these have once "
+                f"what is replaced: {self.before!r}"
+            )
+        return fitting[0]
+
     @property
-    def room(self) -> str:
-        """The room of the package."""
-        return self.file.partition("/")[0]
+    def located_tests(self) -> list[str]:
+        """``tests`` in the files that have them now; ValueError unless each function is found once."""
+        return [_located(test) for test in self.tests]
 
     @property
     def path(self) -> str:
         """The file from the project's folder on."""
-        return f"megatron_pp_ext/{self.file}"
+        return str(self.place.file.relative_to(ROOT))
+
+    @property
+    def room(self) -> str:
+        """The room of the package."""
+        return self.path.split("/")[1]
 
     def applied(self, source: str) -> str:
-        """Return ``source`` with the defect; ValueError unless what it replaces is there exactly once."""
-        found = source.count(self.before)
-        if found != 1:
-            raise ValueError(
-                f"{self.path} has what a defect replaces {found} times, not once: {self.before!r}"
-            )
-        return source.replace(self.before, self.after)
+        """Return ``source``, the text of the file, with the defect."""
+        before, text, behind = self.place.parts(source)
+        return before + text.replace(self.before, self.after) + behind
+
+
+def _located(test: str) -> str:
+    path, _, name = test.partition("::")
+    module = path.removeprefix("tests/").removesuffix(".py").replace("/", ".")
+    files = {place.file for place in places(ROOT / "tests", module, name.partition("[")[0])}
+    if len(files) != 1:
+        raise ValueError(f"{test}: {len(files)} files of tests have that function")
+    return f"{files.pop().relative_to(ROOT)}::{name}"
 
 
 def all_defects() -> list[Defect]:
@@ -75,63 +88,21 @@ def all_defects() -> list[Defect]:
     ]
 
 
-def copied(folder: Path) -> None:
-    """Copy to ``folder`` what tests need; bytecode there is checked by its source, whatever the time."""
-    for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, folder / name)
-    checked = py_compile.PycInvalidationMode.CHECKED_HASH
-    compileall.compile_dir(folder, quiet=1, invalidation_mode=checked)
-
-
-def failure(folder: Path, tests: Sequence[str]) -> str:
-    """Run ``tests`` in the copy; return the end of what they say if one fails or cannot be run, else ""."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        run = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT:g} seconds"
-    return f"exit status {run.returncode}:\n{run.stdout[-2000:]}" if run.returncode else ""
-
-
 def noticed(defects: Sequence[Defect]) -> Iterator[tuple[Defect, bool]]:
     """Plant each of ``defects`` by itself and yield it with whether its tests fail, in the order of the list.
 
-    As many are tried at once as there are cores.  ValueError if a test fails without any defect.
+    ValueError if a test fails without any defect.
     """
-    at_once = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(at_once) as threads:
-        folders: SimpleQueue[Path] = SimpleQueue()
-        for number in range(at_once):
-            folder = Path(name, str(number))
-            copied(folder)
-            folders.put(folder)
-        tests = list(dict.fromkeys(test for defect in defects for test in defect.tests))
-        if problem := failure(folder, tests):
+    with copies() as made:
+        tests = list(dict.fromkeys(test for defect in defects for test in defect.located_tests))
+        if problem := made.failure(tests):
             raise ValueError(f"tests of the list fail without a defect; mend them first; {problem}")
 
         def is_noticed(defect: Defect) -> bool:
-            folder = folders.get()
-            file = folder / defect.path
-            source = file.read_text(encoding="utf-8")
-            file.write_text(defect.applied(source), encoding="utf-8")
-            try:
-                return bool(failure(folder, defect.tests))
-            finally:
-                file.write_text(source, encoding="utf-8")
-                folders.put(folder)
+            source = (ROOT / defect.path).read_text(encoding="utf-8")
+            return bool(made.failure(defect.located_tests, defect.path, defect.applied(source)))
 
-        yield from zip(defects, threads.map(is_noticed, defects), strict=True)
+        yield from zip(defects, made.each(is_noticed, defects), strict=True)
 
 
 def main(words: Sequence[str]) -> int:
@@ -139,7 +110,8 @@ def main(words: Sequence[str]) -> int:
     chosen = [
         defect
         for defect in all_defects()
-        if not words or any(word in f"{defect.path} {defect.before} {defect.after}" for word in words)
+        if not words
+        or any(word in f"{defect.path} {defect.at} {defect.before} {defect.after}" for word in words)
     ]
     score: dict[str, list[bool]] = {}
     missed: list[Defect] = []

@@ -2,45 +2,76 @@
 
 import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.hunt.mutants import defects, report
-from tests.hunt.mutants.defects import ROOT, Defect
-
-ALL = defects.all_defects()
-
-
-def by_place(defect: Defect) -> str:
-    return f"{defect.file}: {' '.join(defect.before.split())[:60]}"
+from tests.hunt.mutants.copies import ROOT
+from tests.hunt.mutants.defects import Defect
+from tests.hunt.mutants.symbols import places
 
 
-@pytest.mark.parametrize("defect", ALL, ids=by_place)
-def test_it_can_be_planted(defect: Defect) -> None:
-    changed = defect.applied((ROOT / defect.path).read_text(encoding="utf-8"))
-    ast.parse(changed)
-    assert defect.user.endswith(".")
-    assert len({name for name in defect.tests}) == len(defect.tests) > 0
+def fits(defect: Defect) -> None:
+    ast.parse(defect.applied((ROOT / defect.path).read_text(encoding="utf-8")))
+    assert defect.before != defect.after, defect
+    assert defect.user.endswith("."), defect
+    assert len(set(defect.located_tests)) == len(defect.tests) > 0, defect
 
 
-@cache
-def functions_of(path: str) -> set[str]:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_each_can_be_planted_and_the_tests_that_have_to_notice_are_there() -> None:
+    problems = []
+    for defect in defects.all_defects():
+        try:
+            fits(defect)
+        except (ValueError, SyntaxError, AssertionError) as problem:
+            problems.append(f"{defect.user} {problem}")
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", sorted({test for defect in ALL for test in defect.tests}))
-def test_the_test_that_has_to_notice_is_there(name: str) -> None:
-    path, _, function = name.partition("::")
-    assert re.sub(r"\[.*", "", function) in functions_of(path)
+SOURCE = """
+LIMIT = 3
+
+class Size:
+    unit = 1
+
+    @property
+    def half(self):
+        whole = 4
+        return whole // 2
+
+def double(size):
+    def twice():
+        return size * 2
+    return twice()
+"""
+
+
+def test_a_symbol_is_found_in_its_module_and_wherever_it_has_moved(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    moved = tmp_path / "room" / "moved.py"
+    moved.write_text(SOURCE)
+    (tmp_path / "other.py").write_text("LIMIT = 4\n")
+
+    def lines(module: str, name: str) -> list[str]:
+        return [place.text for place in places(tmp_path, module, name)]
+
+    assert lines("room.moved", "LIMIT") == ["LIMIT = 3\n"]
+    assert lines("other", "LIMIT") == ["LIMIT = 4\n"]
+    assert lines("gone", "LIMIT") == ["LIMIT = 4\n", "LIMIT = 3\n"]
+    assert lines("gone", "Size.unit") == ["    unit = 1\n"]
+    assert lines("gone", "double.twice") == ["    def twice():\n        return size * 2\n"]
+    (half,) = lines("gone", "Size.half")
+    assert half.startswith("    @property") and half.endswith("whole // 2\n")
+    assert lines("gone", "Size.half.whole") == []
+    assert "".join(places(tmp_path, "gone", "Size.half")[0].parts(SOURCE)) == SOURCE
 
 
 def test_a_place_that_has_changed_is_named() -> None:
-    defect = Defect("runtime/split.py", "no such line", "", "Nothing.", ())
-    with pytest.raises(ValueError, match=r"megatron_pp_ext/runtime/split.py has .* 0 times"):
-        defect.applied("some source")
+    with pytest.raises(ValueError, match=r"runtime.split:no_such: 0 places have the name"):
+        Defect("runtime.split:no_such", "line", "", "Nothing.", ()).applied("some source")
+    with pytest.raises(ValueError, match=r"no_such.*: 0 files of tests"):
+        _ = Defect("", "", "", "", ("tests/runtime/test_split.py::test_no_such",)).located_tests
 
 
 def test_a_section_of_the_page_is_replaced(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Reports actions, reductions and exchanges from inside Megatron to the recorder of the running step.
+
+The executor reports the actions of our schedules.  Stock's schedules have none, so their actions are reported
+where they call ``forward_step`` and ``backward_step``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_pp_ext.around import around
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.runtime.activation_meter import keep_shape
+from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.schedule.actions import Action, Kind
+
+_recorder: StepRecorder | None = None
+"""The recorder of the running step; None where it is not recorded."""
+
+_backward_of: dict[int, Action] = {}
+"""Stock's backwards, by the identity of their forward's output: it is all that ``backward_step`` gets."""
+
+_EXCHANGES = ("moe_dispatch", "moe_combine")
+"""The names of a plan's exchanges, which the direction follows."""
+
+_chunk_of: dict[int, int] = {}
+"""The chunk of each group of gradient buckets, by the group's identity."""
+
+
+@contextmanager
+def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Report to ``recorder`` what happens to the chunks of ``model`` within the context."""
+    global _recorder
+    _recorder = recorder
+    _chunk_of.update(
+        (id(group), number)
+        for number, chunk in enumerate(model)
+        for group in (
+            *getattr(chunk, "bucket_groups", ()),
+            *getattr(chunk, "expert_parallel_bucket_groups", ()),
+        )
+    )
+    try:
+        yield
+    finally:
+        _recorder = None
+        _backward_of.clear()
+        _chunk_of.clear()
+
+
+@around
+@contextmanager
+def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = None) -> Iterator[None]:
+    """Report the exchanges of tokens in Megatron's plans of layers.
+
+    Seam: ``ScheduleNode.stream_acquire_context`` in ``megatron.core.pipeline_parallel.utils``, in which the
+    current stream is the exchange's.
+    """
+    recorded: AbstractContextManager[None] = nullcontext()
+    if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
+        recorded = _recorder.exchange(name)
+    with stock(self, name), recorded:
+        yield
+
+
+@around
+def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Report stock's forwards.  Seam: ``forward_step`` in ``megatron.core.pipeline_parallel.schedules``."""
+    recorder = _recorder_of_stock()
+    if recorder is None:
+        return stock(*args, **kwargs)
+    placement = requested.require().placement
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
+    microbatch = kwargs["current_microbatch"]
+    received, config = args[4], args[6]
+    for tensor in received if isinstance(received, list) else [received]:
+        if tensor is not None and config.distribute_saved_activations:
+            keep_shape(tensor)
+    with recorder.during(Action(stage, Kind.F, microbatch)):
+        output, tokens = stock(*args, **kwargs)
+    _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)
+    return output, tokens
+
+
+@around
+def record_backward(
+    stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Report stock's backwards.  Seam: ``backward_step``, beside ``forward_step``."""
+    recorder = _recorder_of_stock()
+    if recorder is None:
+        return stock(input_tensor, output_tensor, *args, **kwargs)
+    with recorder.during(_backward_of.pop(_key(output_tensor))):
+        return stock(input_tensor, output_tensor, *args, **kwargs)
+
+
+@around
+def record_reduction_start(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Report when a reduction of gradients begins.  Seam: ``_ParamAndGradBucketGroup.start_grad_sync``."""
+    if _recorder is not None:
+        _recorder.reduction_started(id(group))
+    return stock(group, *args, **kwargs)
+
+
+@around
+def record_reduction_end(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Report when the step has waited for it.  Seam: ``_ParamAndGradBucketGroup.finish_grad_sync``."""
+    result = stock(group, *args, **kwargs)
+    if _recorder is not None:
+        _recorder.reduction_ended(id(group), _chunk_of[id(group)])
+    return result
+
+
+def _key(output: Any) -> int:
+    # Stock's 1F1B passes lists of one tensor, its interleaved schedule the tensor.
+    return id(output[0] if isinstance(output, list) else output)
+
+
+def _recorder_of_stock() -> StepRecorder | None:
+    """Return the recorder if stock's schedule runs; the executor reports what ours run."""
+    return _recorder if _recorder is not None and requested.require().source is None else None

@@ -1,0 +1,184 @@
+"""Data parallelism around the microbatches of a step.
+
+Megatron's ``DistributedDataParallel`` counts the gradients that arrive during the last microbatch and reduces
+a bucket once it is full.  Under a split backward they arrive in two actions: those of norms, biases and
+embeddings in I, those of the linear weights in W, perhaps many actions later.  So a chunk counts during two
+of its actions, its last I and its last W (or its last B, which is both), and not during any other; the
+reduction of a bucket then starts inside the chunk's last W, and overlaps whatever the rank does after it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_pp_ext.around import around
+from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.schedule.actions import Action, Kind
+
+
+@around
+def count_when_complete(stock: Callable[..., Any], ddp: Any, param: Any) -> Callable[..., None]:
+    """Count a parameter only when no part of its gradient is left for W.
+
+    Seam: ``DistributedDataParallel._make_backward_post_hook``, whose hook runs when autograd is done with a
+    parameter, even if its layers returned None.  ``defer_weight`` counts the weights whose gradient W adds.
+    """
+    accumulate = stock(ddp, param)
+
+    def hook(*unused: Any) -> None:
+        if not is_deferred(param):
+            accumulate(*unused)
+        elif param.grad is not None:
+            # The weight has a second use, such as an embedding's, whose gradient autograd brings.
+            bucket_group = ddp.param_to_bucket_group[param]
+            counts, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, False
+            accumulate(*unused)
+            bucket_group.is_last_microbatch = counts
+
+    if ddp.ddp_config.overlap_grad_reduce:
+        param.count = functools.partial(_count, ddp, param)
+    return hook
+
+
+def _count(ddp: Any, param: torch.nn.Parameter) -> None:
+    ddp.param_to_bucket_group[param].register_grad_ready(param, ddp.force_all_reduce)
+
+
+def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], None]:
+    """Wrap work that adds to ``weight``'s gradient, so that the last piece of work counts the weight.
+
+    ``weight.uses`` counts all of them, one for each use in a microbatch.
+    """
+    weight.deferred = getattr(weight, "deferred", 0) + 1
+    weight.uses = getattr(weight, "uses", 0) + 1
+
+    def work() -> None:
+        add_gradient()
+        weight.deferred -= 1
+        if not weight.deferred and hasattr(weight, "count"):
+            weight.count()
+
+    return work
+
+
+def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
+    """Add ``gradient`` to the one that Megatron's data parallelism, or else torch, keeps of ``parameter``."""
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def is_deferred(weight: torch.nn.Parameter) -> bool:
+    """Return whether work that adds to ``weight``'s gradient still waits for its W."""
+    return bool(getattr(weight, "deferred", 0))
+
+
+class LastActions(NamedTuple):
+    """The last two actions of a stage that add to its gradients.
+
+    ``input`` is its last I and ``weight`` its last W; where the two are one action, it is a B.
+    """
+
+    input: Action
+    weight: Action
+
+
+def last_actions(plan: RankPlan) -> dict[int, LastActions]:
+    """Return the last actions of every stage in ``plan``; none for an evaluation."""
+    inputs = {action.stage: action for action in plan.actions if action.kind in (Kind.I, Kind.B)}
+    weights = {action.stage: action for action in plan.actions if action.kind in (Kind.W, Kind.B)}
+    return {stage: LastActions(inputs[stage], weights[stage]) for stage in inputs}
+
+
+class DataParallel:
+    """The data-parallel side of one training step on this rank.
+
+    ``config`` is the model's.  The trainer put three functions into it: ``no_sync_func`` keeps a chunk from
+    counting, ``grad_sync_func`` (only with --align-grad-reduce, the default) reduces a whole chunk at once,
+    ``param_sync_func`` (only with --align-param-gather) gathers its weights.  Each is a list with one entry a
+    chunk, or a single function where there is one chunk.
+
+    With ``force_all_reduce`` no chunk is reduced before the gradients are finalized, which is the only place
+    where stock obeys it.  With ``forward_only`` nothing is gathered, since evaluation does so beforehand.
+    """
+
+    def __init__(
+        self, model: Sequence[torch.nn.Module], config: Any, forward_only: bool, force_all_reduce: bool
+    ) -> None:
+        self._model = model
+        self._no_sync = _each(config.no_sync_func, model)
+        self._reduce = None if force_all_reduce else _each(config.grad_sync_func, model)
+        self._gather = None if forward_only else _each(config.param_sync_func, model)
+        self._uncounted = [ExitStack() for _ in model]
+        # Behind the last of these a chunk's gradients are complete: its last W, and its part of a vocabulary.
+        self._unfinished = [1 for _ in model]
+
+    def expect_part(self, chunk: int) -> None:
+        """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a shared vocabulary."""
+        self._unfinished[chunk] += 1
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surround all actions of a step, in which no chunk counts; the first two gather their weights."""
+        for chunk in range(min(2, len(self._model))):
+            self._start_gather(chunk)
+        try:
+            for chunk in range(len(self._model)):
+                self._stop_counting(chunk)
+            yield
+        finally:
+            for uncounted in self._uncounted:
+                uncounted.close()
+
+    def first_forward(self, chunk: int) -> None:
+        """Start gathering the weights of the chunk after ``chunk``, whose first forward comes next."""
+        if chunk > 0:
+            self._start_gather(chunk + 1)
+
+    @contextmanager
+    def backward(self, chunk: int, action: Action, last: LastActions) -> Iterator[None]:
+        """Surround an I, W or B of ``chunk``, whose last ones are ``last``, in which it counts."""
+        with self._counting(chunk) if action in last else nullcontext():
+            yield
+        if action == last.weight:
+            self._finish(chunk)
+
+    @contextmanager
+    def part(self, chunk: int) -> Iterator[None]:
+        """Surround the end of the gradient that ``expect_part`` announced."""
+        with self._counting(chunk):
+            yield
+        self._finish(chunk)
+
+    @contextmanager
+    def _counting(self, chunk: int) -> Iterator[None]:
+        if self._reduce is None:
+            self._uncounted[chunk].close()
+        yield
+        if self._reduce is None:
+            self._stop_counting(chunk)
+
+    def _finish(self, chunk: int) -> None:
+        self._unfinished[chunk] -= 1
+        if self._reduce is not None and not self._unfinished[chunk]:
+            self._reduce[chunk](self._model[chunk].parameters())
+
+    def _stop_counting(self, chunk: int) -> None:
+        if self._no_sync is not None:
+            self._uncounted[chunk].enter_context(self._no_sync[chunk]())
+
+    def _start_gather(self, chunk: int) -> None:
+        if self._gather is not None and chunk < len(self._model):
+            self._gather[chunk](self._model[chunk].parameters())
+
+
+def _each(function: Any, model: Sequence[torch.nn.Module]) -> list[Callable[..., Any]] | None:
+    if function is None or isinstance(function, list):
+        return function
+    return [function for _ in model]

@@ -1,0 +1,133 @@
+"""Cut the backward of Transformer Engine's linear layers in two.
+
+Each of its linear modules (Linear, LayerNormLinear, GroupedLinear, and so Megatron's TELinear,
+TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and TEGroupedLinear) has an
+object ``wgrad_store``, which decides whether the weight's gradient is computed at once; if not, the module
+hands it the product and its operands.  Transformer Engine's own store is a queue for each module, which has
+to be enabled when the module is built and runs first in, first out.  The store here leaves the work to the W
+of the stage and microbatch whose I is running, beside that of Megatron's local layers.
+
+The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
+microbatches cannot change them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.runtime.split import STORE, has_hooks
+from megatron_pp_ext.runtime.storages import plain_tensors
+
+
+def split_backwards(model: Iterable[Any]) -> None:
+    """Let Transformer Engine's linear layers in the chunks of ``model`` leave weight gradients for later.
+
+    Nothing changes for them under a schedule that does not split.  A module of several linear layers
+    (LayerNormMLP, which Megatron does not build) keeps its whole backward.
+    """
+    for chunk in model:
+        for module in chunk.modules():
+            if hasattr(module, "wgrad_store") and _named(module, "weight"):
+                module.wgrad_store = DeferringStore(module)
+
+
+class DeferringStore:
+    """Replaces the ``WeightGradStore`` of one ``module``; the method names are Transformer Engine's."""
+
+    def __init__(self, module: Any) -> None:
+        self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
+        self._is_fused = module.fuse_wgrad_accumulation
+        self._is_grouped = hasattr(module, "num_gemms")
+
+    def delay_wgrad_compute(self) -> bool:
+        """Return whether the module may hand its product over.
+
+        The answer is yes during forwards, since the backward calls again, and then only during an I.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
+        return (STORE.is_collecting and not has_watchers) or not is_in_backward
+
+    def put(self, operands: Sequence[Any], product: Any) -> None:
+        """Leave ``product(*operands)`` for W."""
+        if self._is_grouped and not self._is_fused:
+            # The buffers that W will fill are what the module returns as gradients in I.
+            for buffer in self._buffers(operands):
+                buffer.zero_()
+        input, gradient, *buffers = operands
+        operands = [_read_by_w(input), _read_by_w(gradient), *buffers]
+
+        def add_gradients() -> None:
+            for parameter, gradient in self._gradients(product(*operands), operands):
+                if _is_trained(parameter):
+                    add_gradient(parameter, gradient)
+
+        work = add_gradients
+        for parameter in filter(_is_trained, (*self._weights, *self._biases)):
+            work = defer_weight(parameter, work)
+        # Fused, the buffers are the gradients themselves, which are no activations.
+        STORE.defer(work, *plain_tensors(operands[: 2 if self._is_fused else None]))
+
+    def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield the parameters to whose gradients W still has to add, each with what to add.
+
+        A fused product has added the weights' gradients itself; those of biases come with the product, unless
+        I computed them.
+        """
+        if self._is_grouped:
+            weights, biases = self._buffers(operands), result[1] or ()
+        else:
+            weights, biases = _cut(result[0], self._weights), _cut(result[1], self._biases)
+        if not self._is_fused:
+            yield from zip(self._weights, weights, strict=True)
+        for bias, gradient in zip(self._biases, biases, strict=False):
+            if gradient is not None and gradient.numel():
+                yield bias, gradient
+
+    def _buffers(self, operands: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Return the tensors that a grouped product fills with the weights' gradients: one each, or one."""
+        whole = getattr(operands[2], "rowwise_data", None)
+        return operands[2] if whole is None else [whole.view_as(*self._weights)]
+
+
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _named(module: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
+    """Return the product's parameters; the names of a norm's in the same module begin with layer_norm_."""
+    return [
+        parameter for name, parameter in module.named_parameters(recurse=False) if name.startswith(prefix)
+    ]
+
+
+def _cut(gradient: torch.Tensor | None, parameters: list[torch.nn.Parameter]) -> Sequence[torch.Tensor]:
+    """Cut a product's rows among ``parameters``: query, key and value may be three of one module."""
+    if gradient is None or not parameters:
+        return ()
+    return gradient.split([parameter.shape[0] for parameter in parameters])
+
+
+def _read_by_w(operand: Any) -> Any:
+    """Return ``operand`` without the copy of its numbers that only forward and I read.
+
+    A quantized operand may have two, scaled along rows and along columns; the product of a weight gradient,
+    which sums over rows, reads the second copy of both operands.  Transformer Engine drops the first copy of
+    what it quantizes for a forward in the same way, and knows where one copy serves both uses (FP8 with one
+    scale a tensor on Blackwell).  A tensor that came from autograd may have other users: it stays whole, and
+    W gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both copies.
+    """
+    if isinstance(operand, list | tuple):
+        return [_read_by_w(one) for one in operand]
+    if not hasattr(operand, "get_data_tensors"):
+        return operand
+    if isinstance(operand, torch.Tensor):
+        operand = operand.detach()
+    if hasattr(operand, "update_usage"):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    elif getattr(operand, "columnwise_data", None) is not None:
+        # Groups in one tensor have no update_usage.
+        operand.rowwise_data = operand.scale_inv = None
+    return operand

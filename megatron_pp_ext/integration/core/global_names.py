@@ -1,0 +1,54 @@
+"""Names of parameters that do not depend on where their layers live."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
+
+_LAYER = re.compile(r"decoder\.layers\.\d+")
+
+
+def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name the parameters of this rank as a model on one rank would, layers counted from 1.
+
+    A tied output weight goes by the name of the embedding that it copies, so a name can come twice.
+    """
+    named = []
+    for chunk in unwrap_model(list(chunks)):
+        layers = {
+            name: f"decoder.layers.{module.layer_number}"
+            for name, module in chunk.named_modules()
+            if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
+        }
+        for name, parameter in chunk.named_parameters():
+            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+            if layer is not None:
+                name = layers[layer] + name[len(layer) :]
+            elif name == "output_layer.weight" and has_tied_output(chunk):
+                name = "embedding.word_embeddings.weight"
+            named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
+    return named
+
+
+def _global_expert(name: str, experts: int | None) -> str:
+    """Count experts from the first expert-parallel rank on."""
+    before, dot, expert = name.partition(".local_experts.")
+    if not dot or experts is None:
+        return name
+    index, _, after = expert.partition(".")
+    here = experts // mpu.get_expert_model_parallel_world_size()
+    return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * here + int(index)}.{after}"
+
+
+def has_tied_output(chunk: torch.nn.Module) -> bool:
+    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
+    layer: Any = chunk.output_layer
+    if isinstance(layer, VocabularyPart):
+        return layer.is_tied
+    shares = getattr(chunk, "share_embeddings_and_output_weights", False)
+    return bool(shares and not getattr(chunk, "mtp_process", False))

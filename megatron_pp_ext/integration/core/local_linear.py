@@ -1,0 +1,91 @@
+"""Cut the backward of Megatron's own linear layers in two.
+
+``ColumnParallelLinear`` and ``RowParallelLinear`` (and so the attention, MLP and output layers of the local
+transformer implementation) all end in one autograd function.  Its backward is replaced while an I is running,
+which needs the input's gradient alone; at any other time stock code runs untouched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.runtime.split import STORE, has_hooks
+
+
+def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Derive from Megatron's linear function one that can leave its weight gradient for later.
+
+    Seam: ``LinearWithGradAccumulationAndAsyncCommunication`` in
+    ``megatron.core.tensor_parallel.layers``, looked up by that name at every call.  What is added
+    to the gradients, and in which order, is what stock adds: the numbers are the same.
+    """
+
+    class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
+        @staticmethod
+        def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *others: Any) -> Any:
+            # Saved tensors may come back as aliases, without the attributes that Megatron gave the parameter.
+            ctx.parameter = weight
+            return stock.forward(ctx, input, weight, *others)
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            if not STORE.is_collecting or not ctx.needs_input_grad[1] or has_hooks(ctx.parameter):
+                return stock.backward(ctx, *gradients)
+            input, _ = ctx.saved_tensors
+            # The dtype of logits may be another than their input's (--output-logit-dtype).
+            gradient = gradients[0].to(input.dtype)
+            work = defer_weight(ctx.parameter, _weight_work(ctx, input, gradient))
+            STORE.defer(work, input, gradient)
+            input_gradient = _input_gradient(ctx, input, gradient)
+            bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+            others = [None] * (len(ctx.needs_input_grad) - 3)
+            return input_gradient, None, bias_gradient, *others
+
+    return SplitLinearWithGradAccumulation
+
+
+def _input_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    product = gradient.matmul(ctx.parameter)
+    if ctx.sequence_parallel:
+        shard = torch.empty_like(input, requires_grad=False)
+        torch.distributed.reduce_scatter_tensor(shard, product, group=ctx.tp_group)
+        return shard
+    if ctx.allreduce_dgrad:
+        torch.distributed.all_reduce(product, group=ctx.tp_group)
+    return product
+
+
+def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
+    weight, sequence_parallel, tp_group = ctx.parameter, ctx.sequence_parallel, ctx.tp_group
+    fused = ctx.gradient_accumulation_fusion
+
+    def add_weight_gradient() -> None:
+        # The gathered input is not stashed: under sequence parallelism only the shard outlives I.
+        whole = _gather(input, tp_group) if sequence_parallel else input
+        gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(gradient, whole)
+        if fused:
+            _accumulate_fused(input_2d, gradient_2d, weight)
+            return
+        add_gradient(weight, gradient_2d.t().matmul(input_2d))
+
+    return add_weight_gradient
+
+
+def _gather(shard: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    whole = shard.new_empty((shard.size(0) * group.size(), *shard.shape[1:]))
+    torch.distributed.all_gather_into_tensor(whole, shard.contiguous(), group=group)
+    return whole
+
+
+def _accumulate_fused(input: torch.Tensor, gradient: torch.Tensor, weight: Any) -> None:
+    import fused_weight_gradient_mlp_cuda as kernels  # apex's; Megatron refused the flag without it
+
+    if weight.main_grad.dtype == torch.float32:
+        kernels.wgrad_gemm_accum_fp32(input, gradient, weight.main_grad)
+    else:
+        kernels.wgrad_gemm_accum_fp16(input, gradient, weight.main_grad)
+    weight.grad_added_to_main_grad = True

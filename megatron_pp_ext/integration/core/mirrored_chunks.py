@@ -1,0 +1,212 @@
+"""V and wave placement on top of Megatron's interleaved one.
+
+Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
+2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
+every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 - i:
+
+* ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
+  with, and that it keeps;
+* ``mirrored_rank`` mirrors the global pipeline rank while the chunk is at work, for code that reads it from
+  ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
+
+
+class MirroredGroup:
+    """A process group whose ranks count from the other end.
+
+    Everything but ``rank`` is the group's own.  It reports the position of a rank; it is not for
+    communication, in which the true ranks must be named.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # torch looks up the members of a group in this table.
+        ranks = dist.distributed_c10d._world.pg_group_ranks[group]
+        dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
+            global_rank: len(ranks) - 1 - rank for global_rank, rank in ranks.items()
+        }
+
+    def rank(self) -> int:
+        """The rank of this process, counted from the end."""
+        return self._group.size() - 1 - self._group.rank()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@contextmanager
+def mirrored_rank() -> Iterator[None]:
+    """Let ``parallel_state`` report this rank's mirror image in the pipeline within the context."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    parallel_state.set_pipeline_model_parallel_rank(size - 1 - rank)
+    try:
+        yield
+    finally:
+        # None, Megatron's own value, makes it read the process group again.
+        parallel_state.set_pipeline_model_parallel_rank(None)
+
+
+def as_chunk(vp_stage: int | None) -> Any:
+    """Return a context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
+    pipeline = requested.pipeline()
+    mirrored = pipeline is not None and vp_stage is not None and pipeline.is_mirrored(vp_stage)
+    return mirrored_rank() if mirrored else nullcontext()
+
+
+@around
+def build_chunks_placed(
+    stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Build the mirrored chunks as the mirror image of this rank builds them.
+
+    Seams: ``get_model`` in ``megatron.training.training`` and ``build_virtual_pipeline_stages`` in
+    ``megatron.training.models.dist_utils``.  The first argument of both makes a chunk.  Megatron calls the
+    first for scripts that give it a model provider, the second for those that give it a model config.
+    """
+    _require_chunk_argument(build_chunk)
+    pipeline = requested.pipeline()
+    if pipeline is None:
+        return stock(build_chunk, *args, **kwargs)
+    if pipeline.is_mirrored(1):
+        build_chunk = functools.partial(_build_chunk, build_chunk)
+    if pipeline.placement.shares_vocabulary:
+        build_chunk = share_vocabulary(build_chunk)
+    chunks = stock(build_chunk, *args, **kwargs)
+    if pipeline.has_both_ends_on_first_rank:
+        _tie_output_to_embedding(chunks, parallel_state.get_pipeline_model_parallel_group())
+    return chunks
+
+
+def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
+    """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    parameters = inspect.signature(build_chunk).parameters.values()
+    takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)
+    if chunks > 1 and not takes_any:
+        name = getattr(build_chunk, "__qualname__", str(build_chunk))
+        raise ValueError(
+            f"the model provider {name} takes no vp_stage, which tells it which of a rank's {chunks} chunks "
+            "to build; choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
+        )
+
+
+def _build_chunk(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:
+    pipeline = requested.require()
+    if not pipeline.is_mirrored(vp_stage):
+        return build(pg_collection=pg_collection, vp_stage=vp_stage, **others)
+    mirrored = copy.copy(pg_collection)
+    mirrored.pp = MirroredGroup(pg_collection.pp)
+    stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
+    others |= {"pre_process": False, "post_process": stage == pipeline.placement.stages - 1}
+    with mirrored_rank():
+        chunk = build(pg_collection=mirrored, vp_stage=vp_stage, **others)
+    stock_state_dict = chunk.sharded_state_dict
+
+    @functools.wraps(stock_state_dict)
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with mirrored_rank():
+            return stock_state_dict(*args, **kwargs)
+
+    chunk.sharded_state_dict = sharded_state_dict
+    return chunk
+
+
+def _tie_output_to_embedding(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Start the tied output weight, which stock leaves at zero, as a copy of the embedding.
+
+    Stock fills it by an all-reduce between first and last rank; under a V both are rank 0.
+    """
+    tied = tied_weights(chunks, group)
+    if tied is not None:
+        first, last = tied
+        last.data.copy_(first.data)
+
+
+def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+    """Return the embedding's and the output layer's weight on the rank that has both, if they are tied."""
+    if group.rank() != 0:
+        return None
+    ends = chunks[0], chunks[-1]
+    first, last = (get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in ends)
+    shares = getattr(first, "share_embeddings_and_output_weights", False)
+    if not shares and not getattr(last, "mtp_process", False):  # which embeds the tokens there as well
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+@around
+def embed_on_first_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
+
+    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass ranks
+    of their own for that group; with the last rank in it, the first would wait for it for ever.
+    """
+    pipeline = requested.pipeline()
+    call = bound(stock, *args, **kwargs)
+    if pipeline is not None and pipeline.has_both_ends_on_first_rank:
+        call.arguments["get_embedding_ranks"] = _embedding_ranks
+    return stock(*call.args, **call.kwargs)
+
+
+def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    pipeline = requested.require()
+    predicting = () if pipeline.predicting is None else (pipeline.placement.rank_of(pipeline.predicting),)
+    return sorted({pp_ranks[rank] for rank in (0, *predicting)})
+
+
+@around
+def sum_tied_gradients(
+    stock: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
+    """Add up the two gradients of a tied weight that live on one rank.
+
+    Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
+    stock sums them across ranks: after data-parallel reduction and before the division by tokens.  So the
+    arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank, is
+    summed by stock in between.
+    """
+    pipeline = requested.pipeline()
+    if pipeline is None or not pipeline.has_both_ends_on_first_rank:
+        return stock(model, *args, **kwargs)
+    tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
+    gradients = [getattr(weight, "main_grad", None) for weight in tied or ()]
+    both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
+    if len(both) == 2:
+        both[0].add_(both[1])
+    stock(model, *args, **kwargs)
+    if len(both) == 2:
+        both[1].copy_(both[0])
+
+
+@around
+def provide_data_placed(stock: Callable[..., Any], provider: Callable[..., Any]) -> Any:
+    """Call the dataset provider of a mirrored chunk under the mirrored rank.
+
+    Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
+    calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.
+    """
+    keywords = getattr(provider, "keywords", {})
+
+    @functools.wraps(provider, assigned=())
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        with as_chunk(keywords.get("vp_stage")):
+            return provider(*args, **kwargs)
+
+    return stock(placed)

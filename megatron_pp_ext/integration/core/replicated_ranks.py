@@ -1,0 +1,155 @@
+"""Megatron's process groups, samples and sums for stages with different numbers of replicas.
+
+Megatron's groups are the rows and columns of a box of ranks.  Here ranks go by stage, then by replica, then
+by tensor parallelism, and the groups of a rank are those that it would have if all stages were like its own:
+
+* its data-parallel group has the replicas of its stage, so that models, reductions, checkpoints and the mean
+  of losses are stock's;
+* its pipeline has itself for its stage and the first replica of every other.  It says where the rank is, and
+  nothing is sent in it: a first replica is in several pipelines, but has the group of one.
+
+The number of samples in a step cannot go by the number of replicas, which differs by stage.  Megatron counts
+a single data-parallel rank, with all microbatches of a step, and each replica's sampler takes every r-th of
+them, which are the ones that the schedule gives it (``schedule.families.round_robin``).
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+
+
+def replicated(pipeline: requested.Pipeline | None = None) -> Replicas | None:
+    """Return the replicas of the stages of ``pipeline``, by default this process's; None if all have one."""
+    pipeline = pipeline or requested.pipeline()
+    if pipeline is None or pipeline.updates is None or pipeline.updates.replicas.is_straight:
+        return None
+    return pipeline.updates.replicas
+
+
+@contextmanager
+def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterator[None]:
+    """Let Megatron's validation see as many ranks as one replica of each stage has.
+
+    From the number of ranks it derives the data-parallel size, and from that the microbatches of a step.
+    """
+    ranks = args.world_size
+    if pipeline is not None and replicated(pipeline):
+        args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    try:
+        yield
+    finally:
+        args.world_size = ranks
+
+
+@around
+def list_groups(stock: Callable[..., list[list[int]]], generator: Any, token: str) -> list[list[int]]:
+    """List the groups of replicated stages.
+
+    Seam: ``RankGenerator.get_ranks`` in ``megatron.core.parallel_state``, from whose lists Megatron makes all
+    of its process groups.
+    """
+    replicas = replicated()
+    if replicas is None:
+        return stock(generator, token)
+    axes = token.split("-")
+    if "pp" in axes:
+        together = _pipelines(replicas)
+    elif "dp" in axes:
+        together = [replicas.ranks_of(stage) for stage in range(replicas.stages)]
+    else:
+        together = [[rank] for rank in range(replicas.ranks)]
+    width = generator.tp
+    columns = [range(width)] if "tp" in axes else [[column] for column in range(width)]
+    return [
+        [rank * width + column for rank in ranks for column in of_group]
+        for ranks in together
+        for of_group in columns
+    ]
+
+
+def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
+    """Return the pipeline of every rank; last that of the first replicas, whose group they keep."""
+    first = [replicas.first_rank(stage) for stage in range(replicas.stages)]
+    others = []
+    for rank in range(replicas.ranks):
+        if rank not in first:
+            stage = replicas.stage_of(rank)
+            others.append([*first[:stage], rank, *first[stage + 1 :]])
+    return [*others, first]
+
+
+@around
+def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Make the groups of replicated stages.
+
+    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, behind the hook for a V.
+    """
+    replicas = replicated()
+    if replicas is None:
+        return stock(*args, **kwargs)
+    call = bound(stock, *args, **kwargs)
+    width = call.arguments["tensor_model_parallel_size"]
+    call.arguments["local_world_size"] = width * replicas.stages
+    stock(*call.args, **call.kwargs)
+    groups, ranks = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    if isinstance(groups, list):  # Megatron lists the groups of a rank that is in several
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = groups[-1]
+        parallel_state._PIPELINE_GLOBAL_RANKS = ranks[-1]
+    # Megatron's own override of the size of the group: the training loop counts samples by it.
+    parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = 1
+
+
+def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks that exchange messages: those of ``group``, Megatron's pipeline of this rank.
+
+    Where stages are replicated, they are all replicas of all stages, in their order.
+    """
+    replicas = replicated()
+    if replicas is None:
+        return dist.get_process_group_ranks(group)
+    width = parallel_state.get_tensor_model_parallel_world_size()
+    column = parallel_state.get_tensor_model_parallel_rank()
+    return [rank * width + column for rank in range(replicas.ranks)]
+
+
+@around
+def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Let a replica read every r-th microbatch of those that its stage has r replicas for.
+
+    Seam: ``MegatronPretrainingSampler.__init__`` in ``megatron.training.datasets.data_samplers``, to which
+    Megatron gives the rank among the replicas, and 1 for their number.
+    """
+    call = bound(stock, *args, **kwargs)
+    if replicated():
+        call.arguments["data_parallel_size"] = parallel_state.get_data_parallel_group().size()
+    stock(*call.args, **call.kwargs)
+
+
+@around
+def keep_statistics_in_replica(stock: Callable[..., Any], optimizer: Any) -> Any:
+    """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
+
+    Seam: ``MegatronOptimizer.get_grad_stats_parallel_group`` in ``megatron.core.optimizer.optimizer``, which
+    returns the ranks of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
+    """
+    return parallel_state.get_tensor_model_parallel_group() if replicated() else stock(optimizer)
+
+
+def sum_over_replicas(model: Sequence[Any]) -> None:
+    """Let reductions add up the gradients of a stage's replicas, where stock takes their mean.
+
+    The loss is divided by the microbatches of all replicas, and a stage's gradients come from the replicas
+    of the last one, whose number is another.
+    """
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0

@@ -1,0 +1,68 @@
+"""Updates of a stage's weights that do not wait for the other stages.
+
+Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them agree that
+the update was done.  Under a schedule that never flushes, each stage takes its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration import requested
+
+
+def updates_by_stage() -> bool:
+    """Return whether stages update their weights without waiting for each other."""
+    pipeline = requested.pipeline()
+    return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
+
+
+@around
+def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Sum a statistic of the gradients over this stage's ranks alone, also where stock names no group.
+
+    The distributed optimizer of Muon and its like (``LayerWiseDistributedOptimizer``) sums over all ranks.
+
+    Seams: ``get_grad_norm_fp32`` and ``count_zeros_fp32`` in ``megatron.core.optimizer.clip_grads``.
+    """
+    if not updates_by_stage():
+        return stock(*args, **kwargs)
+    call = bound(stock, *args, **kwargs)
+    group = call.arguments.get("grad_stats_parallel_group")
+    call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
+    return stock(*call.args, **call.kwargs)
+
+
+@around
+def keep_within_stage(stock: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return this rank's own value, which is that of all ranks of its stage.
+
+    Seams: ``logical_and_across_model_parallel_group`` and
+    ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
+    """
+    return value if updates_by_stage() else stock(value, *args, **kwargs)
+
+
+def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    wanted = _ranks(group) & _ranks(stage)
+    for candidate in (
+        stage,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_tensor_and_context_parallel_group(),
+    ):
+        if _ranks(candidate) == wanted:
+            return candidate
+    raise RuntimeError(
+        f"Megatron has no process group of the ranks {sorted(wanted)}, over which this stage would take its "
+        "gradient norm; add --pipeline-allow-waits, which takes it over all stages"
+    )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> set[int]:
+    return set(dist.get_process_group_ranks(group))

@@ -1,0 +1,1 @@
+"""Mends of Megatron's own defects, which any schedule meets, stock's among them: one file each."""

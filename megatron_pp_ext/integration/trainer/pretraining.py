@@ -1,0 +1,178 @@
+"""The calls of a pre-training script that differ between Megatron's releases.
+
+A checkout's script fits its own release; ours, which runs on the wheel alone, has to fit all of them.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training import arguments, get_args, pretrain
+
+from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
+from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
+from megatron_pp_ext.integration.request.agreement import refused
+from megatron_pp_ext.job.layers import predicting_stage
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+
+# These flags change the model in ways that provide_gpt does not support.
+NOT_PROVIDED = (
+    "spec",
+    "heterogeneous_layers_config_path",
+    "experimental_attention_variant",
+    "use_legacy_models",
+    "yaml_cfg",
+)
+
+
+def pretrain_gpt(
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    refuse: Sequence[str],
+    require_data: Callable[[Namespace], None],
+) -> None:
+    """Pre-train the GPT of sys.argv on ``datasets(samples, vp_stage)`` by ``forward_step(data, model)``.
+
+    ``refuse`` holds the names of arguments that must not be set, and ``require_data(args)`` raises ValueError
+    for data that cannot be trained on.  Either ends the process with one line, before process groups exist.
+    """
+    model_type = ModelType.encoder_or_decoder
+    if megatron_release() < CORE_0_18:
+        args = arguments.parse_args(extra_args_provider=_mark)
+        _refuse(args, (*refuse, *NOT_PROVIDED))
+        _require_data(args, require_data)
+        pretrain(
+            datasets,
+            provide_gpt,
+            model_type,
+            forward_step,
+            extra_args_provider=_mark,
+            args_defaults=DEFAULTS,
+            get_embedding_ranks=embedding_ranks,
+        )
+        return
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = arguments.parse_and_validate_args(extra_args_provider=_mark, args_defaults=DEFAULTS)
+    _require_data(args, require_data)
+    if megatron_release() < CORE_0_19:
+        _refuse(args, (*refuse, *NOT_PROVIDED))
+        config = pretrain_cfg_container_from_args(args)
+        pretrain(config, datasets, provide_gpt, model_type, forward_step, get_embedding_ranks=embedding_ranks)
+        return
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    _refuse(args, refuse)
+    model_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = pretrain_cfg_container_from_args(args, model_config(args))
+    pretrain(config, datasets, model_type, forward_step, get_embedding_ranks=embedding_ranks)
+
+
+def _mark(parser: ArgumentParser) -> ArgumentParser:
+    """Let the hook around Megatron's validation know this script, and name the flags that it lacks."""
+    parser.set_defaults(**{OUR_SCRIPT: True})
+    return parser
+
+
+def _require_data(args: Namespace, require: Callable[[Namespace], None]) -> None:
+    """End the process with one line if there is no data to train on; rank 0 looks for all."""
+    if args.rank:
+        return
+    try:
+        require(args)
+    except ValueError as error:
+        raise refused(error) from error
+
+
+def _refuse(args: Namespace, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(args, name, None):
+            raise refused(
+                f"--{name.replace('_', '-')} is not supported by megatron_pp_ext.pretrain_gpt; start a "
+                "checkout's pretrain_gpt.py with python -m megatron_pp_ext"
+            )
+
+
+def provide_gpt(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Make one chunk of the GPT that Megatron's arguments describe; from 0.19 on Megatron does so itself.
+
+    ``pre_process`` is whether it embeds the tokens, ``post_process`` whether it has the output layer.
+    """
+    args = get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    engine = args.transformer_impl == "transformer_engine"
+    layers: dict[str, Any] = {
+        "config": config,
+        "use_transformer_engine": engine,
+        "normalization": args.normalization,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
+    prediction = None
+    if args.mtp_num_layers:
+        last_layer = get_gpt_decoder_layer_specs(**layers)[-1]
+        prediction = get_gpt_mtp_block_spec(
+            config, last_layer, use_transformer_engine=engine, vp_stage=vp_stage
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(**layers, vp_stage=vp_stage),
+        mtp_block_spec=prediction,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return those of a pipeline's ranks that hold the embedding, or a copy of it, under stock's placement.
+
+    The output layer has a tied one, and multi-token prediction has one wherever it is.
+    """
+    args = get_args()
+    tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    stage = predicting_stage(args, len(pp_ranks))
+    predicting = [] if stage is None else [pp_ranks[stage % len(pp_ranks)]]
+    return sorted({pp_ranks[0], *tied, *predicting})
+
+
+def predicts_here(vp_stage: int | None) -> bool:
+    """Return whether chunk ``vp_stage`` of this rank has multi-token prediction, which embeds its tokens."""
+    args, ranks = get_args(), mpu.get_pipeline_model_parallel_world_size()
+    stages = ranks * (args.virtual_pipeline_model_parallel_size or 1)
+    here = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
+    return predicting_stage(args, stages) == here
+
+
+def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
+    plain = {} if megatron_release() < CORE_0_18 else {"is_hybrid_cp": False}
+    part: dict[str, Any] = get_batch_on_this_cp_rank(
+        batch, **plain, cp_group=mpu.get_context_parallel_group()
+    )
+    return part

@@ -1,0 +1,113 @@
+"""What every rank of a training run writes down for ``mpp verify``."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
+
+from megatron_pp_ext.integration.core.global_names import global_parameters
+from megatron_pp_ext.verification import run_record
+
+_NORM = 5
+"""The place of the gradient norm in what ``train_step`` returns; the losses by name come first."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    losses: list[dict[str, float]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+
+
+def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Write down the losses and the gradient norm of every step, and the gradients of the first on request.
+
+    Seam: ``train_step`` in ``megatron.training.training``.
+    """
+    parameters = inspect.signature(stock)
+    steps = _Steps()
+
+    @functools.wraps(stock)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        given = get_args()
+        folder = getattr(given, "verify_pipeline", None)
+        if folder is None:
+            return stock(*args, **kwargs)
+        if given.verify_pipeline_gradients and not steps.norms:
+            call = parameters.bind(*args, **kwargs).arguments
+            _before_next_step(call["optimizer"], functools.partial(_write_gradients, folder, call["model"]))
+        result = stock(*args, **kwargs)
+        steps.losses.append({name: float(loss) for name, loss in result[0].items()})
+        steps.norms.append(None if result[_NORM] is None else float(result[_NORM]))
+        run_record.write(folder, dist.get_rank(), steps.losses, steps.norms)
+        return result
+
+    return train_step
+
+
+def _before_next_step(optimizer: Any, act: Callable[[], None]) -> None:
+    """Call ``act`` when the gradients of the next step are final and before the optimizer uses them."""
+
+    def step() -> Any:
+        del optimizer.step  # the method of its class is there again
+        act()
+        return optimizer.step()
+
+    optimizer.step = step
+
+
+def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
+    """Write each gradient of which this rank has the first copy among its replicas."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.ddp_config.use_distributed_optimizer:
+                _gather(group)
+    first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    first_of_experts = mpu.get_expert_data_parallel_rank() == 0
+    gradients, uses = {}, {}
+    for name, parameter in global_parameters(chunks):
+        gradient = getattr(parameter, "main_grad", None)
+        is_expert = not getattr(parameter, "allreduce", True)
+        if gradient is not None and (first_of_experts if is_expert else first):
+            if hasattr(parameter, "vocabulary_rows"):
+                gradient = _joined(gradient)
+            part = name + _part(is_expert)
+            gradients[part] = gradient.detach().cpu().clone()
+            uses[part] = getattr(parameter, "uses", 0) // get_num_microbatches()
+    if gradients:
+        run_record.write_gradients(folder, dist.get_rank(), gradients, uses)
+
+
+def _joined(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks of the pipeline, in their order: those of stock's tensor-parallel rank."""
+    group = mpu.get_pipeline_model_parallel_group()
+    parts: list[torch.Tensor] = [rows] * group.size()
+    dist.all_gather_object(parts, rows.detach().cpu(), group=group)
+    return torch.cat(parts)
+
+
+def _part(is_expert: bool) -> str:
+    """Which part of a parameter this rank has, for its name."""
+    if is_expert:
+        ranks = {
+            "expert": (mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()),
+            "tensor": (mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
+        }
+    else:
+        ranks = {"tensor": (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())}
+    return "".join(f" [{name} rank {rank}]" for name, (rank, size) in ranks.items() if size > 1)
+
+
+def _gather(group: Any) -> None:
+    """Make gradients whole of which a distributed optimizer has reduced only this rank's part."""
+    replicas = group.intra_distributed_optimizer_instance_group
+    for bucket in group.buckets:
+        part = bucket.grad_data.chunk(replicas.size())[replicas.rank()]
+        dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=replicas)
