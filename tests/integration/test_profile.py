@@ -85,7 +85,7 @@ def test_time_goes_to_the_layer_that_takes_it(tmp_path: Path) -> None:
     for layer in layers:
         slow = SLOW if layer.name == "layer 5" else 0.0
         measured = layer.forward_seconds, layer.backward_seconds
-        # ModelParts that run meanwhile read the clock as well, and each of their readings is a tick.
+        # Pieces that run meanwhile read the clock as well, and each of their readings is a tick.
         assert measured == pytest.approx((slow, 2 * slow), abs=LAYERS * TICK, rel=0), layer.name
 
 
