@@ -7,7 +7,7 @@ the messages, and on the place of each receive (``schedule.messages``), without 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_pp_ext.runtime.operations import messages, vocabulary
+from megatron_pp_ext.runtime.operations import transfers, vocabulary_work
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.runtime.operations.pair import Pair
@@ -75,8 +75,8 @@ def plan_orders(
         operations += [planner.launch(one) for one in before]
         operations += planner.around(together)
     operations += [planner.launch(one) for one in left_open]
-    operations += [vocabulary.Close()] if planner.shares_vocabulary else []
-    operations += [messages.Drain()] if flushes else []
+    operations += [vocabulary_work.Close()] if planner.shares_vocabulary else []
+    operations += [transfers.Drain()] if flushes else []
     return RankPlan(rank, order, tuple(operations))
 
 
@@ -95,7 +95,7 @@ class _Planner:
 
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for what the rank launches beside its actions."""
-        return messages.Post(*launch) if isinstance(launch, Arrival) else vocabulary.Begin(launch)
+        return transfers.Post(*launch) if isinstance(launch, Arrival) else vocabulary_work.Begin(launch)
 
     def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         """Yield the operations of an action, or of a pair: their inputs, their work and their outputs."""
@@ -111,9 +111,9 @@ class _Planner:
     def _work(self, action: Action) -> Operation:
         stage, kind, microbatch = action
         if kind is Kind.S:
-            return vocabulary.Logits(action)
+            return vocabulary_work.Logits(action)
         if kind is Kind.T:
-            return vocabulary.WeightGradient(action)
+            return vocabulary_work.WeightGradient(action)
         source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
         if not self.shares_vocabulary or kind is Kind.W:
             return Compute(action, source, target)
@@ -126,24 +126,24 @@ class _Planner:
             return Compute(action, source, target)
         if is_forward:
             return Compute(action, source, Message(stage, self.stages, microbatch))
-        return vocabulary.LossBackward(action, Message(self.stages, stage, microbatch), target)
+        return vocabulary_work.LossBackward(action, Message(self.stages, stage, microbatch), target)
 
     def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for source in filter(None, (work.source for work in works)):
             if source.sender < 0:
-                yield vocabulary.TakeEmbedded(source)
+                yield vocabulary_work.TakeEmbedded(source)
             elif source.sender < self.stages:
                 sender = self.rank_of(source.sender, source.microbatch)
                 if sender != self.rank:
-                    yield messages.Receive(sender, source)
+                    yield transfers.Receive(sender, source)
 
     def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for target in filter(None, (work.target for work in works)):
             if target.receiver < 0:
-                yield vocabulary.KeepInputGradient(target)
+                yield vocabulary_work.KeepInputGradient(target)
             elif target.receiver == self.stages:
-                yield vocabulary.KeepOutput(target)
+                yield vocabulary_work.KeepOutput(target)
             else:
                 receiver = self.rank_of(target.receiver, target.microbatch)
                 if receiver != self.rank:
-                    yield messages.Send(receiver, target)
+                    yield transfers.Send(receiver, target)

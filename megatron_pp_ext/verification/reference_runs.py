@@ -15,7 +15,6 @@ from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
 from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.verification import run_record
 from megatron_pp_ext.verification.run_record import RunRecord
@@ -72,12 +71,13 @@ def schedule_of(flags: Sequence[str]) -> str:
     if "--pipeline-schedule" not in words[:-1]:
         raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME behind --")
     name = words[len(words) - words[::-1].index("--pipeline-schedule")]
-    if name in FLUSH_FREE:
+    can = catalog.abilities(name)
+    if not can.flushes:
         raise ValueError(
             f"{name} never flushes, so its microbatches meet older weights than stock's and its losses "
             "differ by design: verify a schedule that flushes"
         )
-    if name not in (FLEX, AUTO) and not name.startswith(CSV_PREFIX):
+    if not can.is_compiled and can.file is None:
         name = catalog.entry(name).name
     if whole_number(words, "--pipeline-model-parallel-size") < 2:
         raise ValueError("a schedule needs a pipeline: set --pipeline-model-parallel-size to 2 or more")

@@ -9,7 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, SIZES, flag
-from megatron_pp_ext.schedule.names import AUTO, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, SHARED
 
 NEGATED = {"add_bias_linear": "--disable-bias-linear"}
 """Arguments that are true by default, with the flag that turns each off."""
@@ -104,7 +105,7 @@ def read(words: Sequence[str]) -> dict[str, Any] | None:
         else:
             return None
     # What these allow depends on flags that are not read here.
-    return None if found.get("pipeline_schedule") in FLUSH_FREE else found
+    return found if catalog.abilities(found.get("pipeline_schedule")).flushes else None
 
 
 def by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
