@@ -16,12 +16,12 @@ from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
     Message,
-    Orders,
     RankOf,
     incoming_message,
     outgoing_message,
     planned_launches,
 )
+from megatron_pp_ext.schedule.program import Orders
 
 
 @dataclass(frozen=True, slots=True)

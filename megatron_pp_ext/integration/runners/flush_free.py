@@ -23,7 +23,7 @@ from megatron_pp_ext.runtime.rank import Rank, Recorder
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import Orders
+from megatron_pp_ext.schedule.program import Orders
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
