@@ -19,10 +19,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def test_an_operation_that_only_logs_is_one_file_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    blocks = re.findall(
-        r"```python\n(.*?)```", DOCUMENT.read_text().partition("## A new operation")[2], re.DOTALL
-    )
-    file, line = blocks[:2]
+    _, _, section = DOCUMENT.read_text().partition("## A new operation")
+    file, line = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
     announcement, extended = ModuleType("announcement"), ModuleType("extended")
     exec(file, vars(announcement))
     vars(extended)["Announcement"] = vars(announcement)["Announcement"]
@@ -36,10 +34,9 @@ def test_an_operation_that_only_logs_is_one_file_and_one_line(caplog: pytest.Log
     channels = SimpleNamespace(
         post=MagicMock(), send=MagicMock(), close=MagicMock(), receive=lambda peer, message: tensor
     )
-    work = {
-        name: lambda *about: tensor for name in ("forward", "backward", "backward_input", "backward_weight")
-    }
-    stages = dict.fromkeys(schedule.placement.stages_of(0), SimpleNamespace(**work))
+    names = ("forward", "backward", "backward_input", "backward_weight")
+    stage = SimpleNamespace(**dict.fromkeys(names, lambda *about: tensor))
+    stages = dict.fromkeys(schedule.placement.stages_of(0), stage)
     with caplog.at_level(logging.INFO, "pipeline"):
         execute(extended.plan_rank(schedule, 0), Rank(stages, channels))
     said = [record.getMessage().split()[0] for record in caplog.records]
