@@ -43,21 +43,7 @@ class ModelVocabulary(SharedVocabulary):
         exchanges: Exchanges,
         shape: Any,
     ) -> None:
-        if inputs.collect_non_loss_data:
-            raise ValueError(
-                "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
-                "which has no logits; leave it out"
-            )
-        if not shape:
-            raise ValueError(
-                "--pipeline-vocabulary shared needs microbatches of one shape, and the model's config has "
-                "variable_seq_lengths; leave one of the two out"
-            )
-        if inputs.config.enable_autocast:
-            raise ValueError(
-                "--pipeline-vocabulary shared computes logits outside of the forward step, and the model's "
-                "config has enable_autocast, which holds inside; leave one of the two out"
-            )
+        _refuse(inputs, shape)
         models = unwrap_model(list(inputs.model))
         lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
@@ -104,6 +90,25 @@ class ModelVocabulary(SharedVocabulary):
     def make_stage(self, inputs: StepInputs, stage: int, *about: Any, **more: Any) -> ModelStage:
         """Return a stage; that of either end works with the vocabulary."""
         return self._makes.get(stage, ModelStage)(inputs, stage, *about, **more)
+
+
+def _refuse(inputs: StepInputs, shape: Any) -> None:
+    """Raise ValueError for what a step may have that no flag says."""
+    if inputs.collect_non_loss_data:
+        raise ValueError(
+            "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
+            "which has no logits; leave it out"
+        )
+    if not shape:
+        raise ValueError(
+            "--pipeline-vocabulary shared needs microbatches of one shape, and the model's config has "
+            "variable_seq_lengths; leave one of the two out"
+        )
+    if inputs.config.enable_autocast:
+        raise ValueError(
+            "--pipeline-vocabulary shared computes logits outside of the forward step, and the model's "
+            "config has enable_autocast, which holds inside; leave one of the two out"
+        )
 
 
 @contextmanager
