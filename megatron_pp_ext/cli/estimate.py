@@ -17,10 +17,10 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.job.pipeline import Request
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
     from megatron_pp_ext.planner.system import System
-    from megatron_pp_ext.request.pipeline import Request
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -59,9 +59,9 @@ def estimate(
     machine = systems.read(system)
     args, words = described(flags, model)
     args.micro_batch_size = args.micro_batch_size or 1
+    from megatron_pp_ext.job.pipeline import for_world
+    from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.planner.step.estimate import estimate_request
-    from megatron_pp_ext.request.pipeline import for_world
-    from megatron_pp_ext.request.sizes import fewest_ranks
 
     gpus = fewest_ranks(args) if world_size is None else world_size
     with waiting("estimating"):
@@ -88,9 +88,9 @@ def estimate(
 
 def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:
     """Return flags with a layout in the place of ``auto``, which is set in ``args``, and words about it."""
+    from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
     from megatron_pp_ext.planner.step.flag_words import by_name
-    from megatron_pp_ext.request.sizes import data_parallel_size
 
     if not requested_layout.is_requested(args):
         return list(words), ""

@@ -80,14 +80,14 @@ def search(
     from megatron_pp_ext.cli import search_report as report
     from megatron_pp_ext.cli.measure import Where, ranked, run
     from megatron_pp_ext.cli.measure import show as show_measured
+    from megatron_pp_ext.job import vocabulary_flag
+    from megatron_pp_ext.job.layers import stages_flag
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Search
     from megatron_pp_ext.planner.search.candidate import settled_in, strip
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.launch_lines import flags as flags_of
-    from megatron_pp_ext.request import vocabulary_flag
-    from megatron_pp_ext.request.layers import stages_flag
 
     pictures = ask.Pictures(svg, png).paths
     for output in (json, html, *pictures):
@@ -189,7 +189,7 @@ def _known(schedules: str | None) -> list[str]:
 
 def _is_uneven(layout: str, args: Namespace) -> bool:
     """Whether --layout lets stages differ; a hybrid model, whose pattern takes no layout, has even ones."""
-    from megatron_pp_ext.request import layers
+    from megatron_pp_ext.job import layers
 
     if layout not in ("auto", "even"):
         raise ValueError(f"--layout is {layout!r}, but must be auto or even: correct it")
@@ -204,8 +204,8 @@ def _is_uneven(layout: str, args: Namespace) -> bool:
 
 def _schedules(given: str | None, args: Namespace) -> tuple[Sequence[str], "Compiles"]:
     """The families to try, and whether to have schedules compiled."""
+    from megatron_pp_ext.job.pipeline import permitted
     from megatron_pp_ext.planner.search.best_first import Compiles
-    from megatron_pp_ext.request.pipeline import permitted
     from megatron_pp_ext.schedule import catalog
     from megatron_pp_ext.schedule.names import FLEX
 

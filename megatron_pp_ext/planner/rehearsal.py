@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Self
+from typing import ClassVar, Self
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
@@ -47,6 +48,8 @@ class RankRehearsal:
     divided by its processors; they are None where the system does not tell.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     rank: int
     schedule: str
     digest: str
@@ -73,15 +76,8 @@ class RankRehearsal:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file that ``write`` wrote."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content["stages"] = tuple(StageCosts(**stage) for stage in content["stages"])
-        if content["vocabulary"] is not None:
-            content["vocabulary"] = VocabularyCosts(**content["vocabulary"])
-        content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
-        content["layers"] = tuple(content["layers"])
-        content["ratios"] = tuple(map(tuple, content["ratios"]))
-        content["step_seconds"] = tuple(content["step_seconds"])
-        return cls(**content)
+        with naming(path):
+            return read_as(cls, path, "rehearse again")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
+from megatron_pp_ext.job import flag_hint
 from megatron_pp_ext.planner.step.flag_words import by_name
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, flag
-from megatron_pp_ext.request import flag_hint
 
 _OURS = Path(__file__).parents[1] / "integration" / "request" / "parser.py"
 _PREFIXES = "no-", "disable-", "enable-"

@@ -4,13 +4,13 @@ import pytest
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.request.launch_flags import read_flags
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import DEFAULTS, describe, flag
-from megatron_pp_ext.request.pipeline import for_world
 from tests.support.training import TINY
 
 

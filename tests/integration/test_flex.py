@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.compiler.limits import at_most, least_limits
-from megatron_pp_ext.request import source
-from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.job import source
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave

@@ -9,7 +9,7 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.runners import flush_free, free_memory
-from megatron_pp_ext.request import updates
+from megatron_pp_ext.job import updates
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas

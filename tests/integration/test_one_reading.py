@@ -1,4 +1,4 @@
-"""A set of flags means the same to training and to every command: the pure ``request`` package decides it."""
+"""A set of flags means the same to training and to every command: the pure ``job`` package decides it."""
 
 import json
 import shlex
@@ -14,6 +14,8 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
 from megatron_pp_ext.integration.request.launch_flags import read_flags as read_words
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.pipeline import Request, for_world, permitted
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
@@ -21,8 +23,6 @@ from megatron_pp_ext.planner.search.best_first import Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.request import layers
-from megatron_pp_ext.request.pipeline import Request, for_world, permitted
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import wave

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.request.launch_flags import read_flags
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.view import trace_file
 from tests.support.training import TINY, train
 

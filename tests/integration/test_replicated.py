@@ -9,8 +9,8 @@ import torch
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.request import launch_flags
 from megatron_pp_ext.integration.runners import flush_free
-from megatron_pp_ext.request.pipeline import for_world
-from megatron_pp_ext.request.sizes import fewest_ranks
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.sizes import fewest_ranks
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training
 from tests.support.flags import assert_refused

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.request.refusals import refuse_config
+from megatron_pp_ext.job.refusals import refuse_config
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
 from tests.support.training import initialize_by_layer, since, train

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
@@ -12,7 +13,6 @@ from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 
 GPT3 = {
     "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048,

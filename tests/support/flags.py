@@ -15,7 +15,7 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.integration.request.validation import read_flags
-from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.schedule.costs import Costs
 from tests.support.ranks import run_ranks
 from tests.support.training import TINY

@@ -8,8 +8,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
+from megatron_pp_ext.job.stock_limits import refuse_under_any_schedule
 from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
-from megatron_pp_ext.request.stock_limits import refuse_under_any_schedule
 
 _LEAVE_OUT = "leave it out of the estimate"
 _NOT_COUNTED = (

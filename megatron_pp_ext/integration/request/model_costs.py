@@ -10,10 +10,10 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.step import workload
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.stage_parts import pieces, shared_vocabulary, stage_parts
-from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.costs import Costs
 
 

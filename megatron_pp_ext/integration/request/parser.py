@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.integration.request.agreement import refused
-from megatron_pp_ext.request import flag_hint
-from megatron_pp_ext.request.updates import DelayCorrection
+from megatron_pp_ext.job import flag_hint
+from megatron_pp_ext.job.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS, SHARED
 

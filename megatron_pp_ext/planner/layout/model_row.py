@@ -9,7 +9,7 @@ from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.programs import Program
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.stage_parts import Pieces
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -25,11 +25,12 @@ class ModelRow:
 
     def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
         self._args, self._model, self._data = args, model, data
-        self._order, self._name = Program(schedule), name
+        self._order, self._name = Prepared(schedule), name
         shares_vocabulary = schedule.placement.shares_vocabulary
         counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
         self.stages = ModelStages(args, counted, schedule.placement)
-        self.items, self.least, self.seconds = self.stages.items, self.stages.least, self.stages.seconds
+        self.placement, self.items = self.stages.placement, self.stages.items
+        self.least, self.seconds = self.stages.least, self.stages.seconds
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``."""
@@ -38,7 +39,7 @@ class ModelRow:
     def totals(self, cut: Cut) -> Sequence[float]:
         """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
         if not self.stages.can_be(cut):
-            return [float("inf")] * self.stages.placement.ranks
+            return [float("inf")] * self.placement.ranks
         return [rank.total for rank in self._memory(cut)]
 
     def capacity(self, cut: Cut, free: float) -> float:
@@ -59,7 +60,7 @@ class ModelRow:
         layout = {"pipeline_model_parallel_layout": self.stages.spelled(cut)}
         args = Namespace(**{**vars(self._args), **layout})
         is_split = self._order.timer.schedule.splits_backward
-        return work_of(args, self._model, self._data, self.stages.placement, is_split)
+        return work_of(args, self._model, self._data, self.placement, is_split)
 
 
 def work_of(

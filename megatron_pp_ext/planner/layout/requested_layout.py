@@ -7,6 +7,8 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_pp_ext.job import layers, pipeline
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
@@ -16,8 +18,6 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_state import padded_vocabulary
 from megatron_pp_ext.planner.step.stage_parts import pieces
-from megatron_pp_ext.request import layers, pipeline
-from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
@@ -36,7 +36,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
     what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
-    there is nothing to choose, and for what ``request.pipeline.read`` refuses.
+    there is nothing to choose, and for what ``job.pipeline.read`` refuses.
     """
     _require_choice(args)
     ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
@@ -64,11 +64,11 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     if args.pipeline_costs is not None:
         costs = costs_file.read(args.pipeline_costs)
         rows = tuple(map(seconds_of, costs.stages))
-        row = LayerRow(rows, NOTHING, NOTHING, costs, (1,) * placement.stages, row.totals)
-    found = shortest(schedule, row, known)
-    args.pipeline_model_parallel_layout = cuts.spelled(found.cut)
+        row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
+    best = shortest(schedule, row, known)
+    args.pipeline_model_parallel_layout = cuts.spelled(best.cut)
     return (
-        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages "
+        f"layout {args.pipeline_model_parallel_layout}, by prediction {best.gain:.1%} shorter than stages "
         "of as many layers each"
     )
 

@@ -3,8 +3,8 @@
 from argparse import Namespace
 from dataclasses import replace
 
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.step.stage_parts import Pieces, stage_parts
-from megatron_pp_ext.request import layers
 
 FIRST, MIDDLE, LAST = range(3)
 """Where a stage is: it has the embedding, only layers, or the output layer and the loss."""

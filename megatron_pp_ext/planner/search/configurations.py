@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_pp_ext.job import pairs, vocabulary_flag
+from megatron_pp_ext.job.layers import spread
+from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.request import pairs, vocabulary_flag
-from megatron_pp_ext.request.layers import spread
-from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 

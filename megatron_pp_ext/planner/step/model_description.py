@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_pp_ext.job.updates import DelayCorrection
 from megatron_pp_ext.json_input import did_you_mean, is_number
-from megatron_pp_ext.request.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, SHARED
 

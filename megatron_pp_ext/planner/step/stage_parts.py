@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
+from megatron_pp_ext.job.layers import pattern, predicting_stage
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.request.layers import pattern, predicting_stage
 from megatron_pp_ext.schedule.costs import VocabularyCosts
 
 

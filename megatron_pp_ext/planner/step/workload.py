@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.planner.step.frameworks import divides_messages
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
@@ -30,8 +32,6 @@ from megatron_pp_ext.planner.step.stage_parts import (
     vocabulary_part,
 )
 from megatron_pp_ext.planner.system import Link, System
-from megatron_pp_ext.request import replicas
-from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement

@@ -28,12 +28,9 @@ MORE_TESTS = {"planner": ["tests/cli/test_planner_commands.py"]}
 """Tests of a room beside those of its own folder."""
 
 LOOP_TESTS = {
-    "compiler": [
-        "tests/compiler/test_search.py",
-        "tests/compiler/test_event_heap.py",
-        "tests/compiler/test_loops.py",
-    ],
-    "planner": ["tests/planner/test_array_program.py", "tests/planner/test_layout.py"],
+    "schedule": ["tests/schedule"],
+    "compiler": ["tests/compiler/test_search.py", "tests/compiler/test_event_heap.py"],
+    "planner": ["tests/planner/test_layout.py"],
 }
 """The tests of a room's compiled loops: sizes so small that they are quick where nothing is compiled."""
 
@@ -53,7 +50,7 @@ _OPTIONS = ("-p", plugin.__name__)
 _COMPILED_SECONDS = 900.0
 """After so many, tests of compiled loops count as failed; they take a tenth of it."""
 
-_IMPORTS_LOOPS = "from megatron_pp_ext.compiler.search.loops import "
+_IMPORTS_LOOPS = "from megatron_pp_ext.schedule.loops import "
 
 
 def has_loops(file: str) -> bool:
