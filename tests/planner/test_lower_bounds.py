@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.planner.step.flag_words import spelled
-from megatron_pp_ext.planner.step.model_description import flag
+from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.planner.step.model_description import changed, flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
@@ -99,7 +99,7 @@ class Candidate:
 
     def described(self, args: Namespace) -> Namespace:
         """Return ``args`` with everything set as this candidate sets it."""
-        return Namespace(**{**vars(args), **self._values()})
+        return changed(args, **self._values())
 
     def flags(self) -> list[str]:
         """Return the words of a command line that set the same."""

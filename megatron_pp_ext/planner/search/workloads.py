@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
@@ -12,7 +13,6 @@ from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, splits_backward, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
