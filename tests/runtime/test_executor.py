@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -18,6 +18,7 @@ from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
+from tests.support.module_stage import ModuleStage
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -31,7 +32,7 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
     channels = plain_stages.make_channels(schedule.ranks)
     recorder = StepRecorder(p for stage in stages.values() for p in stage.module.parameters())
     with recorder.step():
-        execute(plan_rank(schedule, rank), stages, channels, recorder)
+        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder))
     return {
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "losses": stages[last].losses if last in stages else {},
@@ -41,26 +42,26 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 2), (4, 9)])
-def test_gradients_are_those_of_one_process(name, ranks, microbatches):
-    schedule = catalog.build(name, ranks, microbatches)
+ORDERS = [(name, False) for name in catalog.NAMES]
+ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
+
+
+@pytest.mark.parametrize(("name", "paired"), ORDERS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
+def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
+    name: str, paired: bool, ranks: int, microbatches: int
+) -> None:
+    schedule = catalog.build(name, ranks, microbatches, paired=paired)
     results = run_ranks(run_schedule, ranks, schedule)
     expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
     assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
+    assert tuple(result["peak"] for result in results) == peaks
     for rank, result in enumerate(results):
         assert tuple(result["order"]) == schedule.orders[rank]
         assert result["left"] == (0, 0)
         for stage, gradients in result["gradients"].items():
             assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_measured_peak_is_the_simulated_one(name):
-    schedule = catalog.build(name, 4, 10)
-    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
-    results = run_ranks(run_schedule, 4, schedule)
-    assert tuple(result["peak"] for result in results) == peaks
 
 
 def test_a_rank_that_dies_ends_the_others(monkeypatch):
@@ -140,28 +141,12 @@ class Watched:
 def test_a_message_lives_as_long_as_its_action() -> None:
     """The executor holds no tensor of one action while it runs another, nor counts a wait as work."""
     watched = Watched()
-    execute(plan_rank(catalog.build("zb-h1", 3, 4), 1), {1: watched}, watched, watched)
+    execute(plan_rank(catalog.build("zb-h1", 3, 4), 1), Rank({1: watched}, watched, watched))
     assert len(watched.taken) == 8
 
 
 def test_a_stage_that_produces_nothing_is_named() -> None:
     watched = Watched(produces=False)
     plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
-    with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .* in 1F0"):
-        execute(plan, {1: watched}, watched)
-
-
-@pytest.mark.parametrize("name", [name for name, entry in catalog.ENTRIES.items() if entry.make_paired])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
-def test_pairs_give_the_same_gradients_and_the_simulated_peak(name, ranks, microbatches):
-    schedule = catalog.build(name, ranks, microbatches, paired=True)
-    results = run_ranks(run_schedule, ranks, schedule)
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
-    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
-    assert [result["peak"] for result in results] == list(peaks)
-    for rank, result in enumerate(results):
-        assert sorted(result["order"]) == sorted(schedule.orders[rank])
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+    with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .*receiver=2, microbatch=0"):
+        execute(plan, Rank({1: watched}, watched))

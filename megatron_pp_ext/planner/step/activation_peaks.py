@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.program import F, I, Program, S, T, W
 

@@ -1,0 +1,71 @@
+"""What waits for W under FP8, a byte a number, as ``DeferringStore`` keeps it, and what weights take."""
+
+import pytest
+
+from megatron_pp_ext.costs.ends import output, prediction
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.state import Sharing, model_state
+from megatron_pp_ext.planner.step.model_description import describe
+
+TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
+OPERANDS = TOKENS * (HIDDEN + 3 * HIDDEN) + TOKENS * (HIDDEN + HIDDEN) + 2 * TOKENS * (HIDDEN + INNER)
+"""Numbers: input and output gradient of the two products of attention and of the two of the MLP."""
+
+
+def arguments(**changed):
+    model = {
+        "num_layers": 16, "hidden_size": HIDDEN, "num_attention_heads": 16, "seq_length": TOKENS,
+        "vocab_size": VOCABULARY, "bf16": True, "micro_batch_size": 1, "global_batch_size": 1,
+    }  # fmt: skip
+    return describe({**model, **changed})
+
+
+def costs(**changed):
+    return LayerCosts(arguments(**changed))
+
+
+def waiting(costs):
+    return (attention(costs) + mlp(costs)).after_input_gradient
+
+
+def test_quantized_operands_wait_in_a_byte_a_number():
+    assert waiting(costs()) == 2 * OPERANDS
+    assert waiting(costs(fp8="hybrid")) == OPERANDS
+
+
+def test_layers_that_do_not_quantize_keep_what_they_kept():
+    assert waiting(costs(fp8="hybrid", transformer_impl="local")) == 2 * OPERANDS
+
+
+def test_the_output_layer_does_not_quantize():
+    plain, fp8 = (output(each, VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
+    assert fp8 == pytest.approx(plain) == pytest.approx(2 * TOKENS * (HIDDEN + VOCABULARY))
+
+
+def test_joining_a_prediction_s_inputs_quantizes():
+    assert prediction(costs(fp8="hybrid")).after_input_gradient == 3 * TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("changed", "each"),
+    [
+        ({}, 2),
+        ({"fp8": "hybrid"}, 4),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, 2),
+        ({"fp8": "hybrid", "transformer_impl": "local"}, 2),
+    ],
+)
+def test_weights_have_two_copies_in_fp8(changed, each):
+    """The weights of products have them, in experts too; the output layer and the rest have none."""
+    sizes = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2}
+    for made, products in (
+        (mlp(costs(add_bias_linear=False, **changed)), 2 * HIDDEN * INNER),
+        (experts(costs(add_bias_linear=False, **sizes, **changed)), 8 * 2 * HIDDEN * INNER),
+        (output(costs(**changed), VOCABULARY), 0),
+    ):
+        others = made.parameters + made.expert_parameters - products
+        found = model_state(arguments(**changed), made, Sharing(dense=1, expert=1)).weights
+        assert found == pytest.approx(each * products + 2 * others)

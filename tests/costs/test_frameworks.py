@@ -1,0 +1,70 @@
+"""What other frameworks and older releases do: they are told by arguments, and absent ones are today's."""
+
+import pytest
+
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.placement import linear
+
+MODEL = {
+    "num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 512, "micro_batch_size": 2,
+    "vocab_size": 32000, "tensor_model_parallel_size": 8, "fp16": True,
+}  # fmt: skip
+HIDDEN = 2 * 512 * 2 * 1024
+A100 = system.read("a100-80g")
+
+
+def work(changed: dict, **framework: bool) -> Workload:
+    args = describe({**MODEL, **changed})
+    vars(args).update(framework)
+    return Workload(args, A100, linear(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_divided", "sent", "gathered"),
+    [
+        ({}, False, HIDDEN, 0),
+        ({}, True, HIDDEN / 8, HIDDEN),
+        ({"sequence_parallel": True}, True, HIDDEN / 8, 0),
+        ({"tensor_model_parallel_size": 1}, True, HIDDEN, 0),
+    ],
+)
+def test_ranks_send_parts_and_gather_them(
+    changed: dict, is_divided: bool, sent: float, gathered: float
+) -> None:
+    """Each of 8 ranks sends an eighth, and the gathering runs within the node; memory keeps the whole."""
+    found = work(changed, scatter_gather_tensors_in_pipeline=is_divided)
+    is_near = changed.get("tensor_model_parallel_size") == 1
+    link = A100.node if is_near else A100.between_nodes
+    hop = link.seconds(sent)
+    if gathered:
+        hop += 7 * A100.node.latency_seconds + gathered * 7 / 8 / A100.node.bytes_per_second
+    assert found.costs.hop == pytest.approx(hop, rel=1e-12)
+    assert found.costs.message == (HIDDEN / 8 if "sequence_parallel" in changed else HIDDEN)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_sums_of_input_gradients_may_hide_nothing(parallel: bool) -> None:
+    """Only without sequence parallelism, whose scattering Megatron has always run behind the product."""
+    changed = {"sequence_parallel": parallel}
+    today, before = (
+        work(changed, async_tensor_model_parallel_allreduce=hides).parts[0] for hides in (True, False)
+    )
+    assert today.hidden_in_whole > 0
+    assert before.hidden_in_whole == (today.hidden_in_whole if parallel else 0)
+    assert before.input_gradient_seconds == today.input_gradient_seconds
+
+
+@pytest.mark.parametrize(("changed", "moved"), [({}, 2 + 4), ({"fp16": False, "bf16": True}, 2 + 8)])
+def test_gradients_are_added_by_themselves(changed: dict, moved: int) -> None:
+    """The product's result in half precision is read, and the buffer of gradients is read and written."""
+    today, before = (
+        work({**changed, "hidden_size": 8192}, gradient_accumulation_fusion=fuses).parts[0]
+        for fuses in (True, False)
+    )
+    weights = 2 * 12 * 8192**2 / 8
+    assert before.weight_gradient_seconds - today.weight_gradient_seconds == pytest.approx(
+        moved * weights / (A100.copy_bytes_per_second * A100.sustained["copy"]), rel=1e-9
+    )
+    assert before.forward_seconds == today.forward_seconds

@@ -1,0 +1,84 @@
+"""Seconds of kernels and collectives on a machine whose figures are easy to reckon with."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.planner.step.model_description import describe
+
+MACHINE = {
+    "name": "test", "gpus_per_node": 8, "memory_bytes": 1e9,
+    "matrix_rates": {"bf16": [[1, 1, 1, 1e12]], "fp8": [[1, 1, 1, 2e12]]},
+    "copy_bytes_per_second": 1e12, "kernel_seconds": 1e-6,
+    "node": {"bytes_per_second": 1e11, "latency_seconds": 0},
+    "network": {"bytes_per_second": 1e10, "latency_seconds": 0},
+}  # fmt: skip
+MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "bf16": True}
+
+
+def kernels(machine: dict[str, Any] | None = None, **changed: Any) -> SystemKernelSeconds:
+    system = System.from_json(json.dumps({**MACHINE, **(machine or {})}), "here")
+    return SystemKernelSeconds(system, describe({**MODEL, **changed}))
+
+
+def test_what_is_sustained_scales_products_and_copies() -> None:
+    plain, slower = kernels(), kernels({"sustained": {"bf16": 0.5, "copy": 0.25}})
+    assert slower.product(512, 512, 512) == pytest.approx(2 * plain.product(512, 512, 512))
+    assert slower.copy(1e6) == pytest.approx(4 * plain.copy(1e6))
+
+
+def test_a_product_takes_at_least_what_its_operands_do() -> None:
+    """One row: 2 x 4096 x 4096 operations, but as many numbers of two bytes."""
+    assert kernels().product(1, 4096, 4096) == pytest.approx(2 * (4096 + 4096 * 4096 + 4096) / 1e12)
+
+
+def test_fp8_products_run_at_its_rate_and_cost_casts() -> None:
+    half, quarter = kernels(), kernels(fp8="hybrid")
+    assert quarter.product(4096, 4096, 4096) == pytest.approx(half.product(4096, 4096, 4096) / 2)
+    # Two bytes are read, and one is written by rows and one by columns.
+    assert (half.cast(1e6), quarter.cast(1e6)) == (0, pytest.approx(4e6 / 1e12))
+    assert quarter.product(4096, 4096, 4096, is_output=True) == half.product(4096, 4096, 4096)
+
+
+def test_what_of_a_collective_is_not_hidden() -> None:
+    flags = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert kernels(**flags).behind(1.0, 5.0) == 1.0
+    overlapping = kernels(**flags, tp_comm_overlap=True)
+    assert overlapping.behind(1.0, 5.0) == 0.25
+    assert overlapping.behind(5.0, 1.0) == 4.25
+
+
+def test_experts_of_the_same_node_take_its_links_and_others_the_network() -> None:
+    """Of 16 ranks seven others are near and eight far: an eighth of the bytes stays where it is."""
+    sent = {"num_experts": 16, "expert_model_parallel_size": 16}
+    assert kernels(**sent).shuffle(16e6) == pytest.approx(8e6 / 1e10)
+    near = {**sent, "expert_model_parallel_size": 8}
+    assert kernels(**near).shuffle(16e6) == pytest.approx(14e6 / 1e11)
+
+
+def test_a_dispatcher_that_sends_a_token_once_to_a_node() -> None:
+    """Eight experts of a token are on both of two nodes but for one in 128."""
+    sent = {"num_experts": 16, "expert_model_parallel_size": 16, "moe_router_topk": 8}
+    once = kernels(**sent, moe_token_dispatcher_type="flex").shuffle(1e6)
+    assert once == pytest.approx(kernels(**sent).shuffle(1e6) * 2 * (1 - 0.5**8) / 8)
+
+
+def test_no_action_is_shorter_than_its_launches() -> None:
+    part = Part(forward_seconds=1e-3, input_gradient_seconds=1e-6, weight_gradient_seconds=1e-6)
+    found = kernels().launched(part, 10)
+    assert found.forward_seconds == 1e-3
+    assert found.input_gradient_seconds == pytest.approx(15e-6)
+    assert found.weight_gradient_seconds == pytest.approx(5e-6)
+
+
+def test_fused_attention_runs_at_the_rate_of_its_length() -> None:
+    rates = {"forward": [[1024, 1e12], [4096, 3e12]], "backward": [[1024, 1e12]]}
+    machine = kernels({"attention_rates": rates})
+    for length, rate in ((512, 1e12), (1024, 1e12), (2048, 2e12), (8192, 3e12)):
+        forward, backward = machine.attention(2e9, 0, True, length)
+        assert forward == pytest.approx(1e9 / rate)
+        assert backward == pytest.approx(2.5e9 / 1e12)

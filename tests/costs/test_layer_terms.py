@@ -1,0 +1,312 @@
+"""Each term of a layer's costs by itself: products, collectives, copies, biases, against closed forms.
+
+A test charges one kind of kernel alone, so that a term which is missing or counted twice shows as a number.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_pp_ext.costs.ends import loss_workspace, output, positions, prediction, table
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.planner.step.model_description import describe
+
+S, B, H, A, V = 512, 3, 256, 8, 1024
+MODEL = {
+    "num_layers": 2, "hidden_size": H, "num_attention_heads": A, "seq_length": S, "micro_batch_size": B,
+    "vocab_size": V, "max_position_embeddings": S, "bf16": True,
+}  # fmt: skip
+HIDDEN = 2 * S * B * H
+"""The bytes of one activation of the hidden size in bf16."""
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+GATED = {"swiglu": True, "ffn_hidden_size": 768, "add_bias_linear": False, "normalization": "RMSNorm"}
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 384}
+
+
+@dataclass
+class Only(KernelSeconds):
+    """Charges one kind of kernel: a second for each byte, or operation."""
+
+    kind: str
+
+    def product(self, m, n, k, adds=False, is_output=False):
+        return {"product": 2 * m * n * k, "adding": adds}.get(self.kind, 0)
+
+    def attention(self, operations, scores, is_fused, length):
+        return {"attention": (operations, 2 * operations), "scores": (scores, scores)}.get(self.kind, (0, 0))
+
+    def copy(self, size):
+        return size if self.kind == "copy" else 0
+
+    def gather(self, size):
+        return size if self.kind == "gather" else 0
+
+    def shuffle(self, size):
+        return size if self.kind == "shuffle" else 0
+
+    def ring(self, seconds, size, results):
+        return seconds + {"ring": size, "results": results}.get(self.kind, 0)
+
+
+def costs(kind, **changed):
+    return LayerCosts(describe({**MODEL, **changed}), Only(kind))
+
+
+def seconds(part: Part):
+    return part.forward_seconds, part.input_gradient_seconds, part.weight_gradient_seconds
+
+
+def layer(kind, **changed):
+    made = costs(kind, **changed)
+    return attention(made) + (experts(made) if "num_experts" in changed else mlp(made))
+
+
+@pytest.mark.parametrize(
+    ("changed", "collectives"),
+    [
+        ({}, (0, 0, 0)),
+        ({"tensor_model_parallel_size": 2}, (4, 4, 0)),
+        ({"tensor_model_parallel_size": 4}, (4, 4, 0)),
+        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 6, 0)),
+    ],
+)
+def test_a_layer_s_collectives(changed, collectives):
+    """arXiv 2205.05198, section 4.2: two all-reduces a pass, each half of it a gather; the same number with
+    sequence parallelism, and the inputs of both column-parallel products once more for W.  Here products
+    take no time and hide nothing."""
+    assert seconds(layer("gather", **changed)) == tuple(HIDDEN * count for count in collectives)
+
+
+@pytest.mark.parametrize(("parallel", "collectives"), [(False, 4), (True, 4)])
+def test_collectives_that_long_products_hide(parallel, collectives):
+    """I's products hide the gathering for W, and W's hide what I's column-parallel products sum."""
+
+    class Both(Only):
+        def product(self, m, n, k, adds=False, is_output=False):
+            return 1e12
+
+    args = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
+    made = LayerCosts(args, Both("gather"))
+    found = attention(made) + mlp(made)
+    assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
+    assert found.hidden_in_whole == 2 * HIDDEN * (1 if parallel else 2)
+    assert found.costs(is_split=False).weight_gradient == 4e12 - found.hidden_in_whole
+
+
+@pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 2, 0))])
+def test_the_output_layer_s_collectives(parallel, collectives):
+    """Logits stay where they are; only its input is gathered and its input's gradient summed."""
+    layer = output(costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel), V)
+    assert seconds(layer) == tuple(HIDDEN * count for count in collectives)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_routing_shuffles_tokens_there_and_back(tensor):
+    """Each of a token's experts gets the token and returns a result, in F and again in I, W sends nothing."""
+    made = costs("shuffle", tensor_model_parallel_size=tensor, sequence_parallel=True, **EXPERTS)
+    sent = 2 * HIDDEN / tensor
+    assert seconds(experts(made)) == (2 * sent, 2 * sent, 0)
+    assert seconds(attention(made) + mlp(made)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("changed", "heads"), [({}, A), (GROUPED, 2)])
+def test_context_parallel_ranks_exchange_keys_and_values(changed, heads):
+    """Ring attention sends keys and values in F, and with their gradients in I; queries stay."""
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, **changed}
+    keys = (S / 4) * B * heads * (H / A) / 2
+    assert seconds(attention(costs("ring", **sizes))) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
+    queries = (S / 4) * B * H / 2
+    assert seconds(attention(costs("results", **sizes))) == (queries, queries + 2 * keys, 0)
+
+
+def test_what_is_copied_in_a_dense_layer():
+    """Two norms with a residual addition move five activations each; the MLP's function reads and writes the
+    inner width, and its backward reads one more."""
+    inner = 2 * S * B * 4 * H
+    assert seconds(layer("copy")) == (2 * 5 * HIDDEN + 2 * inner, 2 * 5 * HIDDEN + 3 * inner, 0)
+    gated = 2 * S * B * 768
+    assert seconds(layer("copy", **GATED)) == (10 * HIDDEN + 3 * gated, 10 * HIDDEN + 5 * gated, 0)
+
+
+def test_what_is_copied_in_a_layer_of_experts():
+    """Its own inner width twice a token, and the tokens put in order four times, read and written each."""
+    inner, sent = 2 * 2 * S * B * 384, 2 * HIDDEN
+    found = seconds(experts(costs("copy", **EXPERTS)))
+    assert found == (5 * HIDDEN + 2 * inner + 8 * sent, 5 * HIDDEN + 3 * inner + 8 * sent, 0)
+
+
+def test_positions_and_the_order_of_heads_are_copied_around_attention():
+    """Queries and keys are rotated; unfused attention also puts all three in the order of heads."""
+    plain, rotated, unfused = (
+        attention(costs("copy", **changed)).forward_seconds
+        for changed in ({}, {"position_embedding_type": "rope"}, {"transformer_impl": "local"})
+    )
+    assert rotated - plain == 2 * 2 * HIDDEN
+    assert unfused - plain == 2 * 3 * HIDDEN
+
+
+def test_what_the_loss_copies():
+    """Four passes over probabilities in fp32, and two in its backward, beside the last norm."""
+    logits = 4 * S * B * V / 2
+    made = costs("copy", tensor_model_parallel_size=2)
+    head = made.norm() + output(made, V)
+    assert seconds(head) == (5 * HIDDEN + 4 * logits, 5 * HIDDEN + 2 * logits, 0)
+    assert head.after_forward == 2 * HIDDEN + logits
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("changed", [{}, GROUPED, GATED, {**GROUPED, **GATED}], ids=str)
+def test_products_cost_the_same_in_f_i_and_w(changed, tensor):
+    """Two operations for each token and weight (arXiv 2401.10241, table 3)."""
+    heads = 2 if "num_query_groups" in changed else A
+    inner = 3 * 768 if "swiglu" in changed else 2 * 4 * H
+    weights = (2 * H * H + 2 * H * heads * (H // A) + H * inner) / tensor
+    found = layer("product", tensor_model_parallel_size=tensor, **changed)
+    assert seconds(found) == (2 * S * B * weights,) * 3
+    assert found.weight_operations == 2 * S * B * weights
+
+
+def test_experts_run_the_tokens_that_are_sent_to_them():
+    """Two of eight: twice the tokens through one expert's weights, and eight experts' weights kept."""
+    found = experts(costs("product", **EXPERTS))
+    weights = 2 * H * 384
+    assert seconds(found) == (2 * 2 * S * B * weights,) * 3
+    assert found.expert_parameters == 8 * (weights + 384 + H)
+
+
+def test_a_shared_expert_is_dense():
+    shared = {"moe_shared_expert_intermediate_size": 640}
+    with_it, without = (experts(costs("product", **EXPERTS, **more)) for more in (shared, {}))
+    assert with_it.parameters - without.parameters == 2 * H * 640 + 640 + H
+    assert with_it.expert_parameters == without.expert_parameters
+    assert with_it.forward_seconds - without.forward_seconds == 2 * S * B * 2 * H * 640
+
+
+def test_weight_gradients_alone_add_to_a_buffer():
+    assert seconds(layer("adding")) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (2, 1), (2, 4)])
+def test_attention_itself(tensor, context):
+    """Two products of every query with every key of the whole sequence, twice as many in I, none in W."""
+    found = layer("attention", tensor_model_parallel_size=tensor, context_parallel_size=context)
+    operations = 2 * 2 * (S / context) * B * S * H / tensor
+    assert seconds(found) == (operations, 2 * operations, 0)
+    assert found.activation_operations == operations
+
+
+def test_scores_are_a_number_for_each_head_query_and_key():
+    found = layer("scores", tensor_model_parallel_size=2)
+    assert found.forward_seconds == 2 * A * S * S * B / 2
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_with_and_without_biases(bias, tensor):
+    """Two norms; four products, of which the column-parallel ones share their biases out."""
+    found = layer("product", tensor_model_parallel_size=tensor, add_bias_linear=bias)
+    weights = (3 + 1 + 4 + 4) * H * H / tensor
+    biases = (3 * H + 4 * H) / tensor + H + H
+    assert found.parameters == weights + bias * biases + 2 * 2 * H
+    root = layer("product", tensor_model_parallel_size=tensor, add_bias_linear=bias, normalization="RMSNorm")
+    assert found.parameters - root.parameters == 2 * H
+
+
+def test_the_output_layer_has_no_bias_and_the_embedding_its_positions():
+    made = costs("product", tensor_model_parallel_size=2)
+    assert (output(made, V).parameters, made.norm().parameters) == (V * H / 2, 2 * H)
+    assert (table(made, V).parameters, positions(made).parameters) == (V * H / 2, S * H)
+    assert positions(costs("product", position_embedding_type="rope")).parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "inner"),
+    [
+        ({}, 4 * H),
+        ({"ffn_hidden_size": 640}, 640),
+        ({"swiglu": True}, 640),
+        ({"swiglu": True, "hidden_size": 512}, 1344),
+    ],
+)
+def test_the_default_width_of_an_mlp_is_megatrons(changed, inner):
+    """4 h; with a gate int(4 h * 2 / 3 / 64) * 64."""
+    hidden = changed.get("hidden_size", H)
+    found = mlp(costs("product", add_bias_linear=False, **changed))
+    assert found.parameters == hidden * inner * (3 if "swiglu" in changed else 2) + 2 * hidden
+
+
+def test_what_is_kept_for_w():
+    """Input and output gradient of all four products; a sequence-parallel input is a share."""
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    plain = (1 + 3) + (1 + 1) + (1 + 4) + (4 + 1)
+    assert layer("product").after_input_gradient == plain * HIDDEN
+    # Column: a share of the input and of the output. Row: a share of the input, the whole gradient.
+    assert (
+        layer("product", **split).after_input_gradient == (4 / 2 + (1 / 2 + 1) + 5 / 2 + (4 / 2 + 1)) * HIDDEN
+    )
+
+
+def test_selective_recomputation_leaves_out_what_it_names():
+    """Each module's bytes disappear between F and I, and its forward runs again in I."""
+
+    def made(modules, kind="copy", **changed):
+        again = {"recompute_granularity": "selective", "recompute_modules": modules}
+        return layer(kind, **changed, **(again if modules else {}))
+
+    inner = 2 * S * B * 4 * H
+    none, mlp, norms = made([]), made(["mlp"]), made(["layernorm"])
+    assert none.after_forward - mlp.after_forward == 2 * inner
+    assert mlp.input_gradient_seconds - none.input_gradient_seconds == 2 * inner
+    assert none.after_forward - norms.after_forward == 2 * HIDDEN
+    local = {"transformer_impl": "local", "attention_dropout": 0.0}
+    plain, attention = made([], "attention", **local), made(["core_attn"], "attention", **local)
+    assert plain.after_forward - attention.after_forward == 2 * A * S * S * B
+    assert attention.input_gradient_seconds == 3 * plain.forward_seconds
+
+
+def test_recomputed_experts():
+    def made(modules):
+        again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+        shared = {"moe_shared_expert_intermediate_size": 640}
+        return experts(costs("copy", **EXPERTS, **shared, **again))
+
+    none = made([])
+    chosen, inner, shared = 2, 2 * S * B * 384, 2 * S * B * 640
+    assert none.after_forward - made(["shared_experts"]).after_forward == 2 * shared
+    assert made(["moe"]).after_forward == 2 * HIDDEN + S * B * H
+    assert none.after_forward - made(["moe_act"]).after_forward == chosen * inner
+
+
+@pytest.mark.parametrize(("dropout", "kept"), [(0.0, 2), (0.1, 2 + 2 + 1)])
+def test_unfused_attention_keeps_its_probabilities(dropout, kept):
+    """In bf16, with dropout their copy, and a mask of a byte (arXiv 2205.05198, section 4.1)."""
+    unfused, fused = (
+        attention(costs("copy", attention_dropout=dropout, transformer_impl=which)).after_forward
+        for which in ("local", "transformer_engine")
+    )
+    assert unfused - fused == kept * A * S * S * B
+
+
+def test_the_mask_of_dropout_is_a_byte_a_number():
+    with_, without = (layer("copy", hidden_dropout=p).after_forward for p in (0.1, 0.0))
+    assert with_ - without == 2 * S * B * H
+    with_, without = (positions(costs("copy", hidden_dropout=p)).after_forward for p in (0.1, 0.0))
+    assert (with_, without) == (S * B * H, 0)
+
+
+def test_a_depth_of_prediction_joins_two_hidden_states():
+    """A product from twice the hidden size, its two normed inputs and two more kept."""
+    found = prediction(costs("product"))
+    assert found.weight_operations == 2 * S * B * 2 * H * H
+    assert (found.after_forward, found.after_input_gradient) == (4 * HIDDEN, 3 * HIDDEN)
+
+
+def test_the_loss_s_workspace():
+    """Logits as the product makes them and a copy in fp32, shared by tensor-parallel ranks."""
+    assert loss_workspace(costs("copy", tensor_model_parallel_size=2), V) == (2 + 4) * S * B * V / 2
+    assert loss_workspace(costs("copy", bf16=False), V) == (4 + 4) * S * B * V
