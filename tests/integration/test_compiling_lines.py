@@ -5,15 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.compiler.search import (
-    annealing,
-    diary,
-    integer_timing,
-    list_scheduling,
-    loops,
-    timed_order,
-)
+from megatron_pp_ext.compiler.search import annealing, diary, list_scheduling, problem, timed_order
 from megatron_pp_ext.integration.request import start_up
+from megatron_pp_ext.schedule import loops, program, walk
 from tests.support.training import train
 
 FLAGS = ("--pipeline-model-parallel-size", "2", "--train-iters", "1", "--pipeline-schedule", "flex")
@@ -24,7 +18,8 @@ def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No schedule and no code of a loop is kept yet, neither on disk nor by the process that is forked."""
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "schedules"))
     monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "loops")
-    for loop in (integer_timing._time, list_scheduling._schedule, timed_order._fill, annealing.walk):
+    of_search = list_scheduling._schedule, timed_order._fill, annealing.walk, problem._spell
+    for loop in (*of_search, program._find, walk._walk, walk._time):
         monkeypatch.setattr(loop, "_compiled", None)
     monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
 
