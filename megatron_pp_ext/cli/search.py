@@ -80,8 +80,9 @@ def search(
     from megatron_pp_ext.cli import search_report as report
     from megatron_pp_ext.cli.measure import Where, ranked, run
     from megatron_pp_ext.cli.measure import show as show_measured
-    from megatron_pp_ext.job import vocabulary_flag
     from megatron_pp_ext.job.layers import stages_flag
+    from megatron_pp_ext.job.rules import all_rules
+    from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Search
@@ -127,8 +128,8 @@ def search(
     fixed = settled_in(words)
     if compiles is Compiles.ONLY:
         fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-    if "pipeline_model_parallel_size" in fixed:
-        vocabulary_flag.refuse(Namespace(**{**vars(args), "pipeline_schedule": names[0]}))
+    if "pipeline_model_parallel_size" in fixed and args.pipeline_vocabulary is not None:
+        all_rules.refuse_without_pipeline(Asked(args))
     space = Space(args, gpus, machine.gpus_per_node, batch, names, fixed, is_uneven)
     limit = memory or (1 - HEADROOM) * machine.memory_bytes
     found = run_with_bar(Search(space, machine, limit, margin, top, compiles))

@@ -8,7 +8,6 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pp_ext.integration.request.model_costs import vocabulary
 from megatron_pp_ext.integration.request.parser import add_flags
-from megatron_pp_ext.job.stock_limits import refuse_under_any_schedule
 from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
 
 _LEAVE_OUT = "leave it out of the estimate"
@@ -45,6 +44,5 @@ def read_flags(words: Sequence[str]) -> Namespace:
     args.num_layers = args.num_layers or getattr(args, "encoder_num_layers", None)
     args.seq_length = args.seq_length or getattr(args, "encoder_seq_length", None)
     require_complete(args, "the model")
-    refuse_under_any_schedule(args)
     args.vocab_size = vocabulary(args)
     return args

@@ -25,7 +25,7 @@ from megatron_pp_ext.integration.runners import paged_stash, tracing
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossTransfer
 from megatron_pp_ext.integration.runners.message_groups import device, message_groups
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
-from megatron_pp_ext.job.refusals import refuse_config
+from megatron_pp_ext.job.rules.all_rules import refuse_config
 from megatron_pp_ext.runtime.executor import Recorder
 from megatron_pp_ext.runtime.split import STORE
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import inspect
 import random
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +52,6 @@ def remember_seeding(stock: Callable[..., None]) -> Callable[..., None]:
         given = get_args()
         if not getattr(given, "pipeline_layer_seeds", False):
             return
-        _refuse(given)
         call = parameters.bind(*args, **kwargs)
         group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
 
@@ -166,12 +164,3 @@ def _generators_kept() -> Iterator[None]:
         np.random.set_state(numpy)
         torch.set_rng_state(host)
         torch.cuda.set_rng_state(device)
-
-
-def _refuse(args: Namespace) -> None:
-    """End the process with one line where weights are not drawn while the model is built."""
-    if getattr(args, "init_model_with_meta_device", False):
-        raise SystemExit(
-            f"megatron_pp_ext: {FLAG} cannot go with --init-model-with-meta-device, under which weights are "
-            "drawn after the model is built; leave one of them out"
-        )
