@@ -10,12 +10,13 @@ from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 TABLE = (
-    schedules.RULES
-    + stock.RULES
-    + pairs_and_vocabulary.RULES
-    + without_flush.RULES
-    + measuring.RULES
-    + stock.CONFIG
+    *schedules.RULES,
+    *stock.RULES,
+    *pairs_and_vocabulary.RULES,
+    *without_flush.RULES,
+    *measuring.RULES,
+    measuring.NOT_COUNTED,
+    *stock.CONFIG,
 )
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"

@@ -12,7 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "job", "partition", "planner", "view"}
+PURE = {
+    "around",
+    "files",
+    "json_input",
+    "log_lines",
+    "schedule",
+    "compiler",
+    "job",
+    "partition",
+    "planner",
+    "view",
+}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
@@ -22,6 +33,7 @@ _STEPS = {"files", "json_input", "schedule", "compiler", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
+    "around": set(),
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
@@ -35,9 +47,10 @@ BELOW: dict[str, set[str]] = {
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "planner"},
-    "cpu": set(),
+    "cpu": {"around"},
     "integration": {
         *_STEPS,
+        "around",
         "__init__",
         "log_lines",
         "partition",
@@ -159,6 +172,20 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         if room(module) not in MEGATRON:
             allowed -= {"megatron"}
         assert heavy <= allowed, module
+
+
+TRAINING = {"__init__", "trainer", "mends", "request", "runners"}
+"""Rooms of ``integration`` that may import megatron.training; ``core`` must do without."""
+
+
+def test_the_trainer_stays_out_of_the_core() -> None:
+    using = {
+        module
+        for module in modules()
+        if any(name.startswith("megatron.training") for name in imports(module))
+    }
+    outside = {module for module in using if room(module) != "integration" or room(module, 2) not in TRAINING}
+    assert {room(module) for module in outside} == {"pretrain_gpt", "cpu"}
 
 
 def test_no_circle() -> None:

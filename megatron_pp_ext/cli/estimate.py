@@ -88,9 +88,9 @@ def estimate(
 
 def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:
     """Return flags with a layout in the place of ``auto``, which is set in ``args``, and words about it."""
+    from megatron_pp_ext.job.flag_words import by_name
     from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
-    from megatron_pp_ext.planner.step.flag_words import by_name
 
     if not requested_layout.is_requested(args):
         return list(words), ""
@@ -141,7 +141,7 @@ def show(found: "Estimate", request: "Request", machine: "System", gpus: int) ->
 
 def show_launch(title: str, launch: "Launch", filled_in: Sequence[str]) -> None:
     """Print the command that starts training, and which of its flags are stand-ins for the user's."""
-    from megatron_pp_ext.planner.step.flag_words import by_name
+    from megatron_pp_ext.job.flag_words import by_name
 
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.

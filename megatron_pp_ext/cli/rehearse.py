@@ -18,7 +18,7 @@ from megatron_pp_ext.cli.model import words_of as model_flags
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
-from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner import system as systems
@@ -168,7 +168,7 @@ def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
 
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
     """Return the flags of a rehearsal of ``flags`` that writes ``file``."""
-    kept = list(without_files(flags))
+    kept = list(without(flags))
     words = words_of(flags)
     fixed_scale = ["--loss-scale", "1"] if "--fp16" in words else []
     if fixed_scale and "--loss-scale" not in words:

@@ -35,6 +35,15 @@ def data_parallel_size(args: Namespace, world_size: int) -> int:
     return world_size // model
 
 
+def require_vocabulary(args: Namespace) -> None:
+    """Raise ValueError where neither a flag nor a tokenizer tells the size of the vocabulary."""
+    if not (args.padded_vocab_size or args.vocab_size or args.tokenizer_type):
+        raise ValueError(
+            "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
+            "what goes with it, or --padded-vocab-size"
+        )
+
+
 def batches(args: Namespace) -> list[int]:
     """The sizes of a batch in samples, in the order of training: several where the batch grows.
 

@@ -267,14 +267,14 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(tracing, "recording", recording)
     stages = source.from_catalogue("1f1b", linear(2))
     chosen = requested.Pipeline(stages, linear(2), profile_steps=ProfileSteps(2, 4))
-    runner = profile_guided.ProfileGuidedRunner(chosen)
+    guide = profile_guided.ProfileGuide(chosen)
     for args.curr_iteration in range(8):
         if args.curr_iteration == 6:
-            runner._durations.wait_for(1)
-        runner._recording(None, SimpleNamespace(model=[], forward_only=False))
-        runner._measured_steps += 2 <= args.curr_iteration + 1 <= 4
-        if runner._durations.is_waiting:
-            runner._durations.add_after(8, 0.1)
+            guide._durations.wait_for(1)
+        guide.step(None, SimpleNamespace(model=[], forward_only=False))
+        guide._measured_steps += 2 <= args.curr_iteration + 1 <= 4
+        if guide._durations.is_waiting:
+            guide._durations.add_after(8, 0.1)
     seconds = tracing.Counting.SECONDS
     # The step behind the measured ones is the first under the new schedule, if there is one.
     assert counted == {

@@ -1,6 +1,6 @@
 """Bad input is refused in one line, before any process group exists."""
 
-from argparse import Namespace
+from functools import partial
 
 import pytest
 from megatron.training import yaml_arguments
@@ -121,10 +121,10 @@ def test_a_provider_that_builds_one_chunk_is_refused_several(monkeypatch):
 
     def for_chunks(pre_process=True, post_process=True, vp_stage=None): ...
 
-    build = mirrored_chunks.build_chunks_placed(lambda provider: "built")
+    build = partial(mirrored_chunks.build_chunks_placed, lambda provider: "built")
+    size = "get_virtual_pipeline_model_parallel_world_size"
     for chunks, one in ((None, provider), (2, for_any), (2, for_chunks)):
-        given = Namespace(virtual_pipeline_model_parallel_size=chunks)
-        monkeypatch.setattr(mirrored_chunks, "get_args", lambda given=given: given)
+        monkeypatch.setattr(mirrored_chunks.parallel_state, size, lambda chunks=chunks: chunks)
         assert build(one) == "built"
     with pytest.raises(
         ValueError, match=r"provider takes no vp_stage, .* 2 chunks to build; .* 1f1b or zb-h1"

@@ -11,7 +11,7 @@ from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import Program, placement_of, program
+from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.stage_parts import pieces
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
@@ -142,8 +142,8 @@ def test_microbatches_between_s_and_t_add_to_the_peak():
     schedule = share(lambda count: catalog.build("1f1b", P, count), 8)
     costs = Costs((StageCosts(1, 1, 1, 0.0),) * P, vocabulary=VocabularyCosts(1, 1, 7.0))
     nothing = [work().parts[1].times(0)] * P
-    assert Program(schedule).in_flight.peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
-    assert Program(schedule).in_flight.peaks(nothing) == (0.0,) * P
+    assert Prepared(schedule).in_flight.peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
+    assert Prepared(schedule).in_flight.peaks(nothing) == (0.0,) * P
 
 
 def test_auto_shares_a_large_vocabulary_and_says_what_that_saves():

@@ -1,6 +1,5 @@
 """The two copies of a tied weight, which stock never has on one rank, in a checkpoint."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +8,12 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.runtime.storages import plain_tensors
 
 
-def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def write_copies_once(stock: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
     """Let a rank that holds a tensor twice write it once.
 
     Under a V both copies of a tied weight, and of its optimizer state, are on the first rank.  Stock
@@ -22,19 +23,14 @@ def write_copies_once(stock: Callable[..., None]) -> Callable[..., None]:
     Seam: ``distribute_main_replicas_with_precomputed_distribution`` in
     ``megatron.core.dist_checkpointing.strategies.fully_parallel``.
     """
-
-    @functools.wraps(stock)
-    def distribute(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        written = set()
-        for shard in nested_values(sharded_state_dict):
-            # Stock marks a tensor that this rank is to write with 0, any other with 1.
-            if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
-                place = _sharded_tensor_shard_id(shard)
-                shard.replica_id = int(place in written)
-                written.add(place)
-
-    return distribute
+    stock(sharded_state_dict, *args, **kwargs)
+    written = set()
+    for shard in nested_values(sharded_state_dict):
+        # Stock marks a tensor that this rank is to write with 0, any other with 1.
+        if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
+            place = _sharded_tensor_shard_id(shard)
+            shard.replica_id = int(place in written)
+            written.add(place)
 
 
 def separate_copies(state: dict[str, Any]) -> None:

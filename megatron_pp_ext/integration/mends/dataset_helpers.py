@@ -1,6 +1,5 @@
 """The C++ index helpers of Megatron's datasets, which a wheel ships built and a checkout has to build."""
 
-import functools
 import importlib
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import megatron.core.datasets
 import torch
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.releases import CORE_0_17
 
@@ -19,7 +19,10 @@ _NEEDED = (
 )
 
 
-def skip_if_built(stock: Callable[[], None]) -> Callable[[], None]:
+@around
+def skip_if_built(
+    stock: Callable[[], None],
+) -> None:
     """Build the helpers only where there are none, as ``build`` does.
 
     Stock's rank 0 runs ``make`` in megatron/core/datasets and ends the process with status 1 when that fails,
@@ -27,15 +30,10 @@ def skip_if_built(stock: Callable[[], None]) -> Callable[[], None]:
 
     Seam: ``compile_helpers`` in ``megatron.core.datasets.utils``.
     """
-
-    @functools.wraps(stock)
-    def compile_helpers() -> None:
-        if not are_built():
-            build()
-        if not are_built():
-            stock()
-
-    return compile_helpers
+    if not are_built():
+        build()
+    if not are_built():
+        stock()
 
 
 def are_built() -> bool:

@@ -5,13 +5,12 @@ within documents needs the documents' ends on every stage: without them, a stage
 all earlier tokens. Each stage then reads its own copy of the batch, as the outer ones do.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron.training import get_args
 
+from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 
@@ -25,37 +24,28 @@ def every_stage_reads() -> bool:
     return any(getattr(args, name, False) for name in FLAGS)
 
 
-def read_on_every_stage(stock: Callable[[int | None], bool]) -> Callable[[int | None], bool]:
+@around
+def read_on_every_stage(stock: Callable[[int | None], bool], vp_stage: int | None) -> bool:
     """Count every stage as one that reads batches where each of them needs its own.
 
     Seam: ``is_first_or_last_pipeline_stage`` in ``megatron.training.utils``, by which scripts decide on which
     ranks to build a dataset and for which stages to take a batch from it.
     """
-
-    @functools.wraps(stock)
-    def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-        return every_stage_reads() or stock(vp_stage)
-
-    return is_first_or_last_pipeline_stage
+    return every_stage_reads() or stock(vp_stage)
 
 
-def send_whole_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Send the whole batch to all tensor-parallel ranks where every stage needs it.
 
     Seam: ``get_batch_on_this_tp_rank`` in ``megatron.core.utils``, before 0.18 in
     ``megatron.training.utils``.  Stock sends nothing, or only a part, to the other ranks of a stage between
     the ends, unless it predicts several tokens, for which all fields are sent.
     """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
-        if every_stage_reads():
-            call.arguments["mtp_on_this_rank"] = True
-        return stock(*call.args, **call.kwargs)
-
-    return get_batch_on_this_tp_rank
+    call = bound(stock, *args, **kwargs)
+    if every_stage_reads():
+        call.arguments["mtp_on_this_rank"] = True
+    return stock(*call.args, **call.kwargs)
 
 
 _WHOLE_BATCH = (

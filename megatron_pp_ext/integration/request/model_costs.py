@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_pp_ext.job import layers
+from megatron_pp_ext.job import layers, sizes
 from megatron_pp_ext.planner.step import workload
 from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.stage_parts import pieces, shared_vocabulary, stage_parts
@@ -37,12 +37,6 @@ def message_bytes(args: Namespace) -> float:
 
 def vocabulary(args: Namespace) -> int:
     """The rows of the embedding; ValueError where no flag gives them."""
+    sizes.require_vocabulary(args)
     known = args.padded_vocab_size or args.vocab_size
-    if known:
-        return int(known)
-    if args.tokenizer_type is None:
-        raise ValueError(
-            "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
-            "what goes with it, or --padded-vocab-size"
-        )
-    return int(build_tokenizer(copy.copy(args)).vocab_size)
+    return int(known or build_tokenizer(copy.copy(args)).vocab_size)

@@ -5,7 +5,6 @@ placement.  Two things still depend on the rank: the state of a distributed opti
 reshardable, and any optimizer's state of experts.
 """
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,17 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import CheckpointType
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.mends import damaged_checkpoint
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 
-def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def load_placed(
+    stock: Callable[..., Any], load_dir: str, args: Namespace, *others: Any, **kwargs: Any
+) -> Any:
     """Refuse state that goes by rank and was saved elsewhere; give each copy of a tensor its own memory.
 
     Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
@@ -28,23 +31,18 @@ def load_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
     Seam: ``_load_base_checkpoint`` in ``megatron.training.checkpointing``, which is called for what all
     ranks have in common before it is called for tensors.
     """
-
-    @functools.wraps(stock)
-    def load(load_dir: str, args: Namespace, *others: Any, **kwargs: Any) -> Any:
-        damaged_checkpoint.refuse_mixed_steps(load_dir, args)
-        damaged_checkpoint.refuse_damage(load_dir, args)
-        loaded = stock(load_dir, args, *others, **kwargs)
-        state, _, is_release, kind = loaded
-        # Before validation only the flags of a checkpoint are read.
-        if state and "args" in state and hasattr(args, "pipeline_placement"):
-            _refuse_other_placement(load_dir, state, kind, args)
-            if not is_release:  # which has weights alone
-                _refuse_other_experts(load_dir, state, kind, args)
-        if state and requested.pipeline() is not None:
-            separate_copies(state)
-        return loaded
-
-    return load
+    damaged_checkpoint.refuse_mixed_steps(load_dir, args)
+    damaged_checkpoint.refuse_damage(load_dir, args)
+    loaded = stock(load_dir, args, *others, **kwargs)
+    state, _, is_release, kind = loaded
+    # Before validation only the flags of a checkpoint are read.
+    if state and "args" in state and hasattr(args, "pipeline_placement"):
+        _refuse_other_placement(load_dir, state, kind, args)
+        if not is_release:  # which has weights alone
+            _refuse_other_experts(load_dir, state, kind, args)
+    if state and requested.pipeline() is not None:
+        separate_copies(state)
+    return loaded
 
 
 def _refuse_other_placement(load_dir: str, state: dict[str, Any], kind: Any, args: Namespace) -> None:

@@ -7,9 +7,7 @@ rest, which is the output layer.  Megatron's own function does the seeding, so t
 expert-parallel ranks differ, or agree, as in stock.  Behind a chunk all generators are where they were.
 """
 
-import functools
 import hashlib
-import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 from megatron.training import get_args
 
+from megatron_pp_ext.around import around, bound
+
 FLAG = "--pipeline-layer-seeds"
 
 _REST = "model"
@@ -36,35 +36,30 @@ _drawn: list[str] | None = None
 """The layers of the chunk that is being built; None outside of a chunk, and within a layer with its parts."""
 
 
-def remember_seeding(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Keep the way in which Megatron seeds this rank, to seed it again for each part of the model.
 
     Seam: ``_set_random_seed`` in ``megatron.training.initialize``, which adds 100 to the seed for each
     pipeline rank.
     """
-    parameters = inspect.signature(stock)
+    global _seed_for
+    stock(*args, **kwargs)
+    _seed_for = None
+    given = get_args()
+    if not getattr(given, "pipeline_layer_seeds", False):
+        return
+    call = bound(stock, *args, **kwargs)
+    group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
 
-    @functools.wraps(stock)
-    def set_random_seed(*args: Any, **kwargs: Any) -> None:
-        global _seed_for
-        stock(*args, **kwargs)
-        _seed_for = None
-        given = get_args()
-        if not getattr(given, "pipeline_layer_seeds", False):
-            return
-        call = parameters.bind(*args, **kwargs)
-        group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
+    def seed_for(part: str) -> None:
+        # Read now: under a V it is another while a chunk is built.
+        in_pipeline = parallel_state.get_pipeline_model_parallel_rank
+        rank = in_pipeline() if group is None else get_pg_rank(group)
+        call.arguments["seed_"] = seed_of(seed, part) - 100 * rank
+        stock(*call.args, **call.kwargs)
 
-        def seed_for(part: str) -> None:
-            # Read now: under a V it is another while a chunk is built.
-            in_pipeline = parallel_state.get_pipeline_model_parallel_rank
-            rank = in_pipeline() if group is None else get_pg_rank(group)
-            call.arguments["seed_"] = seed_of(seed, part) - 100 * rank
-            stock(*call.args, **call.kwargs)
-
-        _seed_for = seed_for
-
-    return set_random_seed
+    _seed_for = seed_for
 
 
 def seed_of(seed: int, part: str) -> int:
@@ -72,63 +67,52 @@ def seed_of(seed: int, part: str) -> int:
     return 2**24 + int.from_bytes(hashlib.sha256(f"{seed} {part}".encode()).digest()[:4]) % 2**30
 
 
-def draw_chunks(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def draw_chunks(stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Draw each chunk of the model from the seeds of its parts.
 
     Seams: ``get_model`` and ``build_virtual_pipeline_stages``, whose first argument makes a chunk.
     """
-
-    @functools.wraps(stock)
-    def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return stock(build_chunk if _seed_for is None else _seeded(build_chunk), *args, **kwargs)
-
-    return build
+    return stock(build_chunk if _seed_for is None else _seeded(build_chunk), *args, **kwargs)
 
 
-def _seeded(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build_chunk)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        global _drawn
-        drawn: list[str] = []
-        _drawn = drawn
-        try:
-            with _generators_kept():
-                _seed("embedding" if kwargs.get("pre_process", True) else _REST)
-                chunk = build_chunk(*args, **kwargs)
-        finally:
-            _drawn = None
-        is_known = _KNOWN & {kind.__name__ for kind in type(chunk).__mro__}
-        if not is_known or len(drawn) < len(chunk.decoder.layers):
-            raise SystemExit(
-                f"megatron_pp_ext: {FLAG} knows the parts of GPTModel and HybridModel, and this script "
-                "builds another model; leave it out, and start from a checkpoint instead"
-            )
-        return chunk
-
-    return build
+@around
+def _seeded(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _drawn
+    drawn: list[str] = []
+    _drawn = drawn
+    try:
+        with _generators_kept():
+            _seed("embedding" if kwargs.get("pre_process", True) else _REST)
+            chunk = build_chunk(*args, **kwargs)
+    finally:
+        _drawn = None
+    is_known = _KNOWN & {kind.__name__ for kind in type(chunk).__mro__}
+    if not is_known or len(drawn) < len(chunk.decoder.layers):
+        raise SystemExit(
+            f"megatron_pp_ext: {FLAG} knows the parts of GPTModel and HybridModel, and this script "
+            "builds another model; leave it out, and start from a checkpoint instead"
+        )
+    return chunk
 
 
-def draw_layer(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def draw_layer(stock: Callable[..., Any], spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     """Draw a layer, with all that is in it, from the seed of its number in the model.
 
     Seam: ``build_module`` in ``megatron.core.transformer.spec_utils``, which makes every layer.
     """
-
-    @functools.wraps(stock)
-    def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-        global _drawn
-        if _drawn is None or "layer_number" not in kwargs:
-            return stock(spec_or_module, *args, **kwargs)
-        drawn, _drawn = _drawn, None
-        layer = _layer(**kwargs)
-        _seed(layer)
-        module = stock(spec_or_module, *args, **kwargs)
-        _seed(_REST)
-        drawn.append(layer)
-        _drawn = drawn
-        return module
-
-    return build_module
+    global _drawn
+    if _drawn is None or "layer_number" not in kwargs:
+        return stock(spec_or_module, *args, **kwargs)
+    drawn, _drawn = _drawn, None
+    layer = _layer(**kwargs)
+    _seed(layer)
+    module = stock(spec_or_module, *args, **kwargs)
+    _seed(_REST)
+    drawn.append(layer)
+    _drawn = drawn
+    return module
 
 
 def _layer(layer_number: int, config: Any, vp_stage: int | None = None, **others: Any) -> str:

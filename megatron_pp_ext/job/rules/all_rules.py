@@ -15,6 +15,11 @@ def refuse(asked: Asked) -> None:
     refuse_by(asked, TABLE)
 
 
+def refuse_to_plan(asked: Asked) -> None:
+    """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
+    refuse_by(asked, (measuring.NOT_COUNTED, *stock.RULES))
+
+
 def refuse_without_pipeline(asked: Asked) -> None:
     """Raise ValueError for what needs a pipeline where a model has none."""
     refuse_by(asked, (schedules.NO_PIPELINE,))

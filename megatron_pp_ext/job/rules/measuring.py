@@ -1,4 +1,4 @@
-"""What cannot go with measuring a run, and with rehearsing it."""
+"""What cannot go with measuring a run, with rehearsing it and with planning it."""
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -76,6 +76,19 @@ _REHEARSAL = Rules(
                 asked.has_layout and any("m" in stage for stage in (layers.layout(asked.args) or [])[:-1])
             ),
         ),
+    ),
+)
+
+_LEAVE_OUT = "leave it out of the estimate"
+
+NOT_COUNTED = Rules(
+    "In `mpp estimate` and `mpp search`",
+    lambda asked: True,
+    beside="the planner",
+    rows=(
+        Rule("--multi-latent-attention", "its compressed keys are not modelled", _LEAVE_OUT),
+        Rule("--yaml-cfg", "it reads flags alone", "give the model's sizes as flags"),
+        Rule("--use-megatron-fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
     ),
 )
 

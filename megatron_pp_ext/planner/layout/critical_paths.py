@@ -11,8 +11,8 @@ of a linear program.
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.loops import Loop
 from megatron_pp_ext.planner.layout.cut import Array, Cut, Moves
+from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.timing import CriticalPath
 
 _PATHS = 24

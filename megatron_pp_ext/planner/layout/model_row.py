@@ -9,7 +9,7 @@ from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.programs import Program
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.stage_parts import Pieces
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -25,7 +25,7 @@ class ModelRow:
 
     def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
         self._args, self._model, self._data = args, model, data
-        self._order, self._name = Program(schedule), name
+        self._order, self._name = Prepared(schedule), name
         shares_vocabulary = schedule.placement.shares_vocabulary
         counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
         self.stages = ModelStages(args, counted, schedule.placement)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.planner.step.flag_words import spelled
+from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog

@@ -9,12 +9,12 @@ from megatron_pp_ext.compiler.limits import Limit, requested_limit
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
-from megatron_pp_ext.planner.search.array_program import ArrayProgram
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -99,7 +99,7 @@ class Compiler:
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
-        found = estimate(work, ArrayProgram(schedule), FLEX, cut.microbatches, self._margin)
+        found = estimate(work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin)
         if found.fullest.total > self._limit:
             needed = found.fullest.total / 1e9
             given = memory_limit.spelled(limit)

@@ -16,11 +16,11 @@ from itertools import accumulate
 from statistics import fmean
 
 from megatron_pp_ext.compiler.limits import least_messages
-from megatron_pp_ext.planner.search.array_program import short_program
 from megatron_pp_ext.planner.search.model_sums import LeastSeconds, ModelSums
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
 from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.planner.step.model_state import ModelState, model_state
+from megatron_pp_ext.planner.step.programs import short_program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import Placement, Shape
 

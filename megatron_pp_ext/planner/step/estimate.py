@@ -16,7 +16,7 @@ from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.model_state import ModelState
-from megatron_pp_ext.planner.step.programs import Prepared, Program, program
+from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.planner.system import System
@@ -226,12 +226,12 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
     if name == FLEX or request.vocabulary is not None:
         source = requested_source(request, costs_of)
         schedule = source.build(microbatches, None)
-        found = estimate(work_on(schedule.placement), Program(schedule), name, microbatches, margin)
+        found = estimate(work_on(schedule.placement), Prepared(schedule), name, microbatches, margin)
         return replace(found, note=source.note)
     placement = request.placement
     if request.from_file is not None:
         require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)
-        order = Program(request.from_file)
+        order = Prepared(request.from_file)
     else:
         order = program(name, request.ranks, microbatches, placement.chunks, is_paired=request.is_paired)
     work = work_on(placement)

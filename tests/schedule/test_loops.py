@@ -1,11 +1,13 @@
 """Compiled loops: their code is kept on disk, and nothing that is wrong with the files stops a search."""
 
+import llvmlite.binding as llvm
+import numba
 import numpy as np
 import pytest
 
-from megatron_pp_ext.compiler.search import loops
-from megatron_pp_ext.compiler.search.loops import Loop
 from megatron_pp_ext.compiler.search.tables import draw, generator
+from megatron_pp_ext.schedule import loops
+from megatron_pp_ext.schedule.loops import Loop
 
 
 def sum_below(end: int) -> int:
@@ -18,7 +20,7 @@ def sum_below(end: int) -> int:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "code")
-    monkeypatch.setattr(loops.config, "DISABLE_JIT", 0)
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
     return tmp_path / "code"
 
 
@@ -49,7 +51,7 @@ def test_an_error_of_the_loop_itself_is_not_hidden(folder):
 
 def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_path):
     """All sources of the package's folder count, since a loop may use numbers and functions of them."""
-    monkeypatch.setattr(loops.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(loops, "_PACKAGE", tmp_path)
     room = tmp_path / "planner"
     (room / "search").mkdir(parents=True)
@@ -60,7 +62,7 @@ def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_pat
     for text in ("", "F = 0", "F = 1"):
         numbers.write_text(text)
         folders.append(loops._folder.__wrapped__(loop))
-    monkeypatch.setattr(loops.llvm, "get_host_cpu_name", lambda: "another")
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: "another")
     folders.append(loops._folder.__wrapped__(loop))
     assert len({*folders}) == 4
     assert {folder.parent for folder in folders} == {tmp_path}

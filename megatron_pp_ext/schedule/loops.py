@@ -1,13 +1,13 @@
-"""The searches' inner loops: Python that numba compiles to machine code when it first runs.
+"""The loops that a search repeats: Python that numba compiles to machine code when it first runs.
 
-Such a loop has one form alone, so that no second one could take other decisions.  The compiler's loops work
-on whole numbers, on which every machine agrees.  The code is kept on disk, for each processor and each state
-of the sources: numba by itself looks at the file of a loop, and not at what it takes from other files.
-Nothing relies on the files.  Code that cannot be read is compiled again, and code that cannot be written
-serves one process.
+Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
+compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times more
+slowly, but at once, which is quicker for what is done a single time.
 
-With NUMBA_DISABLE_JIT=1 nothing is compiled, and the loops are Python that takes the same decisions about a
-hundred times more slowly.
+The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
+of a loop, and not at what it takes from other files.  Nothing relies on the files.  Code that cannot be read
+is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
+compiled.  Numba is imported by the first loop that is compiled, and not by this module.
 """
 
 import hashlib
@@ -19,25 +19,21 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
 
-import llvmlite.binding as llvm
-import numba
-from numba import config, njit
+from megatron_pp_ext.files import user_folder
 
-from megatron_pp_ext.compiler.search.cache import user_folder
-
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 
 FIRST_TIME = "compiling inner loops for this machine, which takes about ten seconds the first time"
 """Logged for each loop without code, by whose module goes who is told; all loops of a room take so long."""
 
 
 def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
-    """Compile ``function`` into each loop that calls it."""
-    return cast(Function, njit(function))
+    """Compile ``function`` into each loop that calls it; its module imports numba, if there is one."""
+    return function if _numba() is None else cast(Function, _numba().njit(function))
 
 
 class Loop:
-    """A function that is compiled when it is first called; other loops cannot call it."""
+    """A function that is compiled when it is first called with an array; other loops cannot call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__doc__ = function.__doc__
@@ -45,8 +41,8 @@ class Loop:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the function; each argument is of one type in all calls."""
-        if config.DISABLE_JIT:
+        """Run the function, as Python if its first argument is a list; arrays have one type in all calls."""
+        if isinstance(arguments[0], list) or _numba() is None or _numba().config.DISABLE_JIT:
             return self._function(*arguments)
         if self._compiled is None:
             if not _has_code(self._function):
@@ -57,12 +53,23 @@ class Loop:
         except Exception:
             # Damaged files and full disks have errors of many kinds, all of which come before the loop runs.
             shutil.rmtree(_folder(_source(self._function)), ignore_errors=True)
-            self._compiled = njit(self._function)
+            self._compiled = _numba().njit(self._function)
             return self._compiled(*arguments)
+
+
+@cache
+def _numba() -> Any:
+    """Return the compiler, which takes a while to import, or None where it is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    return numba
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with its code kept on disk, or where that cannot be, in memory alone."""
+    njit, config = _numba().njit, _numba().config
     folder, before = _folder(_source(function)), config.CACHE_DIR
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +99,14 @@ def _folder(source: Path) -> Path:
 
     It goes by all sources of the room (the package's folder) that ``source`` is in.
     """
+    import llvmlite.binding as llvm
+
     room = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
     state = hashlib.sha256()
     for one in sorted(room.rglob("*.py")):
         state.update(one.read_bytes())
-    for part in (numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
+    config = _numba().config
+    for part in (_numba().__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
         state.update(part.encode())
     base = Path(config.CACHE_DIR) if config.CACHE_DIR else user_folder() / "loops"
     return base / state.hexdigest()[:16]

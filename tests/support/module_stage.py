@@ -29,7 +29,7 @@ class ModuleStage:
         self._in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         if activation is None:
             if self.first_inputs is None:
                 raise ValueError(f"stage {self.stage} got no activation: give the first stage first_inputs")
@@ -44,16 +44,16 @@ class ModuleStage:
         return output
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         activation, output = self._in_flight.pop(microbatch)
         torch.autograd.backward(output, grad_tensors=gradient)
         return activation.grad
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with STORE.collecting(Owner(self.stage, microbatch)):
             return self.backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         STORE.run(Owner(self.stage, microbatch))
