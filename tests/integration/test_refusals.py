@@ -1,7 +1,5 @@
 """Bad input is refused in one line, before any process group exists."""
 
-from functools import partial
-
 import pytest
 from megatron.training import yaml_arguments
 
@@ -121,7 +119,7 @@ def test_a_provider_that_builds_one_chunk_is_refused_several(monkeypatch):
 
     def for_chunks(pre_process=True, post_process=True, vp_stage=None): ...
 
-    build = partial(mirrored_chunks.build_chunks_placed, lambda provider: "built")
+    build = mirrored_chunks.build_chunks_placed(lambda provider: "built")
     size = "get_virtual_pipeline_model_parallel_world_size"
     for chunks, one in ((None, provider), (2, for_any), (2, for_chunks)):
         monkeypatch.setattr(mirrored_chunks.parallel_state, size, lambda chunks=chunks: chunks)

@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement
 
 ENGINE = "transformer-engine"
@@ -52,24 +53,14 @@ class Asked:
         return "Megatron's own schedules" if name is None else f"--pipeline-schedule {name}"
 
     @property
+    def can(self) -> Abilities:
+        """What the schedule can do."""
+        return catalog.abilities(self.pipeline_schedule)
+
+    @property
     def has_schedule(self) -> bool:
         """Whether one of this package's schedules is to run."""
         return self.pipeline_schedule is not None
-
-    @property
-    def flushes(self) -> bool:
-        """Whether the pipeline is empty at the end of a step."""
-        return self.pipeline_schedule not in FLUSH_FREE
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the schedule is read from a file."""
-        return (self.pipeline_schedule or "").startswith(CSV_PREFIX)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the schedule is compiled from costs."""
-        return self.pipeline_schedule in (FLEX, AUTO)
 
     @property
     def in_pipeline(self) -> bool:
@@ -77,13 +68,8 @@ class Asked:
         return bool(self.pipeline_model_parallel_size > 1)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the schedule can run forwards and backwards in pairs; a file is looked at by itself."""
-        return self.pipeline_schedule == FLEX or self.is_file or has_pairs(self.pipeline_schedule)
-
-    @property
     def paired_schedules(self) -> str:
-        """The names of the schedules that can."""
+        """The names of the schedules that can run forwards and backwards in pairs."""
         *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
         return f"{', '.join(names)} or {last}"
 
@@ -166,8 +152,3 @@ class Asked:
     def has_own_layers(self) -> bool:
         """Whether --spec names layers that are not Megatron's."""
         return self.spec is not None and not self.spec[0].startswith("megatron.core.")
-
-
-def has_pairs(name: str) -> bool:
-    """Whether the catalogue has an order with pairs for schedule ``name``."""
-    return name in catalog.ENTRIES and catalog.entry(name).make_paired is not None

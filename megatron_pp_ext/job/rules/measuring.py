@@ -2,7 +2,6 @@
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.schedule.names import AUTO
 
 _NEEDS = Rules(
     "What measurements need",
@@ -14,7 +13,7 @@ _NEEDS = Rules(
             "leave it out, or choose flex, auto or one of `mpp list`",
             lambda asked: (
                 asked.pipeline_profile_steps is not None
-                and (not asked.has_schedule or not asked.flushes or asked.is_file)
+                and (not asked.has_schedule or not asked.can.flushes or asked.can.file)
             ),
         ),
         Rule(
@@ -57,13 +56,13 @@ _REHEARSAL = Rules(
             "--pipeline-schedule auto",
             "it goes by the memory that all ranks have free",
             "choose flex, and give it the limit",
-            lambda asked: asked.pipeline_schedule == AUTO,
+            lambda asked: asked.can.measures_memory,
         ),
         Rule(
             "--pipeline-schedule {pipeline_schedule}",
             "it never flushes",
             "choose another schedule",
-            lambda asked: not asked.flushes,
+            lambda asked: not asked.can.flushes,
         ),
         Rule("--pipeline-trace", "a rank that runs alone has no step of all ranks", "leave it out"),
         Rule("--pipeline-profile-steps", "ranks are measured together there", "leave it out"),

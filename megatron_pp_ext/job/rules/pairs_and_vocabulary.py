@@ -1,7 +1,7 @@
 """What a shared vocabulary and pairs cannot do with."""
 
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.schedule.names import FLEX, SHARED
+from megatron_pp_ext.schedule.names import SHARED
 
 _SCHEDULE = "--pipeline-schedule {pipeline_schedule}"
 _VOCABULARY = "--pipeline-vocabulary {pipeline_vocabulary}"
@@ -21,13 +21,13 @@ _SHARING = Rules(
             f"does not support {_SCHEDULE}: every stage updates its weights by itself there, and the "
             "vocabulary would belong to all of them",
             "choose a schedule that flushes, or leave the flag out",
-            lambda asked: not asked.flushes,
+            lambda asked: not asked.can.flushes,
         ),
         Rule(
             _VOCABULARY,
             f"does not support {_SCHEDULE}: the file has no place for the parts of the vocabulary",
             "choose a schedule by name, or leave the flag out",
-            lambda asked: asked.is_file,
+            lambda asked: asked.can.file,
         ),
     ),
 )
@@ -61,7 +61,7 @@ _PAIRS = Rules(
             _SCHEDULE,
             "its order has no pairs",
             "choose {paired_schedules}, or leave the flag out",
-            lambda asked: not asked.has_pairs,
+            lambda asked: not asked.can.has_pairs,
         ),
         # Megatron's own conditions (TransformerConfig), which it checks only when the model is built.
         Rule(
@@ -126,7 +126,7 @@ _NEEDED_FOR_PAIRS = Rules(
             "the flag out",
             lambda asked: (
                 asked.overlap_moe_expert_parallel_comm
-                and asked.pipeline_schedule == FLEX
+                and asked.can.takes_limit
                 and asked.pipeline_costs is None
             ),
         ),

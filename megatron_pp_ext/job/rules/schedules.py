@@ -57,7 +57,7 @@ _ALWAYS = Rules(
             "choose a schedule that stays as it is, such as 1f1b",
             lambda asked: (
                 asked.moe_paged_stash
-                and (asked.pipeline_schedule == AUTO or asked.pipeline_profile_steps is not None)
+                and (asked.can.measures_memory or asked.pipeline_profile_steps is not None)
             ),
         ),
         Rule("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
@@ -174,7 +174,7 @@ _OR_FLEX = f"leave it out, or choose {FLEX}"
 
 _UPDATES = Rules(
     "With a flush",
-    lambda asked: asked.has_schedule and asked.flushes,
+    lambda asked: asked.has_schedule and asked.can.flushes,
     rows=tuple(
         Rule(flag, _NO_MEANING, _OR_PIPEDREAM)
         for flag in (
@@ -194,16 +194,14 @@ _MEANING = Rules(
             "--pipeline-replicas {pipeline_replicas}",
             _NO_MEANING,
             _OR_PIPEDREAM,
-            lambda asked: asked.pipeline_replicas is not None and asked.flushes,
+            lambda asked: asked.pipeline_replicas is not None and asked.can.flushes,
         ),
         Rule(
             "--pipeline-memory-limit {pipeline_memory_limit}",
             _NO_MEANING,
             _OR_FLEX,
             lambda asked: (
-                asked.has_schedule
-                and asked.pipeline_schedule != FLEX
-                and asked.pipeline_memory_limit is not None
+                asked.has_schedule and not asked.can.takes_limit and asked.pipeline_memory_limit is not None
             ),
         ),
         Rule(
@@ -214,7 +212,7 @@ _MEANING = Rules(
             lambda asked: (
                 asked.has_schedule
                 and asked.pipeline_costs is not None
-                and not asked.compiles
+                and not asked.can.is_compiled
                 and asked.pipeline_model_parallel_layout is None
             ),
         ),
@@ -222,14 +220,14 @@ _MEANING = Rules(
             _SCHEDULE,
             "needs --pipeline-memory-limit",
             "give a fraction of 1F1B's peak, such as 0.5, or a number of bytes, or choose auto",
-            lambda asked: asked.pipeline_schedule == FLEX and asked.pipeline_memory_limit is None,
+            lambda asked: asked.can.takes_limit and asked.pipeline_memory_limit is None,
         ),
         Rule(
             _SCHEDULE,
             "measures what memory is free after the first update, and the dynamic loss scale of --fp16 skips "
             "the first ones",
             "use --bf16, set --loss-scale, or choose flex",
-            lambda asked: asked.pipeline_schedule == AUTO and asked.fp16 and asked.loss_scale is None,
+            lambda asked: asked.can.measures_memory and asked.fp16 and asked.loss_scale is None,
         ),
     ),
 )

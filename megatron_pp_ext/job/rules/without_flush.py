@@ -14,7 +14,7 @@ _CAST = "its weights are cast once a step, and change within"
 
 _NEVER = Rules(
     "Without a flush",
-    lambda asked: not asked.flushes,
+    lambda asked: not asked.can.flushes,
     beside=_SCHEDULE,
     rows=(
         Rule("--rampup-batch-size", _CHANGES),
@@ -141,14 +141,14 @@ _WAITS = (
 
 _WAITING = Rules(
     "Without a flush and without `--pipeline-allow-waits`",
-    lambda asked: not asked.flushes and not asked.pipeline_allow_waits and not asked.pipeline_replicas,
+    lambda asked: not asked.can.flushes and not asked.pipeline_allow_waits and not asked.pipeline_replicas,
     beside=_SCHEDULE,
     or_else=", or allow it with --pipeline-allow-waits",
     rows=_WAITS,
 )
 
 _WAITING_REPLICAS = Rules(
-    "", lambda asked: not asked.flushes and asked.pipeline_replicas, beside=_SCHEDULE, rows=_WAITS
+    "", lambda asked: not asked.can.flushes and asked.pipeline_replicas, beside=_SCHEDULE, rows=_WAITS
 )
 
 RULES = (_NEVER, _REPLICAS, _NESTEROV, _WAITING, _WAITING_REPLICAS)
