@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, str]] = {
         "--decoder-last-pipeline-num-layers: a V has both ends": "--decoder-last-pipeline-num-layers 2",
     },
     f"With stages between the ends|{PP4} --pipeline-schedule 1f1b": {
-        "Megatron cannot count the samples": "--full-validation --multiple-validation-sets",
+        "Megatron cannot count the samples": "--full-validation --multiple-validation-sets"
     },
     "Without a pipeline|": {
         "--pipeline-vocabulary {": "--pipeline-vocabulary auto",
@@ -105,7 +105,7 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
     },
     f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
-        "full precision: Megatron plans": "--pipeline-schedule 1f1b",
+        "full precision: Megatron plans": "--pipeline-schedule 1f1b"
     },
     "What pairs need|": {
         " has none; write (3F1;3B0)OVERLAP_F_B": f"{PAIRS} --pipeline-schedule csv:alone.csv",
@@ -134,7 +134,7 @@ CASES: dict[str, dict[str, str]] = {
         "add --no-barrier-with-level-1-timing": "--timing-log-level 1",
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE.replace(UNTIED, '')}": {
-        "add --untie-embeddings-and-output-weights, or allow it with --pipeline-allow-waits": "",
+        "add --untie-embeddings-and-output-weights, or allow it with --pipeline-allow-waits": ""
     },
     f"Beside `--pipeline-delay-correction nesterov`|{ONE} --pipeline-delay-correction nesterov": {
         "the momentum of adam and sgd; choose one of these, or": "--optimizer muon",
@@ -179,7 +179,7 @@ CASES: dict[str, dict[str, str]] = {
         "its messages have two lengths; put the m": f"{LAYOUT} Et|tm|L",
     },
     f"Beside `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
-        "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device",
+        "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device"
     },
     "Under every schedule, Megatron's own too|": {
         "calls itself without end": "--recompute-granularity selective --recompute-modules mlp",
@@ -194,7 +194,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"With several chunks a rank, under Megatron's own schedule too|{PP4}": {
         "without knowing for which of several chunks": "--num-virtual-stages-per-pipeline-rank 2 "
-        "--heterogeneous-layers-config-path layers.json",
+        "--heterogeneous-layers-config-path layers.json"
     },
     "With Megatron's local layers, the only ones that run on a CPU|": {
         "--experimental-attention-variant: Mega": "--experimental-attention-variant gated_delta_net",

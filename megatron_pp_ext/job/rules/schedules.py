@@ -111,9 +111,7 @@ _SPLIT = Rules(
         Rule("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
         Rule("--tensor-parallel-num-weight-shards", _GATHERED, asked=lambda asked: asked.gathers_weights),
         Rule(
-            "--expert-tensor-parallel-num-weight-shards",
-            _GATHERED,
-            asked=lambda asked: asked.gathers_experts,
+            "--expert-tensor-parallel-num-weight-shards", _GATHERED, asked=lambda asked: asked.gathers_experts
         ),
     ),
 )
@@ -157,12 +155,7 @@ NO_PIPELINE = Rules(
     lambda asked: not asked.in_pipeline,
     rows=(
         Rule("--pipeline-vocabulary {pipeline_vocabulary}", _ALONE, _SEVERAL),
-        Rule(
-            f"--pipeline-model-parallel-layout {AUTO}",
-            _ALONE,
-            _SEVERAL,
-            lambda asked: asked.finds_layout,
-        ),
+        Rule(f"--pipeline-model-parallel-layout {AUTO}", _ALONE, _SEVERAL, lambda asked: asked.finds_layout),
         Rule(_SCHEDULE, _ALONE, _SEVERAL),
         Rule("--pipeline-trace", _ALONE, _SEVERAL),
     ),
