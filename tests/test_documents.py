@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import refused
 from tests.support.documents import (
     COMMANDS,
     DOCUMENTS,
@@ -238,3 +239,8 @@ def test_the_readme_is_short() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 150
     assert len(readme.split()) <= 900
+
+
+def test_refusals_are_those_of_the_rules() -> None:
+    """Write them anew by ``python -m scripts.refused``."""
+    assert refused.FILE.read_text() == refused.text()

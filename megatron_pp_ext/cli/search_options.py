@@ -98,12 +98,12 @@ class Tried:
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
-        from megatron_pp_ext.job import vocabulary_flag
         from megatron_pp_ext.job.layers import stages_flag
+        from megatron_pp_ext.job.rules import all_rules
+        from megatron_pp_ext.job.rules.asked import Asked
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
-        from megatron_pp_ext.planner.step.model_description import changed
 
         names, compiles = self._schedules(args)
         flag = stages_flag(args)
@@ -116,8 +116,8 @@ class Tried:
         fixed = settled_in(words)
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        if "pipeline_model_parallel_size" in fixed:
-            vocabulary_flag.refuse(changed(args, pipeline_schedule=names[0]))
+        if "pipeline_model_parallel_size" in fixed and args.pipeline_vocabulary is not None:
+            all_rules.refuse_without_pipeline(Asked(args))
         space = Space(args, gpus, gpus_per_node, args.global_batch_size, names, fixed, is_uneven)
         return space, compiles
 

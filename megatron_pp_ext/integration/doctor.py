@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pp_ext.integration import patching, releases
-from megatron_pp_ext.job.refusals import FIRST_ENGINE
+from megatron_pp_ext.job.rules.schedules import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
 HANGS = (

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from megatron_pp_ext.schedule.placement import Placement
+
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -125,6 +127,33 @@ def predicting_stage(args: Namespace, stages: int) -> int | None:
         return None
     described = layout(args) or []
     return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)
+
+
+def stages_for_prediction(placement: Placement) -> list[int]:
+    """Return the stages where Megatron can build and train multi-token prediction.
+
+    Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
+    the gradients of the first stage's embedding with other ranks' (``_allreduce_embedding_grad`` in
+    ``megatron.core.distributed.finalize_model_grads``) and would leave out a copy in another of its stages.
+    """
+    stages = placement.stages
+    return [
+        stage
+        for stage in range(stages - placement.ranks, stages)
+        if placement.rank_of(stage) != 0 or stage in (0, stages - 1)
+    ]
+
+
+def can_predict(args: Namespace, placement: Placement) -> bool:
+    """Whether ``args`` put multi-token prediction nowhere, or where Megatron can build and train it."""
+    stage = predicting_stage(args, placement.stages)
+    return stage is None or stage in stages_for_prediction(placement)
+
+
+def are_heterogeneous(args: Namespace) -> bool:
+    """Whether a file describes each layer of the model by itself."""
+    flags = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
+    return any(value(args, flag) for flag in flags)
 
 
 def has_given_ends(args: Namespace) -> bool:

@@ -5,21 +5,22 @@ come from and in what the stages cost; what the flags mean is the same for all o
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
-from megatron_pp_ext.job import layers, memory_limit, pairs, refusals, sizes, updates, vocabulary_flag
+from megatron_pp_ext.job import layers, memory_limit, sizes, updates
 from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
-from megatron_pp_ext.job.stock_limits import has_heterogeneous_layers, refuse_chunks
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
-from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE
+from megatron_pp_ext.schedule.names import AUTO, FLEX, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v, wave
 
 _COMPILED_CHUNKS = 2
@@ -111,46 +112,55 @@ def named(
 
 
 def for_world(args: Namespace, world_size: int) -> Request:
-    """The request of ``args`` on ``world_size`` ranks; ValueError for sizes that do not divide."""
+    """The request of ``args`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
+    all_rules.refuse(Asked(args))
     return read(args, sizes.data_parallel_size(args, world_size))
 
 
-def read(args: Namespace, data: int, engine: str | None = None) -> Request:
+def read(args: Namespace, data: int, releases: Mapping[str, str] | None = None) -> Request:
     """The request of ``args`` on ``data`` data-parallel ranks; ValueError, in one line, if it cannot be.
 
-    For ``engine`` see ``refusals.refuse``.
+    ``releases`` are those of the machine that trains (see ``Asked``), None where it is another one.  What the
+    flags alone rule out has to be refused before.
     """
     microbatches, chunks = sizes.microbatches(args, data), chunks_requested(args)
-    vocabulary_flag.refuse(args)
+    asked = Asked(args, releases or {})
     if args.pipeline_schedule is None:
         ranks = args.pipeline_model_parallel_size
         if ranks == 1:
             return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
         stock = named(stock_schedule(args), ranks, microbatches, None if chunks == 1 else chunks)
-        refuse_chunks(args, stock.placement.chunks)
-        is_paired = pairs.requested(args) and stock.placement.chunks > 1
-        return replace(stock, data=data, is_stock=True, is_paired=is_paired)
-    require_pipeline(f"--pipeline-schedule {args.pipeline_schedule}", args)
-    _require_meaning(args)
+        chunks = stock.placement.chunks
+        all_rules.refuse(replace(asked, chunks=chunks))
+        is_paired = asked.overlap_moe_expert_parallel_comm and chunks > 1
+        return replace(stock, data=data, is_stock=True, is_paired=bool(is_paired))
     request = _read_schedule(args, chunks, microbatches)
-    refuse_chunks(args, request.finest.chunks)
-    pairs.refuse(args, request.schedule, request.from_file)
-    request = replace(request, is_paired=pairs.requested(args))
+    is_paired = bool(asked.overlap_moe_expert_parallel_comm)
     # flex chooses among the placements that have a place for a prediction, if any has.
-    suited = tuple(one for one in request.placements if refusals.can_predict(args, one))
-    request = replace(request, placements=suited or request.placements)
-    is_split = request.splits_backward or request.is_paired or args.pipeline_profile_steps is not None
-    refusals.refuse(args, request.placements[0], is_split, engine)
-    refusals.refuse_prediction(args, request.placements[0])
+    suited = tuple(one for one in request.placements if layers.can_predict(args, one))
+    request = replace(request, placements=suited or request.placements, is_paired=is_paired)
+    all_rules.refuse(
+        replace(
+            asked,
+            placement=request.placements[0],
+            chunks=request.finest.chunks,
+            splits=request.splits_backward or is_paired or args.pipeline_profile_steps is not None,
+            from_file=request.from_file,
+        )
+    )
     if request.from_file is not None:
         require_batches(args, request.from_file, data)
-    request = replace(
-        request, data=data, layers=_layers(args, request), vocabulary=vocabulary_flag.requested(args)
-    )
+    request = replace(request, data=data, layers=_layers(args, request), vocabulary=vocabulary(args))
     if not catalog.abilities(request.schedule).flushes:
         return replace(request, updates=updates.read(args, microbatches))
-    updates.refuse_flags(args)
     return request
+
+
+def vocabulary(args: Namespace) -> str | None:
+    """The value of --pipeline-vocabulary, but None where other flags leave ``AUTO`` no choice."""
+    asked = Asked(args)
+    value: str | None = asked.pipeline_vocabulary
+    return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
 
 
 def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
@@ -159,17 +169,22 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
     ValueError, with the reason that rules out the first, where none is left.
     """
     found, reason = [], ""
-    if pairs.requested(args):
-        names = pairs.with_pairs(args, names)
     for name in names:
-        request = named(name, 2, 1, limit=1.0 if catalog.abilities(name).takes_limit else None)
-        described = Namespace(
-            **{**vars(args), "pipeline_schedule": name, "pipeline_model_parallel_size": request.ranks}
-        )
+        limit = 1.0 if catalog.abilities(name).takes_limit else None
+        request = named(name, 2, 1, limit=limit)
+        chosen = {  # what a search chooses itself
+            "pipeline_schedule": name,
+            "pipeline_model_parallel_size": request.ranks,
+            "expert_model_parallel_size": 2,
+            "pipeline_memory_limit": limit,
+            "pipeline_costs": None,
+        }
+        placement, chunks = request.placements[0], request.finest.chunks
+        described = Namespace(**{**vars(args), **chosen})
         try:
-            vocabulary_flag.refuse(described)
-            refuse_chunks(described, request.finest.chunks)
-            refusals.refuse(described, request.placements[0], request.splits_backward)
+            all_rules.refuse(
+                Asked(described, placement=placement, chunks=chunks, splits=request.splits_backward)
+            )
             found.append(name)
         except ValueError as error:
             reason = reason or str(error)
@@ -181,43 +196,6 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
 def stock_schedule(args: Namespace) -> str:
     """The name of the schedule that Megatron runs without --pipeline-schedule."""
     return "1f1b" if chunks_requested(args) in (None, 1) else "interleaved"
-
-
-def require_pipeline(flag: str, args: Namespace) -> None:
-    """ValueError, naming ``flag``, where ``args`` request a single pipeline rank."""
-    ranks = args.pipeline_model_parallel_size
-    if ranks < 2:
-        raise ValueError(
-            f"{flag} needs a pipeline of 2 ranks or more, got --pipeline-model-parallel-size {ranks}; "
-            "set it to 2 or more, or leave the flag out"
-        )
-
-
-def _require_meaning(args: Namespace) -> None:
-    """ValueError for a flag of compiled schedules that is missing, or given beside another schedule."""
-    name, limit = args.pipeline_schedule, args.pipeline_memory_limit
-    can = catalog.abilities(name)
-    # Beside a layout, costs serve to choose it and to predict the step.
-    has_costs_use = can.is_compiled or layers.layout(args) is not None
-    for flag, value in (
-        ("--pipeline-memory-limit", limit if not can.takes_limit else None),
-        ("--pipeline-costs", args.pipeline_costs if not has_costs_use else None),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"{flag} {value} has no meaning for --pipeline-schedule {name}; leave it out, or choose "
-                f"{FLEX}"
-            )
-    if can.takes_limit and limit is None:
-        raise ValueError(
-            "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak, such "
-            "as 0.5, or a number of bytes, or choose auto"
-        )
-    if can.measures_memory and args.fp16 and getattr(args, "loss_scale", None) is None:
-        raise ValueError(
-            "--pipeline-schedule auto measures what memory is free after the first update, and the dynamic "
-            "loss scale of --fp16 skips the first ones; use --bf16, set --loss-scale, or choose flex"
-        )
 
 
 def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Request:
@@ -251,7 +229,7 @@ def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Re
     name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
     can = catalog.abilities(name)
     if chunks is None:
-        is_uncut = layers.has_given_ends(args) or layers.pattern(args) or has_heterogeneous_layers(args)
+        is_uncut = layers.has_given_ends(args) or layers.pattern(args) or layers.are_heterogeneous(args)
         chunks = _COMPILED_CHUNKS if not is_uncut and layers.spread(args) % (2 * ranks) == 0 else 1
     if can.measures_memory:
         accepted = chunks <= _COMPILED_CHUNKS or layers.stages_described(args) is not None

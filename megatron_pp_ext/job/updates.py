@@ -1,8 +1,7 @@
-"""The flags of schedules that never flush, and those that would make all stages wait at every update.
+"""The updates of schedules that never flush, as their flags request them.
 
 A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
-its weights as soon as its own backwards are done.  A feature that needs an answer from all stages before
-an update would empty the pipeline every time, which these schedules exist to avoid.
+its weights as soon as its own backwards are done.
 """
 
 from argparse import Namespace
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_pp_ext.job import replicas
-from megatron_pp_ext.job.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -50,70 +48,6 @@ class Updates:
         return delay + 1 if delay and self.correction is DelayCorrection.ERROR_FEEDBACK else delay
 
 
-_WAITING = (
-    Refusal(
-        "tied embeddings",
-        "the first and the last stage would add up their gradients at every update",
-        "add --untie-embeddings-and-output-weights",
-        lambda args: not args.untie_embeddings_and_output_weights,
-    ),
-    Refusal(
-        "--mtp-num-layers",
-        "the first and the last stage would add up the embedding's gradients at every update",
-    ),
-    Refusal("--fp16", "its overflow check needs all stages before every update", "use --bf16"),
-    Refusal("--calculate-per-token-loss", "all stages would wait for the last one's count of tokens"),
-    Refusal("--exit-signal-handler", "all ranks would exchange signals after every update"),
-    Refusal("--exit-duration-in-mins", "all ranks would compare their clocks after every update"),
-    Refusal(
-        "--timing-log-level",
-        "its timers start with a barrier",
-        "add --no-barrier-with-level-1-timing",
-        lambda args: getattr(args, "timing_log_level", 0) and args.barrier_with_L1_time,
-    ),
-)
-
-_CHANGES = "the microbatches of an update cannot change while some are in flight"
-_SKIPS = "stages have read differently far, so that to skip a step would part samples from their labels"
-_CAST = "its weights are cast once a step, and change within"
-
-_NESTEROV = (
-    Refusal(
-        "--optimizer",
-        "Nesterov's step is defined for the momentum of adam and sgd",
-        "choose one of these, or --pipeline-delay-correction error-feedback",
-        lambda args: args.optimizer not in ("adam", "sgd"),
-    ),
-    Refusal(
-        "--sgd-momentum 0",
-        "without momentum there is nothing to look ahead by",
-        "set it above 0, or choose --pipeline-delay-correction error-feedback",
-        lambda args: args.optimizer == "sgd" and not args.sgd_momentum,
-    ),
-    Refusal("--use-precision-aware-optimizer", "its gradients and moments are not those of torch's Adam"),
-    Refusal("--optimizer-cpu-offload", "its parts step on two devices"),
-    Refusal("--optimizer-cuda-graph", "a captured step cannot be corrected"),
-)
-
-_NEVER = (
-    Refusal("--rampup-batch-size", _CHANGES),
-    Refusal("--step-batch-size-schedule", _CHANGES),
-    Refusal("--iterations-to-skip", _SKIPS),
-    Refusal("--result-rejected-tracker-filename", _SKIPS),
-    Refusal(
-        "--overlap-param-gather", "weights that are still being gathered cannot be kept for what is in flight"
-    ),
-    Refusal("--fp8-format", _CAST, test=lambda args: getattr(args, "fp8", None)),
-    Refusal("--fp4-format", _CAST, test=lambda args: getattr(args, "fp4", None)),
-    Refusal("--te-precision-config-file", "its weights are cast for microbatch 0, which comes once in a run"),
-    Refusal(
-        "--moe-expert-rank-capacity-factor",
-        "it reads a step's samples beforehand and runs the step again where they do not fit",
-    ),
-    Refusal("--moe-router-enable-expert-bias", "the bias has no versions"),
-)
-
-
 def read(args: Namespace, microbatches: int) -> Updates:
     """The updates that ``args`` request; ValueError where the schedule cannot have them.
 
@@ -123,15 +57,8 @@ def read(args: Namespace, microbatches: int) -> Updates:
     name = args.pipeline_schedule
     replicated, stages = replicas.requested(args), replicas.of_stages(args)
     interval = _interval(name, stages, args.pipeline_update_interval, microbatches)
-    refuse_first(args, _NEVER)
     if replicated:
-        replicas.refuse(args, replicated, microbatches)
-    correction = args.pipeline_delay_correction
-    if correction == DelayCorrection.NESTEROV:
-        refuse_first(args, _NESTEROV, by=f"--pipeline-delay-correction {correction}")
-    if not args.pipeline_allow_waits:
-        allowed = "" if replicated else ", or allow it with --pipeline-allow-waits"
-        refuse_first(args, _WAITING, allowed)
+        replicas.require_turns(args, replicated, microbatches)
     return described(args, name, interval, stages)
 
 
@@ -167,18 +94,3 @@ def _interval(name: str, stages: Replicas, requested: int | None, microbatches: 
             f"{stages.ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
         )
     return interval
-
-
-def refuse_flags(args: Namespace) -> None:
-    """Raise ValueError for a flag that has a meaning only for a schedule that never flushes."""
-    for flag, value in (
-        ("--pipeline-update-interval", args.pipeline_update_interval),
-        ("--pipeline-vertical-sync", args.pipeline_vertical_sync),
-        ("--pipeline-allow-waits", args.pipeline_allow_waits),
-        ("--pipeline-delay-correction", args.pipeline_delay_correction),
-    ):
-        if value:
-            raise ValueError(
-                f"{flag} has no meaning for --pipeline-schedule {args.pipeline_schedule}; leave it out, or "
-                f"choose {PIPEDREAM}"
-            )

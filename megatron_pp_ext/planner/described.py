@@ -8,19 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.job import flag_table, flag_words
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.sizes import require_vocabulary
-from megatron_pp_ext.job.stock_limits import refuse_under_any_schedule
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.model_names import GivenModel
 from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
-
-_LEAVE_OUT = "leave it out of the estimate"
-_NOT_COUNTED = (
-    ("multi_latent_attention", "its compressed keys are not modelled", _LEAVE_OUT),
-    ("yaml_cfg", "the planner reads flags alone", "give the model's sizes as flags"),
-    ("use_megatron_fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
-)
-"""Arguments with the rule that refuses them, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +33,8 @@ class Described:
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
         args = self.args
-        for name, rule, fix in _NOT_COUNTED:
-            if value := getattr(args, name):
-                given = flag(name) if value is True else f"{flag(name)} {value}"
-                raise ValueError(f"{given}: {rule}; {fix}")
         require_complete(args, "the model")
-        refuse_under_any_schedule(args)
+        all_rules.refuse_to_plan(Asked(args))
         require_vocabulary(args)
         args.vocab_size = args.vocab_size or args.padded_vocab_size
         return args

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pp_ext.job import layers, pairs
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.rules import pairs_and_vocabulary
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
@@ -34,7 +35,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--pipeline-delay-correction": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
-    pairs.FLAG: 0,
+    pairs_and_vocabulary.FLAG: 0,
 }
 """The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""
 

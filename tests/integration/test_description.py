@@ -50,9 +50,12 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--hidden-size many", "invalid int value: 'many'"),
         ("--hidden-size 33", "--hidden-size 33 is not divisible by --num-attention-heads 4"),
         ("--bf16 --fp16", "contradict each other"),
+        ("--yaml-cfg x", "it reads flags alone; give the model's sizes as flags"),
+        ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (
             "--multi-latent-attention",
-            "^--multi-latent-attention: its compressed keys are not modelled; leave it out of the estimate$",
+            "^the planner does not support --multi-latent-attention: its compressed keys are not modelled; "
+            "leave it out of the estimate$",
         ),
     ],
 )

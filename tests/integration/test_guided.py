@@ -294,19 +294,6 @@ REFUSED = {
         "2-9 leaves no step of --train-iters 3 .* let it end earlier",
     ),
     "no step left": (f"--pipeline-schedule v-half {FLAG} 2-3", "leaves no step of --train-iters 3"),
-    "stock": (
-        f"{FLAG} 1-2",
-        "which Megatron's own schedule leaves no room for; leave it out, or choose flex",
-    ),
-    "file": (f"--pipeline-schedule csv:x {FLAG} 1-2", "which --pipeline-schedule csv:x leaves no room for"),
-    "pipedream": (
-        f"--pipeline-schedule pipedream {FLAG} 1-2",
-        "which --pipeline-schedule pipedream leaves no room",
-    ),
-    "layers that cannot split": (
-        f"--pipeline-schedule 1f1b {FLAG} 1-2 --transformer-impl transformer_engine",
-        "does not support --transformer-impl transformer_engine",
-    ),
 }
 
 

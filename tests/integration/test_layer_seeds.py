@@ -8,7 +8,6 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.cpu import flags as cpu_flags
 from megatron_pp_ext.integration.trainer.layer_seeds import FLAG, draw_chunks
 from tests.support.comparison import Result, assert_same_bits, run
-from tests.support.ranks import RankError
 from tests.support.training import train
 
 PIPELINE = (
@@ -87,8 +86,3 @@ def test_generators_are_put_back() -> None:
     assert torch.equal(tracked[0], tracked[2])
     assert torch.equal(tracked[1], tracked[3])
     assert not torch.equal(tracked[0], tracked[1])
-
-
-def test_weights_that_are_drawn_later_are_refused() -> None:
-    with pytest.raises(RankError, match="cannot go with --init-model-with-meta-device"):
-        train(2, [*PIPELINE, FLAG, "--init-model-with-meta-device"])

@@ -5,7 +5,6 @@ plan cuts the graph of a layer where its tokens leave for other ranks, which cha
 gradients are stock's to the last bit.
 """
 
-import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -28,7 +27,6 @@ from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, run, stock
-from tests.support.flags import assert_refused
 from tests.support.training import initialize_by_layer, train
 
 PAIRS = "--overlap-moe-expert-parallel-comm"
@@ -274,53 +272,6 @@ def test_one_prediction_is_stocks_own_in_pairs() -> None:
             assert (gradient - expected).abs().max() <= 2 * rounding.BFLOAT16 * expected.abs().max()
         else:
             assert torch.equal(gradient, expected), name
-
-
-WORDS = f"{TWO} {EXPERTS} {PAIRS} --pipeline-schedule"
-REFUSED = {
-    "v-half": "v-half, whose order has no pairs; choose 1f1b, interleaved or dualpipe-v, or leave",
-    "auto": "auto, whose order has no pairs; choose 1f1b",
-    "pipedream": "pipedream, whose order has no pairs",
-    "1f1b --expert-model-parallel-size 1": "--expert-model-parallel-size 1: tokens then stay",
-    "1f1b --moe-token-dispatcher-type allgather": "--moe-token-dispatcher-type allgather: it gathers",
-    "1f1b --recompute-granularity full --recompute-method uniform": "granularity full: a plan",
-    "1f1b --recompute-granularity selective --recompute-modules moe": "--recompute-modules moe: its tokens",
-    "1f1b --moe-shared-expert-overlap": "--moe-shared-expert-overlap: a plan runs",
-    "1f1b --mtp-num-layers 2": "--mtp-num-layers above 1: a plan knows one",
-    "dualpipe-v --pipeline-vocabulary shared": "--pipeline-vocabulary: its exchanges",
-    "dualpipe-v --pipeline-profile-steps 1-2": "--pipeline-profile-steps: it measures",
-}
-
-
-@pytest.mark.parametrize("schedule", REFUSED)
-def test_refused_in_one_line(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused(
-        monkeypatch, f"{WORDS} {schedule}", f"{PAIRS} does not support .*{re.escape(REFUSED[schedule])}"
-    )
-
-
-def test_flex_needs_to_know_what_a_pair_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    flex = f"{WORDS} flex --pipeline-memory-limit 0.5"
-    assert_refused(
-        monkeypatch, flex, 'needs to know what a pair takes; give --pipeline-costs a file with a "pair"'
-    )
-
-
-def test_full_precision_and_files_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    full = WORDS.replace("--bf16 ", "")
-    assert_refused(monkeypatch, f"{full} 1f1b", "does not support training in full precision: .* add --bf16")
-    file = tmp_path / "schedule.csv"
-    csv_file.write(catalog.build("1f1b", 2, 8), file)
-    assert_refused(monkeypatch, f"{WORDS} csv:{file}", "needs pairs, and .* has none; write")
-    csv_file.write(catalog.build("1f1b", 2, 8, paired=True), file)
-    assert_refused(
-        monkeypatch, f"{TWO} --pipeline-schedule csv:{file}", f"has pairs .* runs with {PAIRS}; add it"
-    )
-
-
-def test_cuda_graphs_are_refused_as_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = f"{WORDS} 1f1b --cuda-graph-impl local"
-    assert_refused(monkeypatch, graphs, "1f1b does not support --cuda-graph-impl: graphs are captured")
 
 
 def test_stock_in_pairs_is_stock_without() -> None:

@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cli.profile import training_flags
 from megatron_pp_ext.cpu import streams
-from megatron_pp_ext.job.measurements import refuse_profile
+from megatron_pp_ext.job.measurements import require_files
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
@@ -108,26 +108,7 @@ def test_mpp_profile_takes_a_real_run_s_flags(tmp_path: Path) -> None:
     assert profile_file.read(tmp_path / "profile.json").layers[1].activation_bytes == 2 * HIDDEN_BYTES
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"pipeline_schedule": "zb-h1"}, "beside --pipeline-schedule; leave it out"),
-        ({"recompute_granularity": "full"}, "beside --recompute-granularity full; leave it out"),
-        ({"mtp_num_layers": 1}, "beside --mtp-num-layers; leave it out"),
-        ({"train_iters": 1}, "beside --train-iters 1; set it to 2 or more"),
-        ({"profile_pipeline": Path("nowhere/a.json")}, "nowhere/a.json: no such folder; make it first"),
-    ],
-)
-def test_refusals(changed: dict[str, Any], message: str) -> None:
-    args = Namespace(
-        profile_pipeline=Path("profile.json"),
-        pipeline_schedule=None,
-        recompute_granularity=None,
-        mtp_num_layers=None,
-        train_iters=3,
-    )
-    refuse_profile(args)
-    vars(args).update(changed)
-    with pytest.raises(ValueError, match="--profile-pipeline ") as error:
-        refuse_profile(args)
-    assert message in str(error.value)
+def test_a_folder_that_is_not_there_is_named() -> None:
+    args = Namespace(profile_pipeline=Path("nowhere/a.json"), pipeline_trace=None)
+    with pytest.raises(ValueError, match=r"nowhere/a\.json: no such folder; make it first"):
+        require_files(args)

@@ -1,11 +1,9 @@
 """mpp rehearse: a rank that runs alone holds what it holds among the others, and runs the same actions."""
 
 import os
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes
-from megatron_pp_ext.job.measurements import refuse_rehearsal
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import csv_file
@@ -112,38 +109,6 @@ def test_a_pair_is_rehearsed_action_by_action(tmp_path: Path) -> None:
         # Two layers a chunk: tokens and their probabilities leave, and tokens come back.
         assert set(exchanged.values()) == {2 * 3}
         assert {kind for _, kind in exchanged} >= {"F"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"pipeline_schedule": "auto"}, "cannot go with --pipeline-schedule auto; choose flex"),
-        ({"pipeline_schedule": "pipedream"}, "pipedream, which never flushes; choose another schedule"),
-        ({"pipeline_trace": Path("a.json")}, "cannot go with --pipeline-trace; leave it out"),
-        ({"pipeline_profile_steps": "2-3"}, "cannot go with --pipeline-profile-steps; leave it out"),
-        ({"profile_pipeline": Path("a.json")}, "cannot go with --profile-pipeline; leave it out"),
-        (
-            {"pipeline_model_parallel_layout": "Et|tm|L"},
-            "Et|tm|L, whose messages have two lengths; put the m",
-        ),
-        ({"fake_process_group": False}, "needs --fake-process-group; start it with mpp rehearse"),
-    ],
-)
-def test_refusals(changed: dict[str, Any], message: str) -> None:
-    args = Namespace(
-        rehearse_pipeline=Path("0.json"),
-        pipeline_schedule="v-half",
-        pipeline_trace=None,
-        pipeline_profile_steps=None,
-        profile_pipeline=None,
-        pipeline_model_parallel_layout=None,
-        fake_process_group=True,
-    )
-    refuse_rehearsal(args)
-    vars(args).update(changed)
-    with pytest.raises(ValueError, match="rehears") as error:
-        refuse_rehearsal(args)
-    assert message in str(error.value)
 
 
 def test_bytes_that_outlive_a_step() -> None:

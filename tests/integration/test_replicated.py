@@ -119,24 +119,7 @@ REFUSED = {
     f"{REPLICATED} --global-batch-size 4 --pipeline-update-interval 4": (
         r"--global-batch-size: 4 microbatch\(es\) cannot be .* replicas 3-1; take a multiple of 3 x micro"
     ),
-    f"{REPLICATED} --pipeline-model-parallel-layout auto": "auto chooses stages that take equally long, and",
-    f"{REPLICATED} --pipeline-schedule 1f1b": "replicas 3-1 has no meaning for .* 1f1b; leave it out",
-    "--pipeline-model-parallel-size 2 --pipeline-replicas 3-1": "3-1 has no meaning for Megatron's own sched",
     f"{REPLICATED} --pipeline-schedule pipedream-2bw": "as it has pipeline ranks, 4, but got 3; raise",
-    f"{REPLICATED} --fp16": "does not support --fp16: .*; use --bf16$",
-    f"{REPLICATED} --pipeline-allow-waits": "replicas does not support --pipeline-allow-waits: it sums",
-    f"{REPLICATED} --log-params-norm": "--log-params-norm: it sums over a pipeline",
-    f"{REPLICATED} --num-experts 4": "--num-experts: the losses of routers",
-    f"{REPLICATED} --context-parallel-size 2": "--context-parallel-size: a replica has tensor-parallel ranks",
-    f"{REPLICATED} --overlap-grad-reduce": "--overlap-grad-reduce: .* at different places of the schedule",
-    f"{REPLICATED} --use-distributed-optimizer": "--use-distributed-optimizer: its checkpoints, and the norm",
-    f"{REPLICATED} --ddp-average-in-collective": "--ddp-average-in-collective: gradients are summed",
-    f"{REPLICATED} --data-parallel-random-init": "--data-parallel-random-init: it counts as many replicas",
-    f"{REPLICATED} --create-all-gather-group": "--create-all-gather-group: its groups have as many replicas",
-    f"{REPLICATED} --use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping: ranks go by stage",
-    f"{REPLICATED} --dataloader-type cyclic": "--dataloader-type cyclic: it shares out samples as if",
-    f"{REPLICATED} --full-validation --multiple-validation-sets": "--full-validation: it shares out samples",
-    f"{REPLICATED} --pipeline-trace trace.json": "--pipeline-trace: a trace has one rank for each stage",
 }
 
 

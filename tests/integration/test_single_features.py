@@ -1,7 +1,6 @@
 """Features that the table of ``features`` cannot hold, and those whose stand-ins on a CPU need a proof."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.job.refusals import refuse_config
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
 from tests.support.training import initialize_by_layer, since, train
@@ -122,16 +120,6 @@ def test_sequences_of_several_lengths(schedule: str) -> None:
     flags = ["--pipeline-model-parallel-size", "4", "--clip-grad", "0"]
     ours = run(4, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
     assert_same_bits(ours, run(4, flags, initialize=_with_lengths_of_their_own))
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
-)
-def test_what_goes_by_stocks_order_is_refused(setting: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
-        refuse_config(SimpleNamespace(**{setting: value}))
-    refuse_config(SimpleNamespace(cuda_graph_impl="none"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half"])

@@ -19,7 +19,6 @@ from megatron_pp_ext.integration.core.engine_linear import (
     split_backwards,
 )
 from megatron_pp_ext.job.csv_schedule import require_backwards_in_order, require_first_first
-from megatron_pp_ext.job.refusals import refuse
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -27,7 +26,7 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
+from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from tests.support import training
 from tests.support.flags import assert_refused, read
 
@@ -264,23 +263,6 @@ ARGS = Namespace(
     tensor_model_parallel_size=1,
     pipeline_model_parallel_layout=None,
 )
-
-
-def test_without_transformer_engine_a_split_is_refused():
-    with pytest.raises(ValueError, match=r"Engine 0\.0\.0 cannot .*install transformer-engine 2\.3 or newer"):
-        refuse(ARGS, Placement(Shape.LINEAR, 2), splits_backward=True, engine="0.0.0")
-    refuse(ARGS, Placement(Shape.LINEAR, 2), splits_backward=False, engine="0.0.0")
-
-
-@pytest.mark.parametrize(
-    "flag",
-    ["tp_comm_overlap", "use_transformer_engine_op_fuser", "overlap_dispatch_backward_with_experts_wgrad"],
-)
-def test_what_transformer_engine_cannot_cut(flag):
-    args = Namespace(**{**vars(ARGS), "transformer_impl": "local", flag: True})
-    with pytest.raises(ValueError, match=f"does not support --{flag.replace('_', '-')}"):
-        refuse(args, Placement(Shape.LINEAR, 2), splits_backward=True)
-    refuse(args, Placement(Shape.LINEAR, 2), splits_backward=False)
 
 
 def all_schedules():

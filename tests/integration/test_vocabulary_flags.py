@@ -9,71 +9,23 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration.request import start_up
 from megatron_pp_ext.integration.request.validation import _costs, read_flags
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.job import vocabulary_flag, vocabulary_source
+from megatron_pp_ext.job import vocabulary_source
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
-from tests.support.ranks import RankError
-from tests.support.training import has_flag, train
+from tests.support.training import train
 
 SHARED = "--pipeline-vocabulary shared"
 PP2 = "--pipeline-model-parallel-size 2"
 LARGE = "--padded-vocab-size 65536"
 
-REFUSED = {
-    "no pipeline": (
-        f"--pipeline-schedule 1f1b {SHARED}",
-        "--pipeline-vocabulary shared needs a pipeline of 2 ranks or more, .* set it to 2",
-    ),
-    "no pipeline, auto": (
-        "--pipeline-vocabulary auto",
-        "--pipeline-vocabulary auto needs a pipeline of 2 ranks or more, .* set it to 2",
-    ),
-    "stock": (
-        f"{PP4} {SHARED} --pipeline-trace x.json",
-        "no effect under Megatron's own schedules; add",
-    ),
-    "no flush": (
-        f"{PP4} {SHARED} --pipeline-schedule pipedream --pipeline-update-interval 8",
-        "does not support --pipeline-schedule pipedream: every stage .*; choose a schedule that flushes",
-    ),
-    "a file": (
-        f"{PP4} {SHARED} --pipeline-schedule csv:x.csv",
-        "does not support --pipeline-schedule csv:x.csv: the file has no place .*; choose a schedule by name",
-    ),
-    "too little memory": (
-        f"{PP4} {SHARED} --pipeline-schedule flex --pipeline-memory-limit 100000",
+
+def test_a_limit_without_room_for_the_parts_is_refused(monkeypatch):
+    flags = f"{PP4} {SHARED} --pipeline-schedule flex --pipeline-memory-limit 100000"
+    message = (
         r"limit of [\d.e+]+ on rank \d has no room for the parts of a shared vocabulary, .* keeps [\d.e+]+ "
-        "there; raise --pipeline-memory-limit",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case, monkeypatch):
-    assert_refused(monkeypatch, *REFUSED[case])
-
-
-@pytest.mark.parametrize("refusal", vocabulary_flag.REFUSED, ids=lambda refusal: refusal.flag)
-def test_every_refusal_is_reached(refusal, monkeypatch):
-    values = {
-        "--mtp-num-layers": " 1",
-        "--tensor-parallel-num-weight-shards": " 2",
-        "--pipeline-profile-steps": " 1-2",
-    }
-    if not has_flag(refusal.flag):
-        pytest.skip(f"this Megatron has no {refusal.flag}")
-    flags = f"{PP4} --pipeline-schedule 1f1b {refusal.flag}{values.get(refusal.flag, '')}"
-    with pytest.raises(ValueError, match=rf"--pipeline-vocabulary shared does not support {refusal.flag}: "):
-        read(monkeypatch, f"{flags} {SHARED}")
-    # Under auto the same job trains, and does not share.
-    pipeline = read(monkeypatch, f"{flags} --pipeline-vocabulary auto")
-    assert pipeline is not None and not pipeline.placement.shares_vocabulary
-
-
-def test_a_job_that_is_refused_ends_with_that_line():
-    flags = f"{PP2} --pipeline-schedule 1f1b --mtp-num-layers 1 {SHARED}"
-    with pytest.raises(RankError, match="megatron_pp_ext: --pipeline-vocabulary shared does not support --m"):
-        train(2, flags.split())
+        "there; raise --pipeline-memory-limit"
+    )
+    assert_refused(monkeypatch, flags, message)
 
 
 def test_autocast_in_the_model_s_config_is_refused():

@@ -20,11 +20,11 @@ from megatron_pp_ext.integration.request import model_costs
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
-from megatron_pp_ext.integration.trainer.engine_layers import require_layers
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.chunks import chunks_requested
 from megatron_pp_ext.job.pipeline import Request
-from megatron_pp_ext.job.stock_limits import refuse_chunks, refuse_under_any_schedule
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
@@ -55,7 +55,6 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(args, needed_flags.OUR_SCRIPT, False):
                 needed_flags.require_for_our_script(args)
             needed_flags.require_valid(args, defaults)
-            require_layers(args)
             show_compiling()
             found = read_flags(args)
             if args.rank == 0 and not dataset_helpers.are_built():
@@ -110,6 +109,8 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
     schedule needs chunks and the user left their number open.
     """
+    asked = Asked(args, {ENGINE: str(get_te_version())})
+    all_rules.refuse(asked)
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
     if replicas.requested(args):
@@ -117,8 +118,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     layout = ""
     if requested_layout.is_requested(args):
         layout = requested_layout.settle(args, data, model_costs.vocabulary(args))
-    measurements.refuse(args)
-    refuse_under_any_schedule(args)
+    measurements.require_files(args)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(args)
     profile_steps = measurements.profile_steps(args)
@@ -129,11 +129,9 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         args.pipeline_vocabulary,
     )
     if all(flag is None for flag in ours) and not layout:
-        refuse_chunks(args, chunks_requested(args) or 1)
+        all_rules.refuse(replace(asked, chunks=chunks_requested(args) or 1))
         return None
-    if args.pipeline_trace is not None:
-        pipeline.require_pipeline("--pipeline-trace", args)
-    request = pipeline.read(args, data, str(get_te_version()))
+    request = pipeline.read(args, data, asked.releases)
     if request.is_stock or args.pipeline_schedule is None:
         return requested.Pipeline(
             None,

@@ -22,7 +22,7 @@ from megatron_pp_ext.integration.core.data_parallel import DataParallel
 from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
-from megatron_pp_ext.job.refusals import refuse_config
+from megatron_pp_ext.job.rules.all_rules import refuse_config
 from megatron_pp_ext.runtime.rank import Recorder, Unrecorded
 from megatron_pp_ext.runtime.split import STORE
 

@@ -9,7 +9,6 @@ expert-parallel ranks differ, or agree, as in stock.  Behind a chunk all generat
 
 import hashlib
 import random
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +49,6 @@ def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> N
     given = get_args()
     if not getattr(given, "pipeline_layer_seeds", False):
         return
-    _refuse(given)
     call = bound(stock, *args, **kwargs)
     group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
 
@@ -150,12 +148,3 @@ def _generators_kept() -> Iterator[None]:
         np.random.set_state(numpy)
         torch.set_rng_state(host)
         torch.cuda.set_rng_state(device)
-
-
-def _refuse(args: Namespace) -> None:
-    """End the process with one line where weights are not drawn while the model is built."""
-    if getattr(args, "init_model_with_meta_device", False):
-        raise SystemExit(
-            f"megatron_pp_ext: {FLAG} cannot go with --init-model-with-meta-device, under which weights are "
-            "drawn after the model is built; leave one of them out"
-        )

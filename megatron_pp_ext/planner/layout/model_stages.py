@@ -4,7 +4,6 @@ from argparse import Namespace
 from functools import cached_property
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.refusals import stages_for_prediction
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Seconds, StageSeconds
@@ -50,7 +49,7 @@ class ModelStages:
     def can_be(self, cut: Cut) -> bool:
         """Whether multi-token prediction, the last item, is in a stage where Megatron can train it."""
         at = self._predicting(cut)
-        return at is None or at in stages_for_prediction(self.placement)
+        return at is None or at in layers.stages_for_prediction(self.placement)
 
     def layers_of(self, cut: Cut) -> Cut:
         """Return the transformer layers of each stage of ``cut``."""

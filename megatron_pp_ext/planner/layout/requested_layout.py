@@ -7,6 +7,8 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 from argparse import Namespace
 
 from megatron_pp_ext.job import layers, pipeline
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
@@ -72,27 +74,9 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
 
 
 def _require_choice(args: Namespace) -> None:
-    """Raise ValueError where ``args`` leave no layout to choose, or say otherwise how layers are spread."""
-    pipeline.require_pipeline(_FLAG, args)
-    if args.pipeline_replicas is not None:
-        raise ValueError(
-            f"{_FLAG} chooses stages that take equally long, and those with --pipeline-replicas "
-            f"{args.pipeline_replicas} are to differ; give the layout that mpp partition prints with them"
-        )
+    """Raise ValueError where ``args`` leave no layout to choose, or costs are not those of its layers."""
+    all_rules.refuse(Asked(args))
     ranks, count = args.pipeline_model_parallel_size, layers.count(args)
-    for flag in (
-        *layers.ENDS,
-        "--num-layers-per-virtual-pipeline-stage",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-    ):
-        if layers.value(args, flag):
-            raise ValueError(f"{_FLAG} chooses the layers of every stage itself; leave {flag} out")
-    if layers.pattern(args):
-        raise ValueError(
-            f"{_FLAG} cannot cut a model of --hybrid-layer-pattern, which Megatron cuts at the | in it; put "
-            "them there, and leave the layout out"
-        )
     stages = ranks * _chunks(args)
     if count < stages:
         raise ValueError(
@@ -101,11 +85,6 @@ def _require_choice(args: Namespace) -> None:
         )
     if args.pipeline_costs is None:
         return
-    if layers.value(args, "--mtp-num-layers"):
-        raise ValueError(
-            f"{_FLAG} with --pipeline-costs cannot tell the costs of --mtp-num-layers from those of the last "
-            "layer; leave --pipeline-costs out"
-        )
     objects = len(costs_file.read(args.pipeline_costs).stages)
     if objects != count:
         raise ValueError(

@@ -5,8 +5,8 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.job import pairs, vocabulary_flag
 from megatron_pp_ext.job.layers import spread
+from megatron_pp_ext.job.pipeline import vocabulary
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.schedule import catalog
@@ -49,7 +49,10 @@ class Space:
                     for expert, own in self._experts(tensor, data * context):
                         sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
                         cut = Candidate(
-                            *sizes, Recompute("none"), expert_tensor=own, is_paired=pairs.requested(args)
+                            *sizes,
+                            Recompute("none"),
+                            expert_tensor=own,
+                            is_paired=args.overlap_moe_expert_parallel_comm,
                         )
                         if cut.is_paired and (expert == 1 or pipeline == 1):
                             continue
@@ -77,7 +80,7 @@ class Space:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         if cut.is_paired:
             return ways
-        if not args.num_experts and not args.add_bias_linear:  # see request.stock_limits
+        if not args.num_experts and not args.add_bias_linear:  # see job.rules.stock
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2
         if half:
@@ -87,7 +90,7 @@ class Space:
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
         if cut.pipeline == 1:
-            if "pipeline_schedule" not in self.fixed and vocabulary_flag.requested(self.args) != SHARED:
+            if "pipeline_schedule" not in self.fixed and vocabulary(self.args) != SHARED:
                 yield 1, [NO_PIPELINE]
             return
         flag = "num_virtual_stages_per_pipeline_rank"
@@ -114,7 +117,7 @@ class Space:
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
         """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""
-        wanted = vocabulary_flag.requested(self.args)
+        wanted = vocabulary(self.args)
         if wanted is None or cut.pipeline == 1:
             return (False,)
         return (True,) if wanted == SHARED else (False, True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from megatron_pp_ext.job import pairs
+from megatron_pp_ext.job.rules import pairs_and_vocabulary
 from tests.support import frozen
 
 Row = Mapping[str, str]
@@ -23,7 +23,7 @@ _SELECTIVE = "--recompute-granularity selective"
 _SPLIT = "--split 80,10,10"
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
-    "pairs": {"none": "", "all": pairs.FLAG},
+    "pairs": {"none": "", "all": pairs_and_vocabulary.FLAG},
     "parallel": {
         "none": "",
         "dp2": "",

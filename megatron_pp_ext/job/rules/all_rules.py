@@ -1,0 +1,35 @@
+"""The table of what cannot be asked together."""
+
+from typing import Any
+
+from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules, stock, without_flush
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.rules.rule import refuse as refuse_by
+
+TABLE = (*measuring.RULES, *stock.RULES, *schedules.RULES, *pairs_and_vocabulary.RULES, *without_flush.RULES)
+"""All rules, in the order in which they are looked at."""
+
+
+def refuse(asked: Asked) -> None:
+    """Raise ValueError, in one line, for the first rule that ``asked`` breaks."""
+    refuse_by(asked, TABLE)
+
+
+def refuse_to_plan(asked: Asked) -> None:
+    """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
+    refuse_by(asked, (measuring.NOT_COUNTED, *stock.RULES))
+
+
+def refuse_without_pipeline(asked: Asked) -> None:
+    """Raise ValueError for what needs a pipeline where a model has none."""
+    refuse_by(asked, (schedules.NO_PIPELINE,))
+
+
+def refuse_config(config: Any) -> None:
+    """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
+    refuse_by(Asked(config), stock.CONFIG)
+
+
+def can_share_vocabulary(asked: Asked) -> bool:
+    """Whether --pipeline-vocabulary auto has a choice."""
+    return not any(rule.holds(asked) for rule in pairs_and_vocabulary.VOCABULARY.rows)

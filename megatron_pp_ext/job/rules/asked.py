@@ -1,0 +1,154 @@
+"""What was asked, as the rules look at it."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.abilities import Abilities
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.placement import Placement
+
+ENGINE = "transformer-engine"
+"""The name of the package whose layers run on GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Every flag under the name of its argument, and what follows from the flags.
+
+    A flag that this release of Megatron lacks is None, and so is what is not known yet, as long as the
+    schedule has not been read: rules about it do not hold then.
+    """
+
+    args: Namespace
+    releases: Mapping[str, str] = field(default_factory=dict)
+    """The versions of packages, by name, where the machine that trains is known; "0.0.0" means none."""
+    placement: Placement | None = None
+    chunks: int | None = None
+    """The chunks a rank, at most; known where the placement is not settled yet."""
+    splits: bool | None = None
+    """Whether the backward is split into input and weight gradients."""
+    from_file: Schedule | None = None
+    """The schedule of ``csv:FILE``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args, name, None)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what ``name`` stands for in the text of a rule."""
+        return getattr(self, name)
+
+    def is_set(self, flag: str) -> bool:
+        """Whether ``flag``, spelled with dashes, has a value other than none, off and 0."""
+        return bool(layers.value(self.args, flag))
+
+    @property
+    def schedule(self) -> str:
+        """What schedules the job, in words."""
+        name = self.pipeline_schedule
+        return "Megatron's own schedules" if name is None else f"--pipeline-schedule {name}"
+
+    @property
+    def can(self) -> Abilities:
+        """What the schedule can do."""
+        return catalog.abilities(self.pipeline_schedule)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether one of this package's schedules is to run."""
+        return self.pipeline_schedule is not None
+
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return bool(self.pipeline_model_parallel_size > 1)
+
+    @property
+    def paired_schedules(self) -> str:
+        """The names of the schedules that can run forwards and backwards in pairs."""
+        *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+        return f"{', '.join(names)} or {last}"
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether a layout describes the stages, other than the one that is yet to be found."""
+        return self.pipeline_model_parallel_layout not in (None, AUTO)
+
+    @property
+    def finds_layout(self) -> bool:
+        """Whether a layout is yet to be found."""
+        return bool(self.pipeline_model_parallel_layout == AUTO)
+
+    @property
+    def spreading_flags(self) -> str:
+        """The flags that spread layers over stages otherwise than a layout, in words; empty without one."""
+        return " and ".join(flag for flag in layers.SPREAD if self.is_set(flag))
+
+    @property
+    def layout_of_v(self) -> str:
+        """The layout that says of a V what other flags say of the ends of a model."""
+        return layers.as_v(self.args)
+
+    @property
+    def pattern(self) -> str | None:
+        """The layers of a hybrid model."""
+        return layers.pattern(self.args)
+
+    @property
+    def predicting_stage(self) -> int | None:
+        """The stage with multi-token prediction."""
+        return layers.predicting_stage(self.args, self.placement.stages) if self.placement else None
+
+    @property
+    def stages_for_prediction(self) -> str:
+        """The stages that may have it, in words."""
+        assert self.placement is not None
+        return " or ".join(map(str, layers.stages_for_prediction(self.placement)))
+
+    @property
+    def has_heterogeneous_layers(self) -> bool:
+        """Whether a file describes each layer of the model by itself."""
+        return layers.are_heterogeneous(self.args)
+
+    @property
+    def has_dense_layer(self) -> bool:
+        """Whether the model has a layer whose MLP is not one of experts."""
+        if self.pattern:
+            return "-" in self.pattern
+        frequency = self.moe_layer_freq
+        return not self.num_experts or (0 in frequency if isinstance(frequency, list) else frequency > 1)
+
+    @property
+    def recomputes_selectively(self) -> bool:
+        """Whether parts of layers are computed again."""
+        return bool(self.recompute_granularity == "selective" or self.recompute_activations)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
+        return (self.tensor_parallel_num_weight_shards or 0) > self.tensor_model_parallel_size
+
+    @property
+    def gathers_experts(self) -> bool:
+        """The same of the weights of experts."""
+        ranks = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return (self.expert_tensor_parallel_num_weight_shards or 0) > ranks
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether CUDA graphs are captured."""
+        return self.cuda_graph_impl not in (None, "none")
+
+    @property
+    def engine(self) -> str:
+        """The version of Transformer Engine on the machine that trains."""
+        return self.releases.get(ENGINE, "")
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether --spec names layers that are not Megatron's."""
+        return self.spec is not None and not self.spec[0].startswith("megatron.core.")

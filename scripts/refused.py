@@ -1,0 +1,66 @@
+"""Write docs/refused.md, the list of what cannot be asked together, from the table of rules.
+
+python -m scripts.refused
+"""
+
+import re
+from pathlib import Path
+
+from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules, stock, without_flush
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+
+TABLE = (
+    *schedules.RULES,
+    *stock.RULES,
+    *pairs_and_vocabulary.RULES,
+    *without_flush.RULES,
+    *measuring.RULES,
+    measuring.NOT_COUNTED,
+    *stock.CONFIG,
+)
+
+FILE = Path(__file__).parents[1] / "docs" / "refused.md"
+
+HEAD = """\
+# What is refused
+
+<!-- written by scripts/refused.py from megatron_pp_ext/job/rules -->
+
+Training and every command refuse these flags before anything starts, in one line with the reason and the fix.
+Words *like these* stand for what the job has. Values that cannot be read, and sizes that do not divide each
+other, are refused too, by an error that names the nearest that works.
+"""
+
+
+def text() -> str:
+    """Return the document."""
+    return "\n".join([HEAD, *(_section(rules) for rules in TABLE if rules.title)])
+
+
+def _section(rules: Rules) -> str:
+    rows = [_row(rules, rule) for rule in rules.rows]
+    return "\n".join([f"## {rules.title}\n", "| asked | why not | instead |", "|---|---|---|", *rows, ""])
+
+
+def _row(rules: Rules, rule: Rule) -> str:
+    what, reason, fix = map(_marked, (rule.what, rule.reason, rule.fix + rules.or_else))
+    where = f" (with {_marked(rule.releases)})" if rule.releases else ""
+    return f"| {what}{where} | {reason} | {fix} |"
+
+
+def _marked(words: str) -> str:
+    """Return ``words`` of a rule with flags as code."""
+    words = re.sub(r"--([a-z][a-z-]+) \{(\w+)\}", _without_own_value, words)
+    words = re.sub(r"\{(\w+)\}", lambda found: f"*{found[1].replace('_', ' ')}*", words)
+    words = re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", words)
+    words = re.sub(r"(transformer-engine(?:<|==)[\d.]+)", r"`\1`", words)
+    return words.replace("|", "\\|")
+
+
+def _without_own_value(found: re.Match[str]) -> str:
+    flag, name = found.groups()
+    return f"--{flag}" if flag.replace("-", "_") == name else found[0]
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())

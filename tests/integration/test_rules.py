@@ -1,0 +1,378 @@
+"""Every rule about what cannot be asked together refuses the flags that ask for it, in one line.
+
+A case is an excerpt of the rule's text and the flags that break it.  They are read as a job reads them.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_pp_ext.job.rules.all_rules import TABLE, refuse, refuse_config
+from megatron_pp_ext.job.rules.asked import ENGINE, Asked
+from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
+from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.placement import Placement, Shape
+from tests.support.flags import PP4, arguments, read
+from tests.support.training import has_flag
+
+UNTIED = "--untie-embeddings-and-output-weights"
+ONE = f"{PP4} {UNTIED} --global-batch-size 1 --pipeline-schedule pipedream"
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUT = "--pipeline-model-parallel-layout"
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
+REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
+SHARED = "--pipeline-vocabulary shared"
+
+CASES: dict[str, dict[str, str]] = {
+    f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
+        "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
+        "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
+        "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
+        "--cuda-graph-impl: graphs are captured": "--cuda-graph-impl local",
+        "--enable-cuda-graph: graphs": "--enable-cuda-graph",
+        "--external-cuda-graph: graphs": "--external-cuda-graph",
+        "--hybrid-context-parallel: its microbatches differ": "--hybrid-context-parallel",
+        "or choose breadth-first, whose": "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "in the warm-up and the flush too": "--overlap-p2p-communication-warmup-flush",
+        "messages always overlap computing": "--no-overlap-p2p-communication",
+        "--use-ring-exchange-p2p: each message": "--use-ring-exchange-p2p",
+        "groups of --distributed-backend": "--pipeline-model-parallel-comm-backend ucc",
+        "--fine-grained-activation-offloading: it": "--fine-grained-activation-offloading",
+        "--moe-paged-stash: it holds all steps": "--moe-paged-stash --pipeline-profile-steps 1-2",
+        "--defer-embedding-wgrad-compute: schedules": "--defer-embedding-wgrad-compute",
+        "it splits the optimizer by stock's": "--overlap-param-gather-with-optimizer-step",
+        "fails at the first evaluation; leave it out and set --eval-iters, or": "--full-validation",
+        "several sets as a whole alone; leave it": "--multiple-validation-sets",
+        "put the m into stage ": f"{LAYOUT} Et|t|ttttttm|||||L --mtp-num-layers 1",
+    },
+    f"Where the backward is split|{PP4} --pipeline-schedule zb-h1": {
+        "install transformer-engine 2.3 or newer": "--transformer-impl transformer_engine",
+        "--tp-comm-overlap: the buffers": "--tp-comm-overlap",
+        "compute both gradients at once": "--use-transformer-engine-op-fuser",
+        "-with-experts-wgrad: schedules defer": "--overlap-dispatch-backward-with-experts-wgrad",
+        "--tensor-parallel-num-weight-shards: a weight": "--tensor-parallel-num-weight-shards 2",
+        "--expert-tensor-parallel-num-weight-shards: ": "--expert-tensor-parallel-num-weight-shards 2",
+    },
+    f"Under a V|{PP4} --pipeline-schedule v-half": {
+        "--decoder-first-pipeline-num-layers: a V has both ends": "--decoder-first-pipeline-num-layers 2",
+        "--decoder-last-pipeline-num-layers: a V has both ends": "--decoder-last-pipeline-num-layers 2",
+    },
+    f"With stages between the ends|{PP4} --pipeline-schedule 1f1b": {
+        "Megatron cannot count the samples": "--full-validation --multiple-validation-sets"
+    },
+    "Without a pipeline|": {
+        "--pipeline-vocabulary {": "--pipeline-vocabulary auto",
+        "-layout auto needs a pipeline": f"{LAYOUT} auto",
+        "--pipeline-schedule {": "--pipeline-schedule v-half",
+        "--pipeline-trace needs a pipeline of 2 ranks or more, got": "--pipeline-trace x.json",
+    },
+    f"With a flush|{PP4} --pipeline-schedule 1f1b": {
+        "--pipeline-update-interval has no": "--pipeline-update-interval 2",
+        "--pipeline-vertical-sync has no": "--pipeline-vertical-sync",
+        "--pipeline-allow-waits has no": "--pipeline-allow-waits",
+        "--pipeline-delay-correction has no": "--pipeline-delay-correction nesterov",
+    },
+    f"Flags of one schedule beside another|{PP4}": {
+        "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
+        "--pipeline-memory-limit {": "--pipeline-schedule 1f1b --pipeline-memory-limit 0.5",
+        "--pipeline-costs {": "--pipeline-schedule 1f1b --pipeline-costs x.json",
+        "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
+        "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
+    },
+    f"Beside a shared vocabulary, also under `auto`|{PP4} --pipeline-vocabulary auto": {
+        "no effect under Megatron's own schedules; add": "--pipeline-trace x.json",
+        "every stage updates its weights by itself": f"{UNTIED} --pipeline-schedule pipedream",
+        "the file has no place for the parts": "--pipeline-schedule csv:x.csv",
+    },
+    f"Beside a shared vocabulary; `auto` does not share it then|{PP4} {SHARED} --pipeline-schedule 1f1b": {
+        "--mtp-num-layers: multi-token prediction has logits": "--mtp-num-layers 1",
+        "--init-model-with-meta-device: the rows": "--init-model-with-meta-device",
+        "rows of the vocabulary would be cut twice": "--tensor-parallel-num-weight-shards 2",
+        "--pipeline-profile-steps: its measurements": "--pipeline-profile-steps 1-2",
+    },
+    f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS} --pipeline-schedule 1f1b": {
+        "its order has no pairs; choose ": "--pipeline-schedule v-half",
+        "--expert-model-parallel-size 1: tokens then": "--expert-model-parallel-size 1",
+        "allgather: it gathers": "--moe-token-dispatcher-type allgather",
+        "full: a plan takes": "--recompute-granularity full --recompute-method uniform",
+        "moe: its tokens": "--recompute-granularity selective --recompute-modules moe",
+        "--moe-shared-expert-overlap: a plan": "--moe-shared-expert-overlap",
+        "--mtp-num-layers above 1: a plan": "--mtp-num-layers 2",
+        "--pipeline-vocabulary: its exchanges": SHARED,
+        "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
+    },
+    f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
+        "full precision: Megatron plans": "--pipeline-schedule 1f1b"
+    },
+    "What pairs need|": {
+        " has none; write (3F1;3B0)OVERLAP_F_B": f"{PAIRS} --pipeline-schedule csv:alone.csv",
+        'give --pipeline-costs a file with a "pair"': f"{PAIRS} --pipeline-schedule flex "
+        "--pipeline-memory-limit 0.5",
+        "which Megatron runs with --overlap-moe": f"{PP2} --pipeline-schedule csv:paired.csv",
+    },
+    f"Without a flush|{ONE}": {
+        "--rampup-batch-size: the microbatches": "--rampup-batch-size 4 4 8",
+        "--step-batch-size-schedule: the microbatches": "--step-batch-size-schedule 0:1",
+        "--iterations-to-skip: stages have read": "--iterations-to-skip 3",
+        "--result-rejected-tracker-filename: stages": "--result-rejected-tracker-filename x",
+        "--overlap-param-gather: weights": "--overlap-param-gather",
+        "--fp8-format: its weights are cast": "--fp8-format hybrid",
+        "--fp4-format: its weights are cast": "--fp4-format e2m1",
+        "cast for microbatch 0, which comes once": "--te-precision-config-file x",
+        "runs the step again where they do not fit": "--moe-expert-rank-capacity-factor 2",
+        "the bias has no versions": "--moe-router-enable-expert-bias",
+    },
+    f"Without a flush and without `--pipeline-allow-waits`|{ONE}": {
+        "--mtp-num-layers: the first": "--mtp-num-layers 1",
+        "--fp16: its overflow check": "--fp16",
+        "--calculate-per-token-loss: all stages": "--calculate-per-token-loss",
+        "--exit-signal-handler: all ranks": "--exit-signal-handler",
+        "--exit-duration-in-mins: all ranks": "--exit-duration-in-mins 5",
+        "add --no-barrier-with-level-1-timing": "--timing-log-level 1",
+    },
+    f"Without a flush and without `--pipeline-allow-waits`|{ONE.replace(UNTIED, '')}": {
+        "add --untie-embeddings-and-output-weights, or allow it with --pipeline-allow-waits": ""
+    },
+    f"Beside `--pipeline-delay-correction nesterov`|{ONE} --pipeline-delay-correction nesterov": {
+        "the momentum of adam and sgd; choose one of these, or": "--optimizer muon",
+        "--sgd-momentum 0: without momentum": "--optimizer sgd --sgd-momentum 0",
+        "moments are not those of torch's Adam": "--use-precision-aware-optimizer",
+        "its parts step on two devices": "--optimizer-cpu-offload",
+        "a captured step cannot be corrected": "--optimizer-cuda-graph",
+    },
+    f"Beside `--pipeline-replicas`|{REPLICAS}": {
+        "--pipeline-allow-waits: it sums": "--pipeline-allow-waits",
+        "--log-params-norm: it sums": "--log-params-norm",
+        "--num-experts: the losses of routers": "--num-experts 4",
+        "--context-parallel-size: a replica has": "--context-parallel-size 2",
+        "--overlap-grad-reduce: the replicas": "--overlap-grad-reduce",
+        "--use-distributed-optimizer: its checkpoints": "--use-distributed-optimizer",
+        "--optimizer dist_...: it": "--optimizer dist_muon",
+        "--ddp-average-in-collective: gradients": "--ddp-average-in-collective",
+        "--data-parallel-random-init: it counts": "--data-parallel-random-init",
+        "--create-all-gather-group: its groups": "--create-all-gather-group",
+        "--use-tp-pp-dp-mapping: ranks go by stage": "--use-tp-pp-dp-mapping",
+        "--dataloader-type cyclic: it shares": "--dataloader-type cyclic",
+        "--full-validation: it shares": "--full-validation --multiple-validation-sets",
+        "--pipeline-trace: a trace has one rank": "--pipeline-trace trace.json",
+        "auto chooses stages that take equally long, and": f"{LAYOUT} auto",
+    },
+    "What measurements need|": {
+        "there is no room under {schedule}; leave": f"{ONE} --pipeline-profile-steps 1-2",
+        "start it with mpp rehearse": f"{PP2} --rehearse-pipeline x.json --pipeline-schedule v-half",
+    },
+    f"Beside `--profile-pipeline`|{PP2} --profile-pipeline x.json": {
+        "under Megatron's own schedules; leave it out": "--pipeline-schedule zb-h1",
+        "full: layers would run": "--recompute-granularity full",
+        "--mtp-num-layers: its layers": "--mtp-num-layers 1",
+        "the first step only warms up": "--train-iters 1",
+    },
+    f"In a rehearsal|{PP2} --rehearse-pipeline x.json --fake-process-group": {
+        "choose flex, and give it the limit": "--pipeline-schedule auto",
+        "it never flushes; choose another": "--pipeline-schedule pipedream",
+        "--pipeline-trace: a rank that runs": "--pipeline-trace x.json",
+        "--pipeline-profile-steps: ranks are": "--pipeline-profile-steps 2-3",
+        "--profile-pipeline: it measures": "--profile-pipeline x.json",
+        "its messages have two lengths; put the m": f"{LAYOUT} Et|tm|L",
+    },
+    f"Beside `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
+        "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device"
+    },
+    "Under every schedule, Megatron's own too|": {
+        "calls itself without end": "--recompute-granularity selective --recompute-modules mlp",
+        "and Transformer Engine is not installed": "--hybrid-layer-pattern *-*-",
+    },
+    f"In every pipeline, Megatron's own too|{PP4} --disable-bias-linear": {
+        "--logits-save-dir: it looks": "--logits-save-dir logits",
+        "--logits-load-dir: it looks": "--logits-load-dir logits",
+        "the layout has all that they say": f"{LAYOUT} Ett|tt|tt|ttL --account-for-loss-in-pipeline-split",
+        "layers of a hybrid model have no plans": "--overlap-moe-expert-parallel-comm --spec my.layers stack "
+        "--hybrid-layer-pattern *|*|*|*",
+    },
+    f"With several chunks a rank, under Megatron's own schedule too|{PP4}": {
+        "without knowing for which of several chunks": "--num-virtual-stages-per-pipeline-rank 2 "
+        "--heterogeneous-layers-config-path layers.json"
+    },
+    "With Megatron's local layers, the only ones that run on a CPU|": {
+        "--experimental-attention-variant: Mega": "--experimental-attention-variant gated_delta_net",
+        "local attention knows no latent keys": "--multi-latent-attention",
+        "--moe-latent-size: the projections": "--num-experts 4 --disable-bias-linear --moe-latent-size 16",
+    },
+    f"Beside `{LAYOUT} auto`|{PP4} --pipeline-schedule 1f1b {LAYOUT} auto": {
+        "--decoder-first-pipeline-num-layers: it ": "--decoder-first-pipeline-num-layers 2",
+        "--decoder-last-pipeline-num-layers: it ": "--decoder-last-pipeline-num-layers 2",
+        "leave --account-for-embedding": "--account-for-embedding-in-pipeline-split",
+        "leave --account-for-loss-in-pipeline-split out": "--account-for-loss-in-pipeline-split",
+        "leave --num-layers-per": "--num-layers-per-virtual-pipeline-stage 1",
+        "cuts such a model at the | in it; put": "--hybrid-layer-pattern **** --spec my.layers stack",
+        "leave --pipeline-costs out": "--mtp-num-layers 1 --pipeline-costs x.json",
+    },
+}
+"""The flags that break a rule, by an excerpt of it, for every title with the flags that all cases have."""
+
+FLAT = [(title, excerpt) for title, cases in CASES.items() for excerpt in cases]
+
+
+def rules_of(title: str) -> list[tuple[Rules, Rule]]:
+    return [(rules, rule) for rules in TABLE for rule in rules.rows if rules.title == title.partition("|")[0]]
+
+
+def text_of(rules: Rules, rule: Rule) -> str:
+    joined = f"does not support {rule.what}: " if rules.beside else f"{rule.what} "
+    return f"{joined}{rule.reason}; {rule.fix}{rules.or_else}"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules of two ranks with pairs and without."""
+    monkeypatch.chdir(tmp_path)
+    for paired, name in ((True, "paired"), (False, "alone")):
+        csv_file.write(catalog.build("1f1b", 2, 8, paired=paired), Path(f"{name}.csv"))
+
+
+@pytest.mark.parametrize(("title", "excerpt"), FLAT)
+@pytest.mark.usefixtures("files")
+def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, base = title.partition("|")
+    flags = f"{base} {CASES[title][excerpt]}"
+    for flag in flags.split():
+        if flag.startswith("--") and not has_flag(flag):
+            pytest.skip(f"this Megatron has no {flag}")
+    (expected,) = [rule for rules, rule in rules_of(title) if excerpt in text_of(rules, rule)]
+    # What Megatron cannot run is refused under its own schedules and under others.
+    also = "--pipeline-schedule 1f1b" if base and name.startswith("In every pipeline") else ""
+    for schedule in {"", also}:
+        with pytest.raises(Refused) as error:
+            read(monkeypatch, f"{flags} {schedule}")
+        assert error.value.rule is expected
+        line = str(error.value)
+        assert "\n" not in line and "None" not in line and ("{" in excerpt or excerpt in line)
+
+
+def test_every_rule_has_a_case() -> None:
+    excerpts = [(title.partition("|")[0], excerpt) for title, excerpt in FLAT]
+    untested = [
+        rule
+        for rules in TABLE
+        for rule in rules.rows
+        if rules.title and not any(t == rules.title and e in text_of(rules, rule) for t, e in excerpts)
+    ]
+    assert not untested
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            "--pipeline-schedule v-half",
+            "--pipeline-schedule v-half needs a pipeline of 2 ranks or more, got "
+            "--pipeline-model-parallel-size 1; set it to 2 or more, or leave the flag out",
+        ),
+        (
+            f"{PP4} --pipeline-schedule interleaved {LAYOUT} Et|t|t|t|ttttm|||L --mtp-num-layers 1",
+            "--pipeline-schedule interleaved does not support multi-token prediction (m) in stage 4, counted "
+            f"from 0, of {LAYOUT} Et|t|t|t|ttttm|||L: it must be in a rank's last chunk, and on the first "
+            "rank beside the E or the L; put the m into stage 5 or 6 or 7",
+        ),
+        (
+            f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 1 "
+            "--decoder-last-pipeline-num-layers 3",
+            "--pipeline-schedule v-half does not support --decoder-first-pipeline-num-layers: a V has both "
+            f"ends of the model on one rank; say where they go: {LAYOUT} 'E|t|t|t|t|t|tt|tL'",
+        ),
+        (
+            f"{PAIRS} --pipeline-schedule auto",
+            "--overlap-moe-expert-parallel-comm does not support --pipeline-schedule auto: its order has no "
+            "pairs; choose 1f1b, interleaved or dualpipe-v, or leave the flag out",
+        ),
+        (
+            f"{PP2} --pipeline-replicas 3-1",
+            "--pipeline-replicas 3-1 has no meaning for Megatron's own schedules; leave it out, or choose "
+            "pipedream",
+        ),
+        (
+            f"{REPLICAS} --fp16",
+            "--pipeline-schedule pipedream does not support --fp16: its overflow check needs all stages "
+            "before every update; use --bf16",
+        ),
+        (
+            f"{PP4} --pipeline-profile-steps 1-2",
+            "--pipeline-profile-steps 1-2 compiles a schedule to go on with, for which there is no room "
+            "under Megatron's own schedules; leave it out, or choose flex, auto or one of `mpp list`",
+        ),
+        (
+            f"{PP4} --num-virtual-stages-per-pipeline-rank 2 --heterogeneous-layers-config-path x",
+            "Megatron with 2 chunks a rank does not support --heterogeneous-layers-config-path: its layers "
+            "are built without knowing for which of several chunks of a rank; choose a schedule with one "
+            "chunk a rank, such as 1f1b or zb-h1, and leave --num-virtual-stages-per-pipeline-rank out",
+        ),
+    ],
+)
+def test_whole_lines(flags: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused) as error:
+        read(monkeypatch, flags)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{ONE.replace(UNTIED, '--pipeline-allow-waits --fp16')}",
+        f"{PP4} --pipeline-schedule auto --fp16 --loss-scale 1024",
+        f"{PP4} --pipeline-schedule 1f1b --heterogeneous-layers-config-path layers.json",
+        f"{PP4} --pipeline-schedule 1f1b --tp-comm-overlap",
+        "--multi-latent-attention --spec my.layers stack",
+        "--multi-latent-attention --transformer-impl transformer_engine",
+        *(
+            f"{PP4} --pipeline-schedule 1f1b --pipeline-vocabulary auto {flags}"
+            for flags in (
+                "--mtp-num-layers 1",
+                "--init-model-with-meta-device",
+                "--pipeline-profile-steps 1-2",
+            )
+        ),
+    ],
+)
+def test_what_can_be_is_not_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not share a vocabulary where ``auto`` has no choice."""
+    pipeline = read(monkeypatch, flags)
+    assert pipeline is None or not pipeline.placement.shares_vocabulary
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [
+        ("0.0.0", True),
+        ("1.13.0", True),
+        ("2.2.1", True),
+        ("2.3.0", False),
+        ("2.3.0+f1a2b3", False),
+        ("2.10.0", False),
+        (None, False),
+    ],
+)
+def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool) -> None:
+    """Layers of Transformer Engine before 2.3 cannot leave a weight gradient for later."""
+    args = arguments(f"{PP2} --pipeline-schedule zb-h1 --transformer-impl transformer_engine")
+    releases = {} if version is None else {ENGINE: version}
+    placement = Placement(Shape.LINEAR, 2)
+    refuse(Asked(args, releases, placement, splits=False))
+    asked = Asked(args, releases, placement, splits=True)
+    if not is_refused:
+        refuse(asked)
+        return
+    with pytest.raises(Refused, match=f"layers of Transformer Engine {version} cannot leave their weight"):
+        refuse(asked)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
+)
+def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
+        refuse_config(SimpleNamespace(**{setting: value}))
+    refuse_config(Namespace(cuda_graph_impl="none"))
