@@ -134,10 +134,10 @@ class Tried:
                 f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
             )
         names = permitted(args, _known(given or flag) or [*catalog.NAMES, FLEX])
-        families = [name for name in names if name != FLEX]
+        families = [name for name in names if not catalog.abilities(name).is_compiled]
         if not families:
             return catalog.NAMES, Compiles.ONLY
-        return families, Compiles.TOO if FLEX in names else Compiles.NEVER
+        return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
 
     def _is_uneven(self, args: Namespace) -> bool:
         """Whether stages may differ; those of a hybrid model, whose pattern takes no layout, are even."""
@@ -195,7 +195,6 @@ class Measuring:
 def _known(schedules: str | None) -> list[str]:
     """Return the names in --schedules; ValueError for one that is unknown."""
     from megatron_pp_ext.schedule import catalog
-    from megatron_pp_ext.schedule.names import FLEX
 
-    named = [name.strip() for name in (schedules or "").split(",") if name.strip()]
-    return [FLEX if catalog.canonical(name) == FLEX else catalog.entry(name).name for name in named]
+    named = [catalog.canonical(name.strip()) for name in (schedules or "").split(",") if name.strip()]
+    return [name if catalog.abilities(name).takes_limit else catalog.entry(name).name for name in named]

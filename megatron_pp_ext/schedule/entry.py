@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
@@ -49,7 +50,7 @@ class Entry:
     @property
     def abilities(self) -> Abilities:
         """What the schedule can do."""
-        return Abilities(self.splits_backward, has_pairs=self.make_paired is not None)
+        return _abilities(self.splits_backward, self.make_paired is not None)
 
     def accepts(self, chunks: int) -> bool:
         """Whether a rank may have this many chunks."""
@@ -90,3 +91,9 @@ class Entry:
                 f"or use {other}"
             )
         return chunks
+
+
+@cache
+def _abilities(splits_backward: bool, has_pairs: bool) -> Abilities:
+    """Make each only once, since a search asks for every candidate."""
+    return Abilities(splits_backward, has_pairs)

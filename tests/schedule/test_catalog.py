@@ -1,13 +1,16 @@
 """The catalogue: its entries, its names, and entries of a user's own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import OTHERS
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -156,3 +159,14 @@ def test_forward_only_admits_no_more_than_the_v_holds(p):
     for action in schedule.orders[0]:
         between.append(between[-1] + (1 if action.stage == 0 else -1))
     assert max(between) == 2 * p - 1
+
+
+def test_abilities_are_those_of_the_entry_or_of_the_name_beside_the_catalogue() -> None:
+    for name, entry in catalog.ENTRIES.items():
+        can = catalog.abilities(name)
+        assert can == Abilities(entry.splits_backward, entry.make_paired is not None)
+    assert catalog.abilities("csv:a/b.csv").file == Path("a/b.csv")
+    endless = {other.name for other in OTHERS if not catalog.abilities(other.name).flushes}
+    assert endless == {"pipedream", "pipedream-2bw"}
+    assert all(catalog.abilities(name).order in catalog.NAMES for name in endless)
+    assert catalog.abilities(None) == catalog.abilities("no such schedule") == Abilities()
