@@ -12,8 +12,9 @@ from typing import Any
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world, permitted
-from megatron_pp_ext.planner import model_names, system
+from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Result, Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why

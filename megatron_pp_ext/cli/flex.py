@@ -59,8 +59,8 @@ def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Comp
     """The best schedules found for those of some fractions of 1F1B's peak that are feasible."""
     whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
     fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
-    found = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
-    return dict(zip(fractions, found, strict=True))
+    schedules = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
+    return dict(zip(fractions, schedules, strict=True))
 
 
 def _least(ranks: int, costs: Costs) -> float:

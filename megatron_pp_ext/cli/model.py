@@ -55,9 +55,9 @@ def described(
     """
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, sizes)
-    _notify(found.replaced)
-    args = found.counted()
+    job = planners.read(flags or (), model, sizes)
+    _notify(job.replaced)
+    args = job.counted()
     if not args.vocab_size:
         import warnings
 
@@ -66,7 +66,7 @@ def described(
             from megatron_pp_ext.integration.request.model_costs import vocabulary
 
             args.vocab_size = vocabulary(args)
-    return args, found.words
+    return args, job.words
 
 
 def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
@@ -76,9 +76,9 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
     """
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, has_other_flags=script is not None)
-    _notify(found.replaced)
-    return found.words
+    job = planners.read(flags or (), model, has_other_flags=script is not None)
+    _notify(job.replaced)
+    return job.words
 
 
 def _notify(sentence: str) -> None:

@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.step.estimate import estimate_request

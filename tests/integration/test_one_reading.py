@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.pipeline import Request, for_world, permitted
 from megatron_pp_ext.jobs.command import missing
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute

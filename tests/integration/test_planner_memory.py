@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.view import trace_file

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs

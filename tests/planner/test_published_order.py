@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import reference
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 

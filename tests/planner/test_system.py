@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.system import Link, System
 
 PLAIN = {
     "name": "test", "gpus_per_node": 4, "memory_bytes": 1e9,

@@ -194,13 +194,13 @@ def _deal_out(chunks: Sequence[Any]) -> None:
     of_embedding, of_output = _tell_marks((embedding, first_home), (output, last_home))
     if is_tied and of_embedding.requires_grad is not of_output.requires_grad:
         raise SystemExit(f"megatron_pp_ext: {half_frozen(EMBEDDING, 'frozen at one end of the model')}")
-    table = _spread(embedding, first_home, chunks[0])
+    table = _broadcast(embedding, first_home, chunks[0])
     if is_tied:
         chunks[-1].output_layer.hold(table, of_embedding, EMBEDDING)
         chunks[-1].output_layer.is_tied = True
     else:
         chunks[0].embedding.word_embeddings.hold(table, of_embedding, EMBEDDING)
-        chunks[-1].output_layer.hold(_spread(output, last_home, chunks[0]), of_output, OUTPUT)
+        chunks[-1].output_layer.hold(_broadcast(output, last_home, chunks[0]), of_output, OUTPUT)
 
 
 def _replace_embedding(model: Any, is_first: bool) -> torch.nn.Parameter | None:
@@ -253,7 +253,7 @@ def _tell_marks(*ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
     return [marks for marks in found if marks is not None]
 
 
-def _spread(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Tensor:
+def _broadcast(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Tensor:
     """Return, on all ranks of the pipeline, the weight that rank ``holder`` of it has.
 
     Every ``chunk`` of the model knows its rows, columns and dtype.

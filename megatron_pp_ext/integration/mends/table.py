@@ -7,7 +7,6 @@ from megatron_pp_ext.integration.mends import (
     gathering_ahead,
     growing_batches,
     needed_flags,
-    resumed_learning_rate,
     skipped_steps,
     stage_data,
 )
@@ -19,7 +18,6 @@ MENDS = (
     gathering_ahead.MEND,
     bucket_padding.MEND,
     damaged_checkpoint.MEND,
-    resumed_learning_rate.MEND,
     dataset_helpers.MEND,
     needed_flags.MEND,
 )

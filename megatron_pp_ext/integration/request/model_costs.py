@@ -10,10 +10,11 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.job import layers, sizes
 from megatron_pp_ext.planner.step import workload
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.stage_parts import pieces, shared_vocabulary, stage_parts
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
 from megatron_pp_ext.schedule.costs import Costs
 
 
@@ -26,7 +27,7 @@ def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> C
     """
     if args.hidden_size is None or args.num_attention_heads is None:
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
-    model = pieces(args, LayerCosts(args), vocabulary(args))
+    model = model_parts(args, vocabulary=vocabulary(args))
     parts = stage_parts(args, model, layers.by_stage(args, stages), shares_vocabulary)
     shared = shared_vocabulary(args, model) if shares_vocabulary else None
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(args), vocabulary=shared)

@@ -9,9 +9,7 @@ from megatron_pp_ext.planner.layout.layer_row import LayerRow
 from megatron_pp_ext.planner.layout.measured_layers import divided
 from megatron_pp_ext.planner.layout.model_row import ModelRow
 from megatron_pp_ext.planner.layout.rows import Shortest, shortest
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_state import padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -34,7 +32,7 @@ def advised(
     if layers.pattern(args) or layers.predicting_stage(args, stages) not in (None, stages - 1):
         return None
     known = tuple(layers.by_stage(args, stages))
-    model = pieces(args, LayerCosts(args), padded_vocabulary(args))
+    model = model_parts(args)
     described = ModelRow(args, model, data, schedule, name)
 
     def with_prediction(cut: Sequence[int]) -> Cut:

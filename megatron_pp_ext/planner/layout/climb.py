@@ -119,8 +119,8 @@ def fitted(stages: Stages, cut: Cut, totals: Callable[[Cut], Sequence[float]], l
             if rank_of(source) == fullest != rank_of(target) and now[rank_of(target)] < limit:
                 yield moved(cut, source, target)
 
-    found = climb(cut, excess, promising, _FITTED + 1, 0.0)
-    return None if found.value else found.cut
+    last = climb(cut, excess, promising, _FITTED + 1, 0.0)
+    return None if last.value else last.cut
 
 
 def shortened(

@@ -5,7 +5,6 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 """
 
 from argparse import Namespace
-from pathlib import Path
 
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.vocabulary_source import requested_source
@@ -15,12 +14,11 @@ from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages,
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_state import padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.planner.step.model_description import changed
+from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
@@ -42,9 +40,9 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
     args.num_virtual_stages_per_pipeline_rank = None
-    described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
+    described = changed(args, pipeline_model_parallel_layout=None)
     described.vocab_size = args.vocab_size or vocabulary
-    model = pieces(described, LayerCosts(described), padded_vocabulary(described))
+    model = model_parts(described)
     cuts = ModelStages(described, StageSeconds(described, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
@@ -56,7 +54,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
         if args.pipeline_costs is not None:
             return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
         where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
-        even_stages = Namespace(**{**vars(described), "pipeline_model_parallel_layout": cuts.spelled(known)})
+        even_stages = changed(described, pipeline_model_parallel_layout=cuts.spelled(known))
         return without_messages(work_of(even_stages, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
@@ -108,10 +106,10 @@ def _require_choice(args: Namespace) -> None:
             f"{_FLAG} with --pipeline-costs cannot tell the costs of --mtp-num-layers from those of the last "
             "layer; leave --pipeline-costs out"
         )
-    found = len(costs_file.read(args.pipeline_costs).stages)
-    if found != count:
+    objects = len(costs_file.read(args.pipeline_costs).stages)
+    if objects != count:
         raise ValueError(
-            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {found} objects in "
+            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {objects} objects in "
             f"'stages' for --num-layers {count}; give one a layer, the ends with embedding and loss"
         )
 
@@ -121,10 +119,11 @@ def _chunks(args: Namespace) -> int:
     name, given = args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank
     if given is not None:
         return int(given)
-    if name is None or name in FLUSH_FREE:
+    can = catalog.abilities(name)
+    if name is None or not can.flushes:
         return 1
-    if name in (FLEX, AUTO):
+    if can.is_compiled:
         return 2 if layers.count(args) >= 2 * args.pipeline_model_parallel_size else 1
-    if name.startswith(CSV_PREFIX):
-        return csv_file.read(Path(name.removeprefix(CSV_PREFIX))).placement.chunks
+    if can.file is not None:
+        return csv_file.read(can.file).placement.chunks
     return catalog.entry(name).chunks

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from megatron_pp_ext.costs.state import model_state
 from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
@@ -11,7 +12,6 @@ from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory, memory_beside
-from megatron_pp_ext.planner.step.model_state import model_state
 from megatron_pp_ext.planner.step.workload import Workload, stages_of_ranks
 from megatron_pp_ext.schedule.timing import CriticalPath
 

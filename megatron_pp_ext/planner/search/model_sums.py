@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.stage_parts import Pieces, end_parts, kept_input, prediction_parts
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.planner.step.model_parts import ModelParts
+from megatron_pp_ext.planner.step.stage_parts import end_parts, kept_input, prediction_parts
 
 
 class LeastSeconds(NamedTuple):
@@ -34,7 +35,7 @@ class LeastSeconds(NamedTuple):
 class ModelSums:
     """Sums over ``model``, of which all that follows from the cut of its layers is left out."""
 
-    def __init__(self, model: Pieces) -> None:
+    def __init__(self, model: ModelParts) -> None:
         self.model = model
         kinds = {id(layer): layer for layer in model.layers}
         self._kinds = tuple(kinds.values())

@@ -45,6 +45,14 @@ def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
     return args
 
 
+def changed(args: Namespace, **values: Any) -> Namespace:
+    """Return ``args`` with other ``values``."""
+    other = Namespace()
+    # A Namespace sets what it is made with name by name, and a search makes thousands.
+    vars(other).update(vars(args), **values)
+    return other
+
+
 def settle(args: Namespace) -> None:
     """Set what Megatron derives from other arguments, and the name here of the schedule."""
     if isinstance(args.pipeline_schedule, str):

@@ -2,10 +2,10 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.planner.step.frameworks import fuses_gradients, hides_sums
-from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import gradient_size, uses_fp8, weight_size
+from megatron_pp_ext.costs.frameworks import fuses_gradients, hides_sums
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import gradient_size, uses_fp8, weight_size
 
 
 class ActivationSizes:

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_pp_ext.planner.step.model_part import Part
+from megatron_pp_ext.costs.part import Part
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 

@@ -1,7 +1,7 @@
 """Descriptions of the machines that a model may run on: the speed of products, copies and messages.
 
 A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``planner/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
+``costs/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
 serve only to compute the utilisation.
 
     {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
+from megatron_pp_ext.costs.product_shapes import efficiency
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import (
     STRICT,
@@ -31,9 +32,8 @@ from megatron_pp_ext.json_input import (
     one_of,
     parse_as,
 )
-from megatron_pp_ext.planner.product_shapes import efficiency
 
-_SHIPPED = resources.files("megatron_pp_ext.planner") / "systems"
+_SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 
 DTYPES = ("bf16", "fp32", "fp8")
 """The number formats of ``matrix_rates``; fp16 counts as bf16."""

@@ -9,9 +9,9 @@ groups.
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import weight_size
-from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import weight_size
+from megatron_pp_ext.costs.system import System
 
 _SECONDS_PER_OPERATION = 1e-15
 """Where only ratios matter any constant will do; this one is a petaflop a second."""
