@@ -6,15 +6,16 @@ reads the Megatron that Python would import and replaces what the table has of i
 to another one.  Which arguments the costs count is decided by hand, in the table, and kept.
 """
 
+import json
 import os
 from argparse import Action, ArgumentParser, BooleanOptionalAction
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from megatron_pp_ext.integration.releases import megatron_release
 from megatron_pp_ext.job import our_flags
-from megatron_pp_ext.job.flag_table import FILE, Row, by_release, written
+from megatron_pp_ext.job.flag_table import FILE, Row, by_release, name_of
 
 _TYPES = {"int": "int", "float": "float", "bool": "bool", "moe_freq_type": "pattern"}
 """The types that commands convert to, by the function of Megatron's parser; other values stay texts."""
@@ -49,6 +50,27 @@ def _rows(action: Action, default: Any) -> Iterator[Row]:
 
 def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
+
+
+def written(releases: Mapping[str, Sequence[Row]]) -> str:
+    """Return the content of ``FILE`` for the rows of ``releases``; a row is a line."""
+    having: dict[str, list[str]] = {}
+    for release, rows in releases.items():
+        for row in rows:
+            having.setdefault(json.dumps(_short(row)), []).append(release)
+    lines = []
+    for line, names in sorted(having.items()):
+        few = {} if len(names) == len(releases) else {"releases": names}
+        lines.append(json.dumps({**json.loads(line), **few}))
+    head = json.dumps({"releases": [*releases], "counted": json.loads(FILE.read_text())["counted"]}, indent=1)
+    return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+
+def _short(row: Row) -> Row:
+    """Return ``row`` without what ``by_release`` fills in, its keys in one order."""
+    derived = {"dest": name_of(row["flags"][0])}
+    keys = ("flags", "dest", "sets", "type", "nargs", "choices", "default")
+    return {key: row[key] for key in keys if row.get(key) not in (None, derived.get(key, ...))}
 
 
 if __name__ == "__main__":

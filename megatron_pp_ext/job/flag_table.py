@@ -117,7 +117,7 @@ def installed() -> list[Row]:
 def by_release() -> dict[str, list[Row]]:
     """Return the rows of every release, oldest first, with all keys that argparse needs."""
     table = _table()
-    rows = [{"dest": _name(row["flags"][0]), "default": None} | row for row in table["rows"]]
+    rows = [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table["rows"]]
     return {
         release: [
             {key: value for key, value in row.items() if key != "releases"}
@@ -135,28 +135,8 @@ def counted() -> Mapping[str, Action]:
     return {action.dest: action for action in parser()._actions if action.dest in names}
 
 
-def written(releases: Mapping[str, Sequence[Row]]) -> str:
-    """Return the content of ``FILE`` for the rows of ``releases``; a row is a line."""
-    having: dict[str, list[str]] = {}
-    for release, rows in releases.items():
-        for row in rows:
-            having.setdefault(json.dumps(_short(row)), []).append(release)
-    lines = []
-    for line, names in sorted(having.items()):
-        few = {} if len(names) == len(releases) else {"releases": names}
-        lines.append(json.dumps({**json.loads(line), **few}))
-    head = json.dumps({"releases": [*releases], "counted": _table()["counted"]}, indent=1)
-    return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-
-
-def _short(row: Row) -> Row:
-    """Return ``row`` without what ``by_release`` fills in, its keys in one order."""
-    derived = {"dest": _name(row["flags"][0])}
-    keys = ("flags", "dest", "sets", "type", "nargs", "choices", "default")
-    return {key: row[key] for key in keys if row.get(key) not in (None, derived.get(key, ...))}
-
-
-def _name(flag: str) -> str:
+def name_of(flag: str) -> str:
+    """Return the name of the argument that argparse derives from ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
 
 

@@ -28,13 +28,19 @@ def unit(stages: int, shares_vocabulary: bool) -> Costs:
 
 
 def unknown(stages: int, shares_vocabulary: bool) -> Costs:
-    raise KeyError("a layer that nobody has modelled")
+    raise ValueError("a layer that nobody has modelled")
+
+
+def faulty(stages: int, shares_vocabulary: bool) -> Costs:
+    raise KeyError("a fault of the estimate")
 
 
 def test_the_line_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "v-half: 4 ranks x 2 chunks, m = 8, peak 3 microbatches, predicted bubble 9.4%"
     assert summary("--pipeline-schedule V_Half", monkeypatch, unit) == line
     assert summary("--pipeline-schedule v-half", monkeypatch, unknown) == f"{line} at unit costs"
+    with pytest.raises(KeyError):
+        summary("--pipeline-schedule v-half", monkeypatch, faulty)
     # By the model's own estimate the output layer makes the last stage longer than the others.
     estimated = summary("--pipeline-schedule v-half", monkeypatch)
     assert estimated.startswith("v-half: 4 ranks x 2 chunks, m = 8, peak 3 microbatches, predicted bubble 1")

@@ -25,6 +25,8 @@ def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> C
 
     Raises ValueError where the arguments do not determine them.
     """
+    if args.hidden_size is None or args.num_attention_heads is None:
+        raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
     model = model_parts(args, vocabulary=vocabulary(args))
     parts = stage_parts(args, model, layers.by_stage(args, stages), shares_vocabulary)
     shared = shared_vocabulary(args, model) if shares_vocabulary else None
@@ -37,7 +39,12 @@ def message_bytes(args: Namespace) -> float:
 
 
 def vocabulary(args: Namespace) -> int:
-    """The rows of the embedding; ValueError where no flag gives them."""
+    """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(args)
     known = args.padded_vocab_size or args.vocab_size
-    return int(known or build_tokenizer(copy.copy(args)).vocab_size)
+    try:
+        return int(known or build_tokenizer(copy.copy(args)).vocab_size)
+    except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
+        raise ValueError(
+            f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"
+        ) from error

@@ -94,7 +94,7 @@ def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
     try:
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
         return costs.merged(pipeline.placement.stages), ""
-    except Exception:  # any model may train, also one that the estimate does not know
+    except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"
 
 

@@ -140,7 +140,7 @@ class ProfileGuide(Requested):
         args, schedule = get_args(), next(iter(self._requested.values()))
         try:
             found = advised(args, args.data_parallel_size, costs, schedule, self._pipeline.name, free)
-        except Exception:  # any model may train, also one that the estimate does not know
+        except ValueError:  # any model may train, also one that the estimate does not know
             return
         if found is not None:
             layout, times = found
