@@ -1,6 +1,5 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import write_json
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.recorded import Units
@@ -83,7 +82,7 @@ def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None
     if files.csv is not None:
         csv_file.write(schedule, files.csv)
     if files.json is not None:
-        write_whole(files.json, json.dumps(record(timeline, bound, units), indent=1) + "\n")
+        write_json(files.json, record(timeline, bound, units))
     if files.trace is not None:
         trace_file.write_timeline(files.trace, timeline, units)
 
