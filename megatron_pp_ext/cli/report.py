@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Column, Table
 
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
@@ -19,6 +21,11 @@ console = Console(highlight=False)
 
 LARGEST = 2_000_000
 """The most actions that a command simulates: a million take one to two minutes and 0.7 GB."""
+
+
+def folding(*names: str) -> Table:
+    """Return a table whose long cells are folded."""
+    return Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
 
 
 def bound_of(timeline: Timeline) -> float:

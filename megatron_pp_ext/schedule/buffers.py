@@ -3,7 +3,7 @@
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, in_line
-from megatron_pp_ext.schedule.program import HOP, T
+from megatron_pp_ext.schedule.program import HOP, Columns, T
 from megatron_pp_ext.schedule.walk import Walk
 
 
@@ -22,24 +22,16 @@ def most_buffers(walk: Walk) -> tuple[int, ...]:
     This is an upper bound of what a rank's channels keep: receives are posted and taken in no other places,
     and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
     """
-    program, columns = walk.program, walk.program.columns
-    count, ranks = len(program.stage), program.ranks
-    given = program.kind, program.rank, program.bounds, program.begins, program.needed, program.wires
-    _, line = in_line(walk)
-    sizes = count, count, count + ranks, ranks, ranks, ranks
-    *kept, most = map(columns.zeros, sizes)
-    _count_buffers(*given, line, SENDS_AHEAD + 1, *kept, most)
+    program, (_, line) = walk.program, in_line(walk)
+    count, ranks = program.count, program.ranks
+    *kept, most = map(program.make.zeros, (count, count, count + ranks, ranks, ranks, ranks))
+    _count_buffers(program.columns, line, SENDS_AHEAD + 1, *kept, most)
     return tuple(as_list(most))
 
 
 @Loop
 def _count_buffers(
-    kind: Column,
-    rank_of: Column,
-    bounds: Column,
-    begins: Column,
-    needed: Column,
-    wires: Column,
+    columns: Columns,
     line: Column,
     ahead: int,
     receiver: Column,
@@ -55,6 +47,7 @@ def _count_buffers(
     takes one.  Rank r posts receives in front of each of its actions, and behind the last: at
     ``bounds[r] + r`` in ``posted`` and on.
     """
+    _, kind, _, rank_of, _, bounds, begins, needed, wires = columns
     for action in range(len(kind)):
         for entry in range(begins[action], begins[action + 1]):
             is_remote = rank_of[needed[entry]] != rank_of[action]

@@ -168,7 +168,7 @@ def _check_pairs(schedule: Schedule) -> None:
 def _deadlock(schedule: Schedule, walk: Walk) -> str:
     """Describe why ranks wait: for each other in a circle, or for an action that no rank does."""
     orders, paired = schedule.orders, schedule.paired
-    begins = walk.program.bounds
+    begins = walk.program.columns.bounds
     to_come = [order[at - begin :] for order, at, begin in zip(orders, walk.at, begins, strict=False)]
     done = {delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]}
 

@@ -41,8 +41,9 @@ class Loop:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the function, as Python if its first argument is a list; arrays have one type in all calls."""
-        if isinstance(arguments[0], list) or _numba() is None or _numba().config.DISABLE_JIT:
+        """Run the function, as Python if its first argument is a list or has lists."""
+        first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+        if isinstance(first, list) or _numba() is None or _numba().config.DISABLE_JIT:
             return self._function(*arguments)
         if self._compiled is None:
             if not _has_code(self._function):

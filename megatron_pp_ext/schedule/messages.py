@@ -116,24 +116,22 @@ type Launch = Arrival | Exchange
 """What a rank launches beside its actions and what they send."""
 
 
+_ONWARDS = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
+"""Where the output of an action goes: to the next stage or to the one before."""
+
+
 def incoming_message(action: Action, stages: int) -> Message | None:
     """Return the message that ``action`` needs before it can start, in a model of ``stages`` stages."""
     stage, kind, microbatch = action
-    if kind is Kind.F:
-        return Message(stage - 1, stage, microbatch) if stage > 0 else None
-    if kind not in (Kind.I, Kind.B) or stage + 1 == stages:
-        return None
-    return Message(stage + 1, stage, microbatch)
+    sender = stage - _ONWARDS.get(kind, 0)
+    return Message(sender, stage, microbatch) if sender != stage and 0 <= sender < stages else None
 
 
 def outgoing_message(action: Action, stages: int) -> Message | None:
     """Return the message that ``action`` makes for another stage, in a model of ``stages`` stages."""
     stage, kind, microbatch = action
-    if kind is Kind.F:
-        return Message(stage, stage + 1, microbatch) if stage + 1 < stages else None
-    if kind not in (Kind.I, Kind.B) or stage == 0:
-        return None
-    return Message(stage, stage - 1, microbatch)
+    receiver = stage + _ONWARDS.get(kind, 0)
+    return Message(stage, receiver, microbatch) if receiver != stage and 0 <= receiver < stages else None
 
 
 def giver(action: Action, stages: int) -> Action | None:
@@ -165,7 +163,7 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    line = launch_line(orders, stages, rank_of, paired)
+    line = launch_line(orders, stages, paired)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -209,18 +207,8 @@ def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
         yield tokens[ahead + 1 : ahead + 2] + embedded[ahead : ahead + 1]
 
 
-def posted_receives(
-    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
-) -> list[list[tuple[Arrival, ...]]]:
-    """Return the receives among ``planned_launches``."""
-    return [
-        [tuple(one for one in launches if isinstance(one, Arrival)) for launches in of_rank]
-        for of_rank in planned_launches(orders, stages, rank_of, paired)
-    ]
-
-
 def launch_line(
-    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+    orders: Orders, stages: int, paired: frozenset[Action] = frozenset()
 ) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
 
@@ -233,7 +221,7 @@ def launch_line(
     walk = launched(orders, stages, paired)
     program = walk.program
     line = zip(*in_line(walk), strict=True)
-    return [(end, program.rank[number], program.actions[number]) for end, number in line]
+    return [(end, program.columns.rank[number], program.actions[number]) for end, number in line]
 
 
 def launched(orders: Orders, stages: int, paired: frozenset[Action] = frozenset()) -> Walk:
@@ -256,6 +244,6 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     alone += WORK[Kind.S], WORK[Kind.T], 0
     durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
     _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
-    ends = program.columns.taken(of_steps, walk.step_of[:-1])
-    numbers = program.columns.order(ends)  # they go by rank already
-    return program.columns.taken(ends, numbers), numbers
+    ends = program.make.taken(of_steps, walk.step_of[:-1])
+    numbers = program.make.order(ends)  # they go by rank already
+    return program.make.taken(ends, numbers), numbers

@@ -8,6 +8,7 @@ column has a number for each action.  What an action waits for is said by ``acti
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise, repeat
+from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, needs
 from megatron_pp_ext.schedule.columns import Arrays, Column, Lists, as_list
@@ -36,17 +37,32 @@ type Orders = Sequence[Sequence[Action]]
 """One list of actions a rank."""
 
 
+class Columns(NamedTuple):
+    """What loops read of a program.
+
+    Each action has a ``stage``, the code of its ``kind``, a ``microbatch``, its ``rank`` and the ``place`` of
+    its duration: four for each stage, then S, T, no work and the different pairs; the first action of a pair
+    has the pair's.  Rank r has the actions from ``bounds[r]`` to ``bounds[r + 1]``.
+
+    Action a waits for those in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One that
+    is not here has the number behind the last, and never ends.
+    """
+
+    stage: Column
+    kind: Column
+    microbatch: Column
+    rank: Column
+    place: Column
+    bounds: Column
+    begins: Column
+    needed: Column
+    wires: Column
+
+
 class Program:
     """Actions of stages as in ``placement``, whose ranks need not be those of the program.
 
-    ``stage``, ``kind`` (a code), ``microbatch`` and ``rank`` are columns.  Rank r has the actions from
-    ``bounds[r]`` to ``bounds[r + 1]``.  ``place`` is that of the action's duration: four for each stage, then
-    S, T, no work and the different ``pairs``, each with the places of its two; the first action of a pair has
-    the pair's.
-
-    Action a waits for the actions in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One
-    that is not here has the number behind the last and never ends; where ``is_open``, it was done before, and
-    nobody waits for it.
+    ``pairs`` are the places of the two durations of each different pair, and the pair's own.
     """
 
     def __init__(
@@ -59,18 +75,27 @@ class Program:
         firsts: Sequence[int] = (),
         is_open: bool = False,
     ) -> None:
-        """Take columns, which are all lists or all arrays, and the numbers of actions that begin pairs."""
-        self.columns = Lists() if isinstance(stage, list) else Arrays()
-        self.placement, self.bounds = placement, bounds
-        self.stage, self.kind, self.microbatch = stage, kind, microbatch
+        """Take columns, which are all lists or all arrays, and the numbers of actions that begin pairs.
+
+        Where ``is_open``, what is not here was done before, and nobody waits for it.
+        """
+        self.make = make = Lists() if isinstance(stage, list) else Arrays()
+        self.placement, self.count, self.ranks = placement, len(stage), len(bounds) - 1
         sizes = (end - begin for begin, end in pairwise(as_list(bounds)))
-        self.rank = self.columns.of(chain.from_iterable(map(repeat, range(self.ranks), sizes)))
-        self.place = self.columns.zeros(len(stage))
-        self._wait(is_open)
+        rank = make.of(chain.from_iterable(map(repeat, range(self.ranks), sizes)))
+        numbers = set(as_list(microbatch)) or {0}
+        first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
+        made = make.of(repeat(self.count, len(_DELIVERED) * placement.stages * microbatches))
+        most = 2 * self.count + placement.shares_vocabulary * placement.ranks * microbatches
+        found = make.zeros(self.count + 1), make.zeros(most), make.zeros(most)
+        place = make.zeros(self.count)
+        self.columns = Columns(stage, kind, microbatch, rank, place, bounds, *found)
+        table = tuple(map(make.of, _waits(placement)))
+        _find(self.columns, *table, placement.stages, first, microbatches, is_open, made)
         self.pairs: dict[tuple[int, int], int] = {}
-        for first in firsts:
-            halves = int(self.place[first]), int(self.place[first + 1])
-            self.place[first] = self.pairs.setdefault(halves, self.no_work + 1 + len(self.pairs))
+        for number in firsts:
+            halves = int(place[number]), int(place[number + 1])
+            place[number] = self.pairs.setdefault(halves, self.no_work + 1 + len(self.pairs))
 
     @classmethod
     def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
@@ -95,34 +120,16 @@ class Program:
         firsts = [number for number, action in enumerate(actions) if action in paired] if paired else []
         return cls(placement, *columns, of([0, *accumulate(map(len, orders))]), firsts, is_open)
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return len(self.bounds) - 1
-
     @cached_property
     def actions(self) -> list[Action]:
         """The actions by their numbers."""
-        kinds = map(KINDS.__getitem__, as_list(self.kind))
-        return list(map(Action, as_list(self.stage), kinds, as_list(self.microbatch)))
+        stage, kind, microbatch, *_ = map(as_list, self.columns)
+        return list(map(Action, stage, map(KINDS.__getitem__, kind), microbatch))
 
     @property
     def no_work(self) -> int:
         """The place of the duration of no work."""
         return len(OF_STAGES) * self.placement.stages + NO_WORK
-
-    def _wait(self, is_open: bool) -> None:
-        """Enter the place of every action, and what it waits for."""
-        columns, count, stages = self.columns, len(self.stage), self.placement.stages
-        numbers = set(as_list(self.microbatch)) or {0}
-        first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
-        made = columns.of(repeat(count, len(_DELIVERED) * stages * microbatches))
-        most = 2 * count + self.placement.shares_vocabulary * self.placement.ranks * microbatches
-        self.begins = columns.zeros(count + 1)
-        self.needed, self.wires = columns.zeros(most), columns.zeros(most)
-        given = self.kind, self.stage, self.microbatch, *map(columns.of, _waits(self.placement))
-        found = self.place, made, self.begins, self.needed, self.wires
-        _find(*given, stages, first, microbatches, is_open, *found)
 
 
 @lru_cache(maxsize=256)
@@ -145,9 +152,7 @@ def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
 
 @Loop
 def _find(
-    kind: Column,
-    stage: Column,
-    microbatch: Column,
+    columns: Columns,
     table_begins: Column,
     table_needed: Column,
     table_wires: Column,
@@ -155,13 +160,10 @@ def _find(
     first: int,
     microbatches: int,
     is_open: bool,
-    place: Column,
     made: Column,
-    begins: Column,
-    needed: Column,
-    wires: Column,
 ) -> None:
-    """Fill the last five columns; ``made`` is the action that makes what is needed of a stage or rank."""
+    """Fill in places and needs; ``made`` are the actions that make what is needed."""
+    stage, kind, microbatch, _, place, _, begins, needed, wires = columns
     count = len(kind)
     for action in range(count):
         code = kind[action]

@@ -81,7 +81,7 @@ class _Running:
         orders = pipedream.step(replicas, self._interval, update, update + replicas.ranks + 1)
         program = Program.of_orders(orders, linear(stages), is_open=True)
         for number in Walk(program).line:
-            rank, action = program.rank[number], program.actions[number]
+            rank, action = program.columns.rank[number], program.actions[number]
             made_by = giver(action, stages)
             if made_by is not None:
                 self._free[rank] = max(self._free[rank], self._left.pop(made_by) + self._costs.hop)

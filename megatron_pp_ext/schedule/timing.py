@@ -51,7 +51,7 @@ class ScheduleTimer:
     @cached_property
     def steps(self) -> list[list[int]]:
         """The steps of each rank's actions by their numbers; the two of a pair have the same."""
-        step_of, bounds = as_list(self.walk.step_of), as_list(self.walk.program.bounds)
+        step_of, bounds = as_list(self.walk.step_of), as_list(self.walk.program.columns.bounds)
         return [step_of[first:end] for first, end in pairwise(bounds)]
 
     def times(self, costs: Costs) -> tuple[Column, Column]:
@@ -89,7 +89,7 @@ class ScheduleTimer:
 
     @cached_property
     def _places(self) -> list[int]:
-        return as_list(self.walk.place)
+        return as_list(self.walk.steps.place)
 
     @cached_property
     def _work(self) -> list[Counter[int]]:

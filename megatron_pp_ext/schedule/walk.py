@@ -9,42 +9,53 @@ never queue for a wire.
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.loops import Loop
-from megatron_pp_ext.schedule.program import OWN, SUMS, Program
+from megatron_pp_ext.schedule.program import OWN, SUMS, Columns, Program
 
 
-class Walk:
-    """The steps of ``program``, counted from 1; each follows those that it waits for, and 0 is no step.
+class Steps(NamedTuple):
+    """The steps of a walk, counted from 1; each follows those that it waits for, and 0 is no step.
 
     A step is an action or a pair.  It follows the step ``before`` it on its rank and the one that ``sends``
     its input, which comes over ``wire``; it takes the duration at ``place``.  One with several inputs follows
-    steps without work, each of which waits for one of them.  ``step_of`` is the step of every action, 0 where
-    it was not reached, and ``at[r]`` the action at which rank r ended.
+    steps without work, each of which waits for one of them.
+    """
+
+    before: Column
+    sends: Column
+    wire: Column
+    place: Column
+
+
+class Walk:
+    """The ``steps`` of ``program``.
+
+    ``step_of`` is the step of every action, 0 where it was not reached, and ``at[r]`` the action at which
+    rank r ended.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, columns = program, program.columns
-        count, ranks = len(program.stage), program.ranks
-        self.step_of = columns.zeros(count + 1)
-        self.at = columns.of(program.bounds[:-1])
+        self.program, make = program, program.make
+        columns, count, ranks = program.columns, program.count, program.ranks
+        self.step_of, self.at = make.zeros(count + 1), make.of(columns.bounds[:-1])
         # Beside an action's own, a step for each further input, which the backward behind an S alone has.
-        steps = [columns.zeros(1 + len(program.needed) - count) for _ in range(4)]
-        given = program.bounds, program.rank, program.place, program.begins, program.needed, program.wires
-        kept = columns.zeros(count + 1), columns.zeros(ranks), columns.of(range(ranks)), columns.zeros(ranks)
-        filled = _walk(*given, program.no_work, *kept, self.at, self.step_of, *steps)
-        self.before, self.sends, self.wire, self.place = (column[: filled + 1] for column in steps)
+        steps = Steps(*(make.zeros(1 + len(columns.needed) - count) for _ in Steps._fields))
+        waiting = make.zeros(count + 1), make.zeros(ranks), make.of(range(ranks)), make.zeros(ranks)
+        filled = _walk(columns, program.no_work, *waiting, self.at, self.step_of, steps)
+        self.steps = Steps(*(column[: filled + 1] for column in steps))
 
     @property
     def is_complete(self) -> bool:
         """Whether all ranks reached their end."""
-        return as_list(self.at) == as_list(self.program.bounds)[1:]
+        return as_list(self.at) == as_list(self.program.columns.bounds)[1:]
 
     @property
     def line(self) -> list[int]:
         """The actions in the order of their steps, of a walk that is complete."""
-        return as_list(self.program.columns.order(self.step_of[:-1]))
+        return as_list(self.program.make.order(self.step_of[:-1]))
 
     def times(
         self,
@@ -58,10 +69,9 @@ class Walk:
         ``durations`` are by place, where the steps have theirs or another ``place``, and ``delays`` by wire;
         all are of this ``kind``, int or float.
         """
-        columns, places = self.program.columns, self.place if place is None else place
-        starts, ends = (columns.zeros(len(self.before), kind) for _ in range(2))
-        costs = columns.of(durations, kind), columns.of(delays, kind)
-        _time(self.before, self.sends, self.wire, places, *costs, starts, ends)
+        make, steps = self.program.make, self.steps if place is None else self.steps._replace(place=place)
+        starts, ends = (make.zeros(len(steps.before), kind) for _ in range(2))
+        _time(steps, make.of(durations, kind), make.of(delays, kind), starts, ends)
         return starts, ends
 
     def times_of_each(
@@ -71,12 +81,12 @@ class Walk:
         of_pair: Callable[[float, float], float] = max,
     ) -> tuple[Column, Column]:
         """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part."""
-        durations, latest = [0.0] * len(self.before), 0
+        durations, latest = [0.0] * len(self.steps.before), 0
         for action, step in enumerate(as_list(self.step_of)[:-1]):
             own = seconds[action]
             durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
             latest = step
-        return self.times(durations, delays, self.program.columns.of(range(len(durations))))
+        return self.times(durations, delays, self.program.make.of(range(len(durations))))
 
     def critical(self, starts: Column, ends: Column, pair: float) -> tuple[float, list[float]]:
         """Return the last end, and how often the duration at each place is on the critical path.
@@ -85,21 +95,16 @@ class Walk:
         ``times``; among several such paths, the one that stays on its ranks.  An action in a pair counts as
         ``pair``.
         """
-        program, columns = self.program, self.program.columns
-        halves = columns.of(chain.from_iterable(program.pairs))
-        counts = columns.zeros(program.no_work + 1, float)
-        end = _follow(self.before, self.sends, self.place, starts, ends, halves, pair, counts)
+        program, make = self.program, self.program.make
+        halves = make.of(chain.from_iterable(program.pairs))
+        counts = make.zeros(program.no_work + 1, float)
+        end = _follow(self.steps, starts, ends, halves, pair, counts)
         return end, as_list(counts)
 
 
 @Loop
 def _walk(
-    bounds: Column,
-    rank_of: Column,
-    place_of: Column,
-    begins: Column,
-    needed: Column,
-    wires: Column,
+    columns: Columns,
     no_work: int,
     last_waiting: Column,
     next_waiting: Column,
@@ -107,16 +112,15 @@ def _walk(
     latest: Column,
     at: Column,
     step_of: Column,
-    before: Column,
-    sends: Column,
-    wire: Column,
-    place: Column,
+    steps: Steps,
 ) -> int:
-    """Fill the last six columns; return how many steps there are.
+    """Fill ``at``, ``step_of`` and ``steps``; return how many steps there are.
 
     The ranks that wait for an action form a circle: ``next_waiting`` leads from the last of them, which is
     ``last_waiting`` of the action, plus 1, to the one that has waited longest.
     """
+    _, _, _, rank_of, place_of, bounds, begins, needed, wires = columns
+    before, sends, wire, place = steps
     filled, able = 0, len(runnable)
     while able:
         able -= 1
@@ -169,17 +173,9 @@ def _walk(
 
 
 @Loop
-def _time(
-    before: Column,
-    sends: Column,
-    wire: Column,
-    place: Column,
-    durations: Column,
-    delays: Column,
-    starts: Column,
-    ends: Column,
-) -> None:
+def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
     """Fill ``starts`` and ``ends``."""
+    before, sends, wire, place = steps
     for step in range(1, len(before)):
         start = ends[before[step]]
         if sends[step]:
@@ -191,17 +187,9 @@ def _time(
 
 
 @Loop
-def _follow(
-    before: Column,
-    sends: Column,
-    place: Column,
-    starts: Column,
-    ends: Column,
-    halves: Column,
-    pair: float,
-    counts: Column,
-) -> float:
+def _follow(steps: Steps, starts: Column, ends: Column, halves: Column, pair: float, counts: Column) -> float:
     """Count the durations on the critical path, and return its end."""
+    before, sends, _, place = steps
     step = 0
     for other in range(1, len(ends)):
         if ends[other] > ends[step]:

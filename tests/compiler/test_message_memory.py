@@ -21,11 +21,12 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message, posted_receives
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.simulate import Timeline, peak_messages, simulate
 from tests.support import rounding
 from tests.support.ranks import run_ranks
+from tests.support.receives import posted_receives
 
 NOISE = 1 + rounding.COMPILED
 WATCHED = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h2", "1f1b-v", "v-half", "v-zb", "dualpipe-v")

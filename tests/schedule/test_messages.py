@@ -17,17 +17,17 @@ from megatron_pp_ext.schedule.messages import (
     incoming_message,
     launch_line,
     outgoing_message,
-    posted_receives,
 )
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear
 from megatron_pp_ext.schedule.program import Orders
+from tests.support.receives import posted_receives
 
 SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p, 4 * p)]
 
 
 def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
     """Assert that the launches of every rank are as the proof in ``schedule.messages`` requires."""
-    line = [(rank, action) for _, rank, action in launch_line(orders, stages, rank_of)]
+    line = [(rank, action) for _, rank, action in launch_line(orders, stages)]
     assert [action for rank, action in line if rank == 0] == list(orders[0])
     assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
     place = {delivers(action): at for at, (_, action) in enumerate(line)}

@@ -11,11 +11,11 @@ from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.messages import posted_receives
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
+from tests.support.receives import posted_receives
 
 NAMES = [name for name, entry in catalog.ENTRIES.items() if entry.make_paired]
 SIZES = [(2, 1), (2, 3), (2, 4), (3, 3), (3, 7), (4, 4), (4, 6), (4, 8), (5, 4), (5, 11), (8, 16), (8, 32)]

@@ -30,4 +30,4 @@ def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
     durations, delays = [*by_kind.T.ravel(), *no_vocabulary], (max(problem.delay), *no_vocabulary)
     starts, ends = walk.times(durations, delays, kind=int)
     of_actions = starts[walk.step_of[:-1]]
-    return TimedOrders(np.split(of_actions, walk.program.bounds[1:-1]), int(ends.max()))
+    return TimedOrders(np.split(of_actions, walk.program.columns.bounds[1:-1]), int(ends.max()))

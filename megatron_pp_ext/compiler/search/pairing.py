@@ -56,5 +56,5 @@ def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset
         walk = Walk(Program.of_orders(schedule.orders, schedule.placement, paired))
         if walk.is_complete:
             return paired
-        ends = walk.program.bounds[1:]
+        ends = walk.program.columns.bounds[1:]
         paired -= {walk.program.actions[at] for at, end in zip(walk.at, ends, strict=True) if at < end}

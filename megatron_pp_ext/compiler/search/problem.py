@@ -125,7 +125,7 @@ class Problem:
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return ``orders`` as a Schedule of the given name."""
         program = self.program(orders, is_repeated=False)
-        rows = (program.actions[first:end] for first, end in pairwise(program.bounds))
+        rows = (program.actions[first:end] for first, end in pairwise(program.columns.bounds))
         return Schedule(name, self.placement, self.microbatches, tuple(map(tuple, rows)))
 
     def orders(self, schedule: Schedule) -> Orders:

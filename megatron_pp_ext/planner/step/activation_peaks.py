@@ -54,11 +54,13 @@ class InFlight:
 
 def _moments(program: Program, rank: int) -> Any:
     """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
-    placement, own = program.placement, slice(program.bounds[rank], program.bounds[rank + 1])
+    placement, own = program.placement, slice(*program.columns.bounds[rank : rank + 2])
     chunks = placement.chunks
     now = [0] * (4 * chunks + 1)
     seen: set[tuple[int, ...]] = {tuple(now)}
-    for stage, kind in zip(as_list(program.stage[own]), as_list(program.kind[own]), strict=True):
+    for stage, kind in zip(
+        as_list(program.columns.stage[own]), as_list(program.columns.kind[own]), strict=True
+    ):
         if kind in (S, T):
             now[-1] += 1 if kind == S else -1
             seen.add(tuple(now))
