@@ -49,6 +49,7 @@ OTHERS = {
     "gpu_check": "--out --dry",
     "apex": "--cpp_ext --cuda_ext",
     "benchmarks": "--hidden --ranks",
+    "extending": "--pipeline-most-microbatches",
     "slash": "--account-for-embedding --decoder-first",  # --account-for-embedding/loss-in-pipeline-split
 }
 """The options of other programs that the documents name."""

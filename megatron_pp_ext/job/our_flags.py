@@ -1,13 +1,23 @@
 """The flags that this package adds to Megatron's; ``job.pipeline`` gives them their meaning."""
 
 import functools
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser
 from pathlib import Path
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.job.updates import DelayCorrection
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS, SHARED
+
+BESIDE_STOCK = (
+    "--pipeline-trace",
+    "--profile-pipeline",
+    "--rehearse-pipeline",
+    "--verify-pipeline",
+    "--verify-pipeline-gradients",
+    "--pipeline-layer-seeds",
+)
+"""The flags that mean something under Megatron's own schedules too."""
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -116,4 +126,14 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
 
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
-    return [action.dest for action in add_flags(ArgumentParser(add_help=False))._actions]
+    return [action.dest for action in _actions()]
+
+
+def of_schedules() -> dict[str, int]:
+    """Return the flags that only a schedule needs, each with the number of words behind it."""
+    numbers = {action.option_strings[0]: int(action.nargs != 0) for action in _actions()}
+    return {flag: number for flag, number in numbers.items() if flag not in BESIDE_STOCK}
+
+
+def _actions() -> list[Action]:
+    return add_flags(ArgumentParser(add_help=False))._actions

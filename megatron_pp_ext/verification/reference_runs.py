@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pp_ext.job import layers
+from megatron_pp_ext.job import layers, our_flags
 from megatron_pp_ext.job.rules import pairs_and_vocabulary
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
@@ -23,16 +23,7 @@ from megatron_pp_ext.verification.run_record import RunRecord
 CHECKPOINT, STOCK, AGAIN, SCHEDULE = "checkpoint", "stock", "stock-again", "schedule"
 
 SCHEDULE_FLAGS: Mapping[str, int] = {
-    "--pipeline-schedule": 1,
-    "--pipeline-memory-limit": 1,
-    "--pipeline-costs": 1,
-    "--pipeline-vocabulary": 1,
-    "--pipeline-profile-steps": 1,
-    "--pipeline-update-interval": 1,
-    "--pipeline-vertical-sync": 0,
-    "--pipeline-allow-waits": 0,
-    "--pipeline-replicas": 1,
-    "--pipeline-delay-correction": 1,
+    **our_flags.of_schedules(),
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     pairs_and_vocabulary.FLAG: 0,

@@ -1,6 +1,11 @@
-"""The worked example of docs/extending.md is registered, checked, looked at and trained with."""
+"""The worked examples of docs/extending.md: each adds its part in the one or two files that it names."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +21,21 @@ from megatron_pp_ext.schedule.placement import wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import assert_same_bits, run, stock
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "extending.md"
 NAME = "gpipe-wave"
+
+
+def examples(section: str) -> list[str]:
+    """The Python of a section of the document."""
+    _, _, text = DOCUMENT.read_text().partition(f"## {section}\n")
+    return re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> catalog.Entry:
     """The document's entry in the catalogue, until the test ends."""
-    file, entry = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[:2]
+    file, entry = examples("A new schedule")[:2]
     family = ModuleType("gpipe_wave")
     exec(file, vars(family))
     (made,) = eval(f"({entry})", {**vars(catalog), "gpipe_wave": family})
@@ -57,3 +69,45 @@ def test_the_example_trains_as_stock(registered: catalog.Entry) -> None:
     flags = ("--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
     ours = run(2, [*flags, "--pipeline-schedule", NAME])
     assert_same_bits(ours, stock(2, *flags))
+
+
+@pytest.fixture
+def own_copy(tmp_path: Path) -> Path:
+    """A copy of the package, to change."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_pp_ext", tmp_path / "megatron_pp_ext", ignore=ignored)
+    return tmp_path / "megatron_pp_ext"
+
+
+def insert(file: Path, before: str, lines: str) -> None:
+    """Write ``lines`` in front of the one place that has ``before``, as far indented as that."""
+    source = file.read_text()
+    assert source.count(before) == 1
+    indent = " " * (len(before) - len(before.lstrip()))
+    file.write_text(source.replace(before, textwrap.indent(lines, indent) + before))
+
+
+def mpp(package: Path, words: str) -> str:
+    """What that package's ``mpp estimate`` says."""
+    model = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 64"
+    command = [sys.executable, "-m", "megatron_pp_ext.cli", "estimate", "--", *model.split(), *words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "COLUMNS": "500"}
+    done = subprocess.run(
+        command, cwd=package.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
+    declared, read = examples("A new flag")
+    insert(own_copy / "job" / "our_flags.py", "    return parser\n", declared)
+    insert(own_copy / "job" / "pipeline.py", "    if args.pipeline_schedule is None:\n", read)
+    job = (
+        "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --global-batch-size 8 --micro-batch-size 1"
+    )
+    said = mpp(own_copy, f"{job} --pipeline-most-microbatches 7")
+    assert "a step has 8 microbatches, which is more than --pipeline-most-microbatches 7" in said
+    assert "microbatches, which" not in mpp(own_copy, f"{job} --pipeline-most-microbatches 8")
+    assert "did you mean '--pipeline-most-microbatches'" in mpp(
+        own_copy, f"{job} --pipeline-most-microbatch 8"
+    )

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.verification.reference_runs import (
-    SCHEDULE_FLAGS,
     differs_with_dropout,
     planned,
     schedule_of,
@@ -41,22 +39,6 @@ def test_stock_s_flags(ours: str, theirs: str) -> None:
 def test_stages_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="3 stages cannot be shared evenly by 2 ranks"):
         stock(f"{PP2} --pipeline-model-parallel-layout Et|t|tL")
-
-
-def test_every_flag_of_a_schedule_is_known() -> None:
-    """A new flag of this package has to be left out of stock's run, or named here."""
-    import argparse
-
-    parser = add_flags(argparse.ArgumentParser(add_help=False))
-    elsewhere = {
-        "--pipeline-trace", "--profile-pipeline",  # files of the real run
-        "--rehearse-pipeline", "--verify-pipeline", "--verify-pipeline-gradients",  # set by commands
-        "--pipeline-layer-seeds",  # works under stock too
-    }  # fmt: skip
-    given = {flag: action.nargs for action in parser._actions for flag in action.option_strings}
-    assert given.keys() - elsewhere <= SCHEDULE_FLAGS.keys()
-    for flag in given.keys() & SCHEDULE_FLAGS.keys():
-        assert SCHEDULE_FLAGS[flag] == (given[flag] != 0), flag
 
 
 def test_a_checkpoint_is_made(tmp_path: Path) -> None:
