@@ -16,6 +16,8 @@ from megatron_pp_ext.compiler.search import (
 from megatron_pp_ext.integration.request import start_up
 from tests.support.training import train
 
+pytestmark = pytest.mark.wide
+
 FLAGS = ("--pipeline-model-parallel-size", "2", "--train-iters", "1", "--pipeline-schedule", "flex")
 
 

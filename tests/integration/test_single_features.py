@@ -13,6 +13,7 @@ from megatron_pp_ext import pretrain_gpt
 from megatron_pp_ext.request.refusals import refuse_config
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
+from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, since, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -57,7 +58,7 @@ def test_experts_on_other_ranks_than_tensor_parts() -> None:
     assert_same_bits(run(4, [*flags, "--pipeline-schedule", "v-half"]), stock(4, *flags))
 
 
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_a_step_that_overflows_is_skipped(schedule: str) -> None:
     """The loss scale falls until the gradients are finite, at the same step as under stock."""
     flags = [*PP2, "--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1", "--train-iters", "5"]
@@ -84,7 +85,7 @@ def _has_repeated_losses(chunks: list[torch.nn.Module]) -> bool:
 
 
 @since((0, 19), "megatron-core before 0.19 fails to print the statistics that it gathers")
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_steps_that_run_twice(schedule: str) -> None:
     """Megatron's check for determinism runs every step again, on the same data."""
     flags = [*PP2, "--pipeline-schedule", schedule]
@@ -117,7 +118,7 @@ def _with_lengths_of_their_own(chunks: list[torch.nn.Module]) -> None:
     pretrain_gpt.get_batch = cut
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "zb-h1", "interleaved"]))
 def test_sequences_of_several_lengths(schedule: str) -> None:
     flags = ["--pipeline-model-parallel-size", "4", "--clip-grad", "0"]
     ours = run(4, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)

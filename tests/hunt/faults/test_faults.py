@@ -25,18 +25,21 @@ CASES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_job_ends_and_goes_on_as_if_nothing_had_happened(case: Case) -> None:
     outcome = try_case(case)
     assert not outcome.problems, line_of(outcome)
 
 
+@pytest.mark.wide
 def test_torchrun_ends_the_others() -> None:
     case = Case("zb-h1", "sync", "evaluation", "killed", victim=1, at=0.5, launcher="torchrun")
     outcome = try_case(case)
     assert not outcome.problems, line_of(outcome)
 
 
+@pytest.mark.wide
 def test_a_tracker_that_names_a_checkpoint_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     save = training.save_checkpoint
 

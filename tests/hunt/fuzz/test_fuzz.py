@@ -47,12 +47,10 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
 
 
 FIXED = [pytest.param(1, number, id=f"fixed-{number}") for number in range(TOGETHER)]
-OF_COMMIT = [
-    pytest.param(seed_of_commit(), number, id=f"of-commit-{number}", marks=pytest.mark.wide)
-    for number in range(10)
-]
+OF_COMMIT = [pytest.param(seed_of_commit(), number, id=f"of-commit-{number}") for number in range(10)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("seed", "number"), FIXED + OF_COMMIT)
 def test_a_random_job_trains_as_under_stock(seed: int, number: int, trials: Trials) -> None:
     """A case that fails is run again, and shrunk, by the command that the message ends with."""
@@ -118,6 +116,7 @@ def _scales_gradients_of_swiglu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_linear, "add_gradient", wrong)
 
 
+@pytest.mark.wide
 def test_a_planted_defect_is_found_and_shrunk(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     _scales_gradients_of_swiglu(monkeypatch)
     row = plain(mlp="swiglu", biases="no", clipping="engages", measures="trace")
