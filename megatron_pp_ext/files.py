@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and texts that a person may have written."""
+"""Files that appear whole or not at all, texts that a person may have written, and the user's own folder."""
 
 import atexit
 import functools
@@ -16,6 +16,11 @@ TEXT = "utf-8-sig"
 def read_text(path: Path) -> str:
     """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8."""
     return path.read_text(encoding=TEXT)
+
+
+def user_folder() -> Path:
+    """Return the folder of what is kept for this user, in XDG_CACHE_HOME or the home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
 
 
 @contextmanager

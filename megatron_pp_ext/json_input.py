@@ -6,7 +6,7 @@ Every ValueError names the value, the rule and the fix; ``naming`` puts the file
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,18 +55,113 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
-def require_names(content: Any, known: Iterable[str], needed: Iterable[str] = ()) -> None:
-    """ValueError unless ``content`` is an object with names from ``known`` only, and with all ``needed``."""
-    known = list(known)
-    listed = ", ".join(known)
-    if not isinstance(content, dict):
-        raise ValueError(f"is {short(content)}, but must be an object with {listed}")
-    for name in content:
-        if name not in known:
-            raise ValueError(f"{name!r} is unknown: {did_you_mean(name, known, f'known are {listed}')}")
-    for name in needed:
-        if name not in content:
-            raise ValueError(f"{name!r} is missing: add it")
+STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+"""The ``__pydantic_config__`` of what is read from JSON: known names alone, and values of their type."""
+
+
+def above(least: float) -> Any:
+    """Return what ``Annotated`` takes for a number above ``least``.
+
+    Only within a ``type`` alias, which is evaluated where a file is read; see ``parse_as``.
+    """
+    from annotated_types import Gt
+
+    return Gt(least)
+
+
+def at_least(least: float) -> Any:
+    """Return what ``Annotated`` takes for a number of ``least`` or more; see ``above``."""
+    from annotated_types import Ge
+
+    return Ge(least)
+
+
+def of_length(count: int) -> Any:
+    """Return what ``Annotated`` takes for a list of ``count`` values; see ``above``."""
+    from annotated_types import Len
+
+    return Len(count, count)
+
+
+def one_of(*names: str) -> Any:
+    """Return what ``Annotated`` takes for one of the texts ``names``; see ``above``."""
+    from pydantic import AfterValidator
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name!r} is unknown: give one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(known)
+
+
+_RULES = {
+    "dataclass_type": "an object",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "mapping_type": "an object",
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of {max_length}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number of {ge:g} or more",
+    "less_than_equal": "a number of {le:g} or less",
+}
+"""What a value must be, by the type of pydantic's error."""
+
+
+def parse_as[Read](kind: type[Read], text: str, fix: str) -> Read:
+    """Return the JSON ``text`` as the dataclass ``kind``.
+
+    ValueError, with the value, the rule and the fix, if it is none; ``fix`` is for a text that is no JSON.
+    """
+    # It takes a tenth of a second to import, which commands and jobs that read no such file do without.
+    from pydantic import TypeAdapter, ValidationError
+
+    form = TypeAdapter(kind)
+    try:
+        return form.validate_json(text)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        if error["type"] == "json_invalid":
+            raise ValueError(f"not JSON ({error['ctx']['error']}): {fix}") from None
+        known = form.json_schema() if error["type"] == "unexpected_keyword_argument" else {}
+        raise ValueError(_in_words(error, json.loads(text), known)) from None
+
+
+def read_as[Read](kind: type[Read], path: Path, fix: str) -> Read:
+    """Return the JSON file ``path`` as the dataclass ``kind``; ValueError as from ``parse_as``."""
+    try:
+        return parse_as(kind, read_text(path), fix)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not JSON ({error}): {fix}") from None
+
+
+def _in_words(error: Mapping[str, Any], content: Any, schema: Mapping[str, Any]) -> str:
+    """Return pydantic's ``error`` in ``content`` as value, rule and fix."""
+    places = [place for place in error["loc"] if place != "[key]"]
+    where = []
+    for place in places[:-1]:
+        content = content[place]
+        has_name = isinstance(content, dict) and "name" in content
+        where.append(repr(content["name"]) if has_name else str(place))
+    name = str(places[-1]) if places else "it"
+    if error["type"] == "value_error":
+        where, words = [*map(str, places)], str(error["ctx"]["error"])
+    elif error["type"] == "missing":
+        words = f"{repr(name) if isinstance(places[-1], str) else f'value {name}'} is missing: add it"
+    elif error["type"] == "unexpected_keyword_argument":
+        objects = [schema, *schema.get("$defs", {}).values()]
+        known = [name for one in objects for name in one.get("properties", ())]
+        words = f"{name!r} is unknown: {did_you_mean(name, known, f'known are {", ".join(known)}')}"
+    else:
+        rule = _RULES.get(error["type"], error["msg"].lower()).format(**error.get("ctx", {}))
+        words = f"{name} is {short(error['input'])}, but must be {rule}: correct it"
+    return f"{' '.join(where)}: {words}" if where else words
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -102,8 +102,8 @@ def stand_in_for_schedules() -> None:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_pp_ext.integration import requested
-    from megatron_pp_ext.integration.runners.flushed import FlushedRunner
-    from megatron_pp_ext.request import source
+    from megatron_pp_ext.integration.runners.choose import runner
+    from megatron_pp_ext.job import source
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:
@@ -114,7 +114,8 @@ def stand_in_for_schedules() -> None:
             pipeline = requested.Pipeline(source.from_catalogue(name, placement), placement)
             requested.activate(pipeline)
             try:
-                return FlushedRunner(pipeline)(model=model, pg_collection=pg_collection, **options)
+                runner.cache_clear()  # each call has groups of its own
+                return runner(pipeline)(model=model, pg_collection=pg_collection, **options)
             finally:
                 requested.activate(None)
 

@@ -194,8 +194,8 @@ def training_flags() -> tuple[frozenset[str], frozenset[str]]:
     script = (
         "from argparse import ArgumentParser as P\n"
         "from megatron_pp_ext.cpu.flags import megatron_flags\n"
-        "from megatron_pp_ext.integration.request.parser import add_flags\n"
-        "ours = add_flags(lambda parser: parser)(P(add_help=False))\n"
+        "from megatron_pp_ext.job.our_flags import add_flags\n"
+        "ours = add_flags(P(add_help=False))\n"
         "print(*sorted(megatron_flags()))\n"
         "print(*sorted(flag for action in ours._actions for flag in action.option_strings))\n"
     )

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import files
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.files import whole, write_whole
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.profile import Layer, Profile
-from megatron_pp_ext.planner import model_names, system
+from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate

@@ -12,35 +12,51 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
-PURE = {"files", "json_input", "log_lines", "schedule", "compiler", "request", "partition", "planner", "view"}
+PURE = {
+    "around",
+    "files",
+    "json_input",
+    "log_lines",
+    "schedule",
+    "compiler",
+    "costs",
+    "job",
+    "partition",
+    "planner",
+    "view",
+}
 """Rooms that import neither torch nor Megatron."""
 
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"files", "json_input", "schedule", "compiler", "request"}
+_STEPS = {"files", "json_input", "schedule", "compiler", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
+    "around": set(),
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "request": {"files", "json_input", "schedule", "compiler"},
+    "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
-    "planner": _STEPS,
+    "costs": {"files", "json_input", "schedule"},
+    "planner": {*_STEPS, "costs"},
     "runtime": {"schedule"},
     "view": {"files", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs"},
-    "calibration": {*_STEPS, "planner"},
-    "cpu": set(),
+    "calibration": {*_STEPS, "costs"},
+    "cpu": {"around"},
     "integration": {
         *_STEPS,
+        "around",
         "__init__",
         "log_lines",
         "partition",
+        "costs",
         "planner",
         "runtime",
         "view",
@@ -58,37 +74,22 @@ BELOW |= {
 }
 """The rooms that each room may import, itself aside."""
 
+_SEAMS = {"releases", "patching"}
+
 BELOW_IN_INTEGRATION = {
     "releases": set(),
     "patching": {"releases"},
     "requested": set(),
-    "mends": {"requested"},
-    "core": {"requested", "mends"},
-    "request": {"requested", "core", "mends"},
-    "runners": {"requested", "request", "core", "mends", "trainer"},
+    "mends": _SEAMS,
+    "core": {"requested"},
+    "request": {"requested", "core", "mends", "trainer"},
+    "runners": {"requested", "request", "core", "trainer"},
     "trainer": {"releases", "requested", "request", "core", "mends"},
-    "cpu_seams": {"releases", "patching"},
-    "pair_seams": {"releases", "patching", "core"},
-    "replica_seams": {"releases", "patching", "core"},
-    "seed_seams": {"releases", "patching", "trainer"},
-    "record_seams": {"releases", "patching", "core", "trainer"},
-    "loop_seams": {"releases", "patching", "mends"},
-    "seams": {
-        "releases",
-        "patching",
-        "cpu_seams",
-        "pair_seams",
-        "replica_seams",
-        "seed_seams",
-        "record_seams",
-        "loop_seams",
-        "request",
-        "core",
-        "mends",
-        "trainer",
-        "runners",
-    },
-    "doctor": {"releases", "patching", "seams"},
+    "core_seams": {*_SEAMS, "core", "runners"},
+    "trainer_seams": {*_SEAMS, "core", "request", "trainer"},
+    "cpu_seams": _SEAMS,
+    "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
+    "doctor": {"releases", "patching", "seams", "mends"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""
@@ -174,6 +175,20 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         if room(module) not in MEGATRON:
             allowed -= {"megatron"}
         assert heavy <= allowed, module
+
+
+TRAINING = {"__init__", "trainer", "mends", "request", "runners"}
+"""Rooms of ``integration`` that may import megatron.training; ``core`` must do without."""
+
+
+def test_the_trainer_stays_out_of_the_core() -> None:
+    using = {
+        module
+        for module in modules()
+        if any(name.startswith("megatron.training") for name in imports(module))
+    }
+    outside = {module for module in using if room(module) != "integration" or room(module, 2) not in TRAINING}
+    assert {room(module) for module in outside} == {"pretrain_gpt", "cpu"}
 
 
 def test_no_circle() -> None:

@@ -19,19 +19,34 @@ import typer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measuring import in_turns
-from benchmarks.runtime.split import Backward, Block, Stage, ours, whole
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.runtime.split import SplitLinear
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from tests.support.module_stage import ModuleStage
+from tests.support.split_linear import SplitLinear
 
 HIDDEN = 4096
 REPEATS = 20
 LONGEST_GAP = 20e-6
 GOAL = 1.02
+
+
+class Block(torch.nn.Module):
+    """The feed-forward part of a transformer layer."""
+
+    def __init__(self, hidden: int, linear: type[torch.nn.Linear]) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` [tokens, hidden] to the same shape."""
+        return input + self.down(torch.nn.functional.gelu(self.up(self.norm(input))))
 
 
 class EngineBlock(torch.nn.Module):
@@ -56,6 +71,19 @@ class EngineBlock(torch.nn.Module):
         return input + self.down(torch.nn.functional.gelu(self.up(input)))
 
 
+def whole(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run autograd's backward."""
+    torch.autograd.backward(output, grad_tensors=gradient)
+
+
+def in_halves(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run I, then W."""
+    slot = Owner(0, 0)
+    with STORE.collecting(slot):
+        whole(output, gradient)
+    STORE.run(slot)
+
+
 def split(kind: str, hidden: int) -> dict[str, object]:
     """Return what I and W cost one after the other, against a whole backward."""
     makers: dict[str, Callable[[bool], torch.nn.Module]] = {
@@ -67,9 +95,9 @@ def split(kind: str, hidden: int) -> dict[str, object]:
     x = torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.ones_like(x)
     ways = {}
-    for splits, backward in ((False, whole), (True, ours)):
-        stage = Stage(makers[kind](splits).to(device="cuda", dtype=torch.bfloat16), x, gradient)
-        ways[splits] = partial(_seconds, stage, backward)
+    for splits, backward in ((False, whole), (True, in_halves)):
+        module = makers[kind](splits).to(device="cuda", dtype=torch.bfloat16)
+        ways[splits] = partial(_seconds, module, x, partial(backward, gradient=gradient))
     times = in_turns(ways, rounds=REPEATS, warm_up=1)
     (base, least_base), (cut, least) = ((median(found), min(found)) for found in times.values())
     return {
@@ -82,14 +110,14 @@ def split(kind: str, hidden: int) -> dict[str, object]:
     }
 
 
-def _seconds(stage: Stage, backward: Backward) -> float:
+def _seconds(module: torch.nn.Module, input: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> float:
     """Return the seconds of ``backward`` on the device, after a forward and without earlier gradients."""
-    output = stage.module(stage.input)
-    for one in (stage.input, *stage.module.parameters()):
+    output = module(input)
+    for one in (input, *module.parameters()):
         one.grad = None
     torch.cuda.synchronize()
     start = time.perf_counter()
-    backward(stage, output)
+    backward(output)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -128,7 +156,7 @@ def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -
     channels = (everyone, group, group, (hidden, hidden), torch.bfloat16, torch.device("cuda"))
 
     def step() -> None:
-        execute(plan_rank(schedule, 1), stages, MadeUpChannels(*channels))
+        execute(plan_rank(schedule, 1), Rank(stages, MadeUpChannels(*channels)))
         torch.cuda.synchronize()
 
     step()

@@ -8,7 +8,7 @@ from itertools import product
 
 from benchmarks.planner.judged import Judged, all_judged, error, grouped, judged, timed
 from benchmarks.report import Row, table
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step import error_band
 from reference.training_runs import PublishedRun
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.state import weight_size
+from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_state import weight_size
-from megatron_pp_ext.planner.system import Link, System
-from megatron_pp_ext.request.pipeline import for_world
 from reference.training_runs import PublishedRun, runs
 
 

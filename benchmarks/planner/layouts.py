@@ -12,14 +12,15 @@ from typing import Any
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
-from megatron_pp_ext.planner import model_names, system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.pipeline import for_world, permitted
+from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Result, Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.request.pipeline import for_world, permitted
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from reference.recipes import DEEPSEEK_V3, RECIPES, Recipe

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.request.pipeline import for_world
 from reference.published_runs import MegatronRun
 
 

@@ -21,6 +21,7 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_orders
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -96,12 +97,8 @@ def sleep_through(rank: int, one: Case, updates: int) -> float:
     dist.barrier()
     for update in range(total):
         orders = pipedream.step(replicas, one.interval, update, total + replicas.ranks)
-        execute(
-            plan_orders(orders, replicas.stages, replicas.rank_of, rank),
-            {number: stage},
-            channels,
-            flush=False,
-        )
+        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
+        execute(plan, Rank({number: stage}, channels))
         if replicas.counts[number] > 1:
             dist.all_reduce(torch.zeros(1), group=groups[number])
             time.sleep(UPDATE)

@@ -135,7 +135,7 @@ def loss_of(output: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 class SleepingStage:
-    """A ``runtime.executor.Stage`` that sleeps, with neither a module nor autograd."""
+    """A ``runtime.rank.Stage`` that sleeps, with neither a module nor autograd."""
 
     def __init__(self, times: Times, chunks: int) -> None:
         self._times, self._chunks = times, chunks

@@ -26,14 +26,18 @@ from torch.distributed.pipelining import schedules as torchs
 
 from benchmarks.runtime.stages import SleepingLayer, SleepingStage, Times, loss_of
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.executor import Stage, execute
+from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.groups import direction_groups
-from megatron_pp_ext.runtime.module_stage import ModuleStage
+from megatron_pp_ext.runtime.operations.compute import Compute
+from megatron_pp_ext.runtime.operations.pair import Pair
+from megatron_pp_ext.runtime.operations.transfers import Drain, Post, Receive, Send
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.rank import Rank, Stage
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
+from tests.support.module_stage import ModuleStage
 
 CPU = torch.device("cpu")
 RunStep = Callable[[], object]
@@ -111,20 +115,21 @@ class Gloo:
 
 def walk(plan: RankPlan, costs: Costs, messages: Gloo) -> None:
     """Run one step of ``plan``: sleep for each action, or for a pair of them, and pass their messages."""
-    steps = iter(plan.steps)
-    for step in steps:
-        for arrival in step.launches:
-            messages.post(*arrival)
-        together = [step, next(steps)] if step.is_paired else [step]
-        for one in together:
-            if one.source is not None and one.source_rank != plan.rank:
-                messages.receive(one.source)
-        alone = [costs.seconds(one.action) for one in together]
-        time.sleep(costs.of_pair(*alone) if step.is_paired else alone[0])
-        for one in together:
-            if one.target is not None and one.target_rank != plan.rank:
-                messages.send(one.target_rank)
-    messages.flush()
+    for operation in plan.operations:
+        match operation:
+            case Post():
+                messages.post(operation.peer, operation.message)
+            case Receive():
+                messages.receive(operation.message)
+            case Compute():
+                time.sleep(costs.seconds(operation.action))
+            case Pair():
+                halves = (costs.seconds(half.action) for half in (operation.forward, operation.backward))
+                time.sleep(costs.of_pair(*halves))
+            case Send():
+                messages.send(operation.peer)
+            case Drain():
+                messages.flush()
 
 
 def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
@@ -157,7 +162,8 @@ def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
 
 def _execution(world: World, schedule: Schedule, times: Times, stages: Mapping[int, Stage]) -> RunStep:
     plan = plan_rank(schedule, dist.get_rank())
-    return lambda: execute(plan, stages, world.channels(times))  # new channels for each step, as in training
+    # New channels for each step, as in training.
+    return lambda: execute(plan, Rank(stages, world.channels(times)))
 
 
 def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:

@@ -7,14 +7,14 @@ import psutil
 import torch
 
 from megatron_pp_ext.calibration.ranks import Findings
-from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.costs.system import Link, System
 
 _OF_LIKE = ("peak_rates", "processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
 """The figures that are those of a device's kind: of its data sheet, or fitted to training runs."""
 
 
-def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | None) -> System:
-    """Return the system on which ``ranks`` ranks measured ``found``.
+def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System | None) -> System:
+    """Return the system on which ``ranks`` ranks measured ``findings``.
 
     The network, and all else that was not measured, are those of ``like``.  Without ``like`` the network
     is taken to be as fast as the links within the machine.  ``like`` is needed where only one rank measured.
@@ -31,11 +31,11 @@ def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | N
         "copy_bytes_per_second": how,
         "kernel_seconds": how,
     }
-    if found.bytes_per_second is None or found.latency_seconds is None:
+    if findings.bytes_per_second is None or findings.latency_seconds is None:
         assert like is not None
         node, sources["node"] = like.node, f"{like.name}'s: one device has no link to measure"
     else:
-        node = Link(found.bytes_per_second, found.latency_seconds)
+        node = Link(findings.bytes_per_second, findings.latency_seconds)
         sources["node"] = sources["all_reduce"] = f"{how}, over {transport}"
     network, sources["network"] = node, "not measured: taken to be as within the machine"
     if like is not None:
@@ -44,12 +44,12 @@ def described_system(found: Findings, ranks: int, on_gpu: bool, like: System | N
         name=name,
         gpus_per_node=ranks,
         memory_bytes=float(memory),
-        matrix_rates=found.matrix_rates,
-        copy_bytes_per_second=found.copy_bytes_per_second,
-        kernel_seconds=found.kernel_seconds,
+        matrix_rates=findings.matrix_rates,
+        copy_bytes_per_second=findings.copy_bytes_per_second,
+        kernel_seconds=findings.kernel_seconds,
         node=node,
         network=network,
-        all_reduce=found.all_reduce,
+        all_reduce=findings.all_reduce,
         sources=sources,
     )
     if like is None:

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs import system as systems
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_whole
-from megatron_pp_ext.planner import system as systems
-from megatron_pp_ext.planner.system import System
 
 
 @app.command()
@@ -51,10 +51,10 @@ def calibrate(
             progress.update(task, description=f"measured {done}", advance=1, refresh=True)
 
         try:
-            found = ranks.calibrate(count, on_gpu, report)
+            findings = ranks.calibrate(count, on_gpu, report)
         except RuntimeError as error:
             raise ValueError(f"{error}; correct it, or measure the CPU with --cpu") from None
-    described = described_system(found, count, on_gpu, model)
+    described = described_system(findings, count, on_gpu, model)
     write_whole(file, described.to_json())
     _show(described)
 

@@ -11,7 +11,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
-from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, CSV_PREFIX, FLEX, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
@@ -97,9 +97,9 @@ def schedule(
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
         require_size(request, files)
         with waiting("compiling flex"):
-            found = flex.compiled(request, times.costs(ranks, request.finest.chunks), trials)
-            report(found.timeline, found.lower_bound, times.units, files)
-        console.print(f"found by: {found.origin}")
+            compiled = flex.compiled(request, times.costs(ranks, request.finest.chunks), trials)
+            report(compiled.timeline, compiled.lower_bound, times.units, files)
+        console.print(f"found by: {compiled.origin}")
         return
     if name.startswith(CSV_PREFIX):
         raise ValueError(f"{name} is a file: look at it with mpp simulate {name.removeprefix(CSV_PREFIX)}")
@@ -177,13 +177,13 @@ def compare(
                 costs = shared_halves.merged(built.placement.stages)
                 timelines[f"{name} +S"] = simulate(shared, costs)
     with waiting("compiling flex for several memory limits"):
-        found = {
+        frontier = {
             f"flex {fraction:.2f}": compiled.timeline
             for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
         }
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):
-        console.print(terminal.summary_table(timelines | found))
+        console.print(terminal.summary_table(timelines | frontier))
     print_units(times.units)
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if times.output_layer:
@@ -198,7 +198,7 @@ def compare(
             for stage in halves.merged(ranks).stages
         )
         title = f"{ranks} ranks, {microbatches} microbatches"
-        line = flex.undominated(list(found.values()))
+        line = flex.undominated(list(frontier.values()))
         for path in pictures.paths:
             memory_tradeoff.draw_schedules(timelines, line, work, path, title, times.units.time)
 

@@ -17,10 +17,10 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_whole
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.costs.system import System
+    from megatron_pp_ext.job.pipeline import Request
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
-    from megatron_pp_ext.planner.system import System
-    from megatron_pp_ext.request.pipeline import Request
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -44,8 +44,8 @@ def estimate(
 
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
+    from megatron_pp_ext.costs import system as systems
     from megatron_pp_ext.jobs.command import missing
-    from megatron_pp_ext.planner import system as systems
     from megatron_pp_ext.planner.search.launch_lines import Launch
 
     if print_only:
@@ -59,17 +59,17 @@ def estimate(
     machine = systems.read(system)
     args, words = described(flags, model)
     args.micro_batch_size = args.micro_batch_size or 1
+    from megatron_pp_ext.job.pipeline import for_world
+    from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.planner.step.estimate import estimate_request
-    from megatron_pp_ext.request.pipeline import for_world
-    from megatron_pp_ext.request.sizes import fewest_ranks
 
     gpus = fewest_ranks(args) if world_size is None else world_size
     with waiting("estimating"):
         words, chosen = with_layout(words, args, gpus)
         request = for_world(args, gpus)
-        found = estimate_request(args, machine, request, margin)
+        estimated = estimate_request(args, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    show(found, request, machine, gpus)
+    show(estimated, request, machine, gpus)
     if chosen:
         console.print(chosen)
     show_launch("To train it:", launch, missing(words))
@@ -80,7 +80,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
-            **asdict(found),
+            **asdict(estimated),
             **launch.record(),
         }
         write_whole(json, dumps(content, indent=1) + "\n")
@@ -88,9 +88,9 @@ def estimate(
 
 def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:
     """Return flags with a layout in the place of ``auto``, which is set in ``args``, and words about it."""
+    from megatron_pp_ext.job.flag_words import by_name
+    from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
-    from megatron_pp_ext.planner.step.flag_words import by_name
-    from megatron_pp_ext.request.sizes import data_parallel_size
 
     if not requested_layout.is_requested(args):
         return list(words), ""
@@ -102,46 +102,51 @@ def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[
     return [*kept, flag, args.pipeline_model_parallel_layout], chosen
 
 
-def show(found: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
+def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
     """Time in a few lines, memory as a table."""
-    tokens = found.tokens_per_second / gpus
+    tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None
     copies = f"{request.data} data-parallel"
     if replicas is not None and not replicas.is_straight:
         copies = f"{replicas} replicas of the stages"
     console.print(
         f"{request.schedule} on {gpus} x {machine.name}, {copies}, {request.microbatches} microbatches\n"
-        f"step {found.step_seconds:.4g} s: pipeline {found.pipeline_seconds:.4g} s, reductions and update "
-        f"{found.other_seconds:.4g} s\n"
-        f"MFU {found.utilisation:.1%}, bubble {found.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
+        f"step {estimated.step_seconds:.4g} s: pipeline {estimated.pipeline_seconds:.4g} s, reductions and "
+        f"update {estimated.other_seconds:.4g} s\n"
+        f"MFU {estimated.utilisation:.1%}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
-    least, most = found.band.of(found.step_seconds)
-    console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {found.band}")
-    if found.note:
-        console.print(found.note)
+    least, most = estimated.band.of(estimated.step_seconds)
+    console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {estimated.band}")
+    if estimated.note:
+        console.print(estimated.note)
     if request.updates is None and request.ranks > 1 and request.microbatches < request.ranks:
         console.print(
             f"{request.ranks} pipeline ranks share {request.microbatches} microbatches: raise "
             "--global-batch-size",
             style="dim",
         )
-    names = [name for name, _ in found.fullest.components() if any(getattr(r, name) for r in found.ranks)]
+    names = [
+        name for name, _ in estimated.fullest.components() if any(getattr(r, name) for r in estimated.ranks)
+    ]
     rank_table.show(
         "GB on rank",
-        {name: [f"{getattr(rank, name) / 1e9:.2f}" for rank in found.ranks] for name in (*names, "total")},
+        {
+            name: [f"{getattr(rank, name) / 1e9:.2f}" for rank in estimated.ranks]
+            for name in (*names, "total")
+        },
     )
-    fullest = found.fullest
+    fullest = estimated.fullest
     if fullest.total > machine.memory_bytes:
         largest = max(fullest.components(), key=lambda pair: pair[1])
         console.print(
-            f"does not fit: rank {found.ranks.index(fullest)} needs {fullest.total / 1e9:.1f} GB of "
+            f"does not fit: rank {estimated.ranks.index(fullest)} needs {fullest.total / 1e9:.1f} GB of "
             f"{machine.memory_bytes / 1e9:.0f} GB, {largest[1] / 1e9:.1f} GB of it {largest[0]}"
         )
 
 
 def show_launch(title: str, launch: "Launch", filled_in: Sequence[str]) -> None:
     """Print the command that starts training, and which of its flags are stand-ins for the user's."""
-    from megatron_pp_ext.planner.step.flag_words import by_name
+    from megatron_pp_ext.job.flag_words import by_name
 
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.

@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.compile import (
     placements_of,
 )
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.request.pipeline import Request, named
+from megatron_pp_ext.job.pipeline import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline
@@ -59,8 +59,8 @@ def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Comp
     """The best schedules found for those of some fractions of 1F1B's peak that are feasible."""
     whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
     fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
-    found = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
-    return dict(zip(fractions, found, strict=True))
+    schedules = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
+    return dict(zip(fractions, schedules, strict=True))
 
 
 def _least(ranks: int, costs: Costs) -> float:

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
 from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
@@ -118,5 +118,5 @@ def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int
         if not torch.cuda.is_available():
             # There is no allocator to report a peak, so the recorder measures that of activations.
             changed["--pipeline-trace"] = Job(name, (), folder).trace
-    kept = list(without_files(flags))
+    kept = list(without(flags))
     return Job(name, tuple(where.words(short_run(kept, WARM_UP + steps, changed))), folder)

@@ -49,20 +49,24 @@ def models() -> None:
 def described(
     flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
 ) -> tuple[Namespace, list[str]]:
-    """Return the arguments of the described model and its flags; see ``planner.described.read``."""
+    """Return the arguments of the described model, with its vocabulary, and its flags.
+
+    See ``planner.described.read``.
+    """
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, sizes)
-    _notify(found.replaced)
-    if found.args is not None:
-        return found.args, found.words
-    import warnings
+    job = planners.read(flags or (), model, sizes)
+    _notify(job.replaced)
+    args = job.counted()
+    if not args.vocab_size:
+        import warnings
 
-    with waiting("asking Megatron's parser"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron_pp_ext.integration.request import launch_flags
+        with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron_pp_ext.integration.request.model_costs import vocabulary
 
-        return launch_flags.read_flags(found.words), found.words
+            args.vocab_size = vocabulary(args)
+    return args, job.words
 
 
 def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
@@ -72,9 +76,9 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
     """
     from megatron_pp_ext.planner import described as planners
 
-    found = planners.read(flags or (), model, has_other_flags=script is not None)
-    _notify(found.replaced)
-    return found.words
+    job = planners.read(flags or (), model, has_other_flags=script is not None)
+    _notify(job.replaced)
+    return job.words
 
 
 def _notify(sentence: str) -> None:

@@ -7,7 +7,7 @@ is decorated with ``takes_groups``, has all of its options.
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +50,11 @@ PairTime = Annotated[
 ]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", help="Measured costs of every stage, as JSON.", metavar="FILE")
+]
+
+Script = Annotated[
+    Path | None,
+    typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
 ]
 
 Csv = Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's CSV.", metavar="FILE")]
@@ -171,7 +176,7 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         group = parameter.annotation
-        if group in (Times, Pictures, Files):
+        if isinstance(group, type) and is_dataclass(group):
             options = inspect.signature(group).parameters
             groups[name] = group, list(options)
             parameters += options.values()

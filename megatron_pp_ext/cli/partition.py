@@ -77,19 +77,19 @@ def partition(
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else memory
     model = profile_file.read(profile)
-    found = best_partition(
+    best = best_partition(
         model, machines, cost=cost, straight=straight, memory=limit, state_per_weight=state_per_weight
     )
     if json is not None:
-        write_whole(json, json_format.dumps(found.record(model), indent=1) + "\n")
+        write_whole(json, json_format.dumps(best.record(model), indent=1) + "\n")
     if layout:
-        typer.echo(layout_of(found, model))
-        if flag := replicas_flag(found):
+        typer.echo(layout_of(best, model))
+        if flag := replicas_flag(best):
             typer.echo(f"the stages have different numbers of replicas: add {flag}", err=True)
     elif flags:
-        typer.echo(training_flags(found, model))
+        typer.echo(training_flags(best, model))
     else:
-        _show(found, model)
+        _show(best, model)
 
 
 def _levels(workers: int | None, bandwidth: float | None, levels: str | None) -> "list[Level]":
@@ -102,29 +102,29 @@ def _levels(workers: int | None, bandwidth: float | None, levels: str | None) ->
         return [Level(workers, bandwidth)]
     if bandwidth is not None:
         raise ValueError(f"--bandwidth {bandwidth:g} and --levels contradict each other: leave one out")
-    found = []
+    machines = []
     for level in levels.split(","):
         match = re.fullmatch(r"\s*(\d+)x([^x]+)", level)
         try:
             if match is None:
                 raise ValueError
-            found.append(Level(int(match[1]), float(match[2])))
+            machines.append(Level(int(match[1]), float(match[2])))
         except ValueError:
             raise ValueError(
                 f"--levels has {level!r}, but must be workers x bytes a second: write 4x25e9,2x3.1e9"
             ) from None
-    total = math.prod(level.workers for level in found)
+    total = math.prod(level.workers for level in machines)
     if workers is not None and workers != total:
         raise ValueError(f"--workers is {workers}, but --levels {levels} has {total}: leave --workers out")
-    return found
+    return machines
 
 
-def _show(found: "Partition", model: "Profile") -> None:
+def _show(best: "Partition", model: "Profile") -> None:
     from megatron_pp_ext.partition.layout import is_megatrons, training_flags
 
     names = ("replicas", "seconds", "in flight", "bytes a worker")
     table = Table("stage", Column("layers", overflow="fold"), *names, box=SIMPLE_HEAD)
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(best.stages):
         first, last = model.layers[stage.layers[0]].name, model.layers[stage.layers[-1]].name
         count = f" ({len(stage.layers)})" if len(stage.layers) > 1 else ""
         table.add_row(
@@ -136,8 +136,8 @@ def _show(found: "Partition", model: "Profile") -> None:
             f"{stage.memory_bytes:,.0f}",
         )
     console.print(table)
-    console.print(f"between microbatches   {found.bottleneck_seconds:.6g} s, NOAM {found.noam}")
-    console.print(f"data parallelism       {found.data_parallel_seconds:.6g} s: speedup {found.speedup:.3g}")
-    console.print(f"one worker             {found.single_worker_seconds:.6g} s")
-    if len(found.stages) > 1 and is_megatrons(model):
-        typer.echo(f"train it with          {training_flags(found, model)}")
+    console.print(f"between microbatches   {best.bottleneck_seconds:.6g} s, NOAM {best.noam}")
+    console.print(f"data parallelism       {best.data_parallel_seconds:.6g} s: speedup {best.speedup:.3g}")
+    console.print(f"one worker             {best.single_worker_seconds:.6g} s")
+    if len(best.stages) > 1 and is_megatrons(model):
+        typer.echo(f"train it with          {training_flags(best, model)}")

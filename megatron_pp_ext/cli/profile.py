@@ -9,6 +9,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
 from megatron_pp_ext.cli.model import words_of as model_flags
@@ -36,10 +37,7 @@ def profile(
     ] = None,
     model: Model = None,
     print_only: PrintFlags = False,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
-    ] = None,
+    script: ask.Script = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the profile that was read as JSON.", metavar="FILE")
     ] = None,
@@ -60,10 +58,10 @@ def profile(
         _measure(file, model_flags(flags, model, script), script)
     elif script is not None:
         raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
-    found = profile_file.read(file)
+    measured = profile_file.read(file)
     if json is not None:
-        found.write(json)
-    _show(found)
+        measured.write(json)
+    _show(measured)
 
 
 def training_flags(file: Path, flags: list[str]) -> list[str]:

@@ -11,17 +11,18 @@ from typing import Annotated
 
 import typer
 
+from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
 from megatron_pp_ext.cli.model import words_of as model_flags
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_whole
-from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
+from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
-from megatron_pp_ext.planner import system as systems
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.schedule import costs_file, csv_file
 
@@ -55,10 +56,7 @@ def rehearse(
     accept_noise: Annotated[
         bool, typer.Option("--accept-noise", help="Take seconds that a busy machine has disturbed, too.")
     ] = False,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
-    ] = None,
+    script: ask.Script = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")] = None,
     costs: Annotated[
         Path | None,
@@ -113,19 +111,19 @@ def rehearse(
             }
             with waiting(f"rehearsing rank {', '.join(map(str, some))} of {size}"):
                 run_together(commands, {rank: files[rank].with_suffix(".log") for rank in some})
-        found = {rank: RankRehearsal.read(file) for rank, file in files.items()}
-        first = found[chosen[0]]
+        measured = {rank: RankRehearsal.read(file) for rank, file in files.items()}
+        first = measured[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
-    rehearsal = put_together(found, schedule, machine, world)
-    _show_bytes(rehearsal, found)
-    console.print(rehearsal_noise.described(found.values()))
+    rehearsal = put_together(measured, schedule, machine, world)
+    _show_bytes(rehearsal, measured)
+    console.print(rehearsal_noise.described(measured.values()))
     if not accept_noise:
-        rehearsal_noise.require_quiet(found.values())
+        rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
         costs_file.write(rehearsal.timeline.costs, costs)
     if json is not None:
-        write_whole(json, json_format.dumps(numbers(rehearsal, found), indent=1) + "\n")
+        write_whole(json, json_format.dumps(numbers(rehearsal, measured), indent=1) + "\n")
     if trace is not None:
         from megatron_pp_ext.view import trace_file
 
@@ -168,7 +166,7 @@ def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
 
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
     """Return the flags of a rehearsal of ``flags`` that writes ``file``."""
-    kept = list(without_files(flags))
+    kept = list(without(flags))
     words = words_of(flags)
     fixed_scale = ["--loss-scale", "1"] if "--fp16" in words else []
     if fixed_scale and "--loss-scale" not in words:
@@ -178,7 +176,7 @@ def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[s
     return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *fixed_scale]
 
 
-def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[str, object]:
+def numbers(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> dict[str, object]:
     """Return what --json writes.
 
     Seconds and what disturbed them, bytes, and for each rank which one was measured in its place.
@@ -192,17 +190,17 @@ def numbers(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> dict[st
         "outside_seconds": rehearsal.outside_seconds,
         "bubble": timeline.bubble,
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
-        "device_bytes": {rank: one.device_bytes for rank, one in found.items()},
-        "disturbed": rehearsal_noise.disturbance(found.values()),
+        "device_bytes": {rank: one.device_bytes for rank, one in measured.items()},
+        "disturbed": rehearsal_noise.disturbance(measured.values()),
         "costs": asdict(timeline.costs),
     }
 
 
-def _show_bytes(rehearsal: Rehearsal, found: Mapping[int, RankRehearsal]) -> None:
+def _show_bytes(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> None:
     rows: dict[str, list[str]] = {"run as rank": [str(held.rehearsed_on) for held in rehearsal.ranks]}
     for name in ("weights", "gradients", "optimizer", "activations", "messages", "total"):
         rows[name] = [f"{getattr(held, name) / 2**20:,.1f}" for held in rehearsal.ranks]
-    device = {rank: one.device_bytes for rank, one in found.items() if one.device_bytes}
+    device = {rank: one.device_bytes for rank, one in measured.items() if one.device_bytes}
     if device:
         peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
         rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]

@@ -10,7 +10,7 @@ from rich.console import Console
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline

@@ -10,12 +10,12 @@ from rich.table import Column, Table
 
 from megatron_pp_ext.cli.estimate import show_launch
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Result
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.system import System
 
 _ALIKE = "nearly as fast"
 _COLUMNS = (
@@ -150,10 +150,10 @@ class Report:
         """Write a script for each of the best that submits it to SLURM."""
         folder.mkdir(parents=True, exist_ok=True)
         for number, one in enumerate(self.result.best, 1):
-            found = one.estimate
+            estimate = one.estimate
             comment = (
-                f"Estimated on {self.gpus} x {self.system.name}: step {found.step_seconds:.4g} s, MFU "
-                f"{found.utilisation:.1%}, {found.fullest.total / 1e9:.1f} GB on the fullest rank."
+                f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
+                f"{estimate.utilisation:.1%}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
             text = launch_lines.batch_file(
                 one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
@@ -191,16 +191,19 @@ class Report:
         ]
         return ", ".join(named)
 
+    def flags(self, one: Evaluated) -> list[str]:
+        """Return the flags that train ``one``."""
+        return launch_lines.flags(one.candidate, self.words)
+
     def _launch(self, one: Evaluated) -> launch_lines.Launch:
-        flags = launch_lines.flags(one.candidate, self.words)
-        return launch_lines.Launch(flags, self.gpus, self.system.gpus_per_node, self.script)
+        return launch_lines.Launch(self.flags(one), self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point
 
         def point(one: Evaluated) -> Point:
-            found = one.estimate
-            return Point(one.candidate.name, found.fullest.total, found.tokens_per_second)
+            estimate = one.estimate
+            return Point(one.candidate.name, estimate.fullest.total, estimate.tokens_per_second)
 
         return [point(one) for one in self.result.best], [point(one) for one in self.result.frontier]
 

@@ -95,12 +95,12 @@ def verify(
         console.print(f"{at}\n    log: {_shown(run.log)}", soft_wrap=True)
 
     reference_runs.start(runs, world, path, on_cpu, report, environment(flags))
-    found = reference_runs.recorded(runs, steps)
+    records = reference_runs.recorded(runs, steps)
     verdict = compare(
-        found[reference_runs.STOCK],
-        found[reference_runs.SCHEDULE],
+        records[reference_runs.STOCK],
+        records[reference_runs.SCHEDULE],
         arithmetic,
-        found.get(reference_runs.AGAIN),
+        records.get(reference_runs.AGAIN),
         gradients,
     )
     _show(verdict, name)

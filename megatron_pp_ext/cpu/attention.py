@@ -8,12 +8,13 @@ there is none, it follows from their positions.
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_pp_ext.around import around
 
 
 class _Gather(torch.autograd.Function):
@@ -34,53 +35,54 @@ class _Gather(torch.autograd.Function):
         return part, None
 
 
-def accept_context_parallelism(make: Callable[..., None]) -> Callable[..., None]:
+@around
+def accept_context_parallelism(
+    make: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Make the attention of a model that is not context-parallel.
 
     Seam: ``DotProductAttention.__init__`` in ``megatron.core.transformer.dot_product_attention``. Raises
     ValueError for any other attention than the plain causal one, since its mask is not known here.
     """
-
-    @functools.wraps(make)
-    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.context_parallel_size == 1:
-            make(self, config, *args, **kwargs)
-            return
-        plain = copy.copy(config)
-        plain.context_parallel_size = 1
-        make(self, plain, *args, **kwargs)
-        if self.attn_mask_type.name != "causal" or self.scale_mask_softmax.window_size is not None:
-            raise ValueError(
-                f"--context-parallel-size {config.context_parallel_size} on a CPU is for causal attention "
-                "without a window; set it to 1, or leave the window out"
-            )
-
-    return wrapped
+    if config.context_parallel_size == 1:
+        make(self, config, *args, **kwargs)
+        return
+    plain = copy.copy(config)
+    plain.context_parallel_size = 1
+    make(self, plain, *args, **kwargs)
+    if self.attn_mask_type.name != "causal" or self.scale_mask_softmax.window_size is not None:
+        raise ValueError(
+            f"--context-parallel-size {config.context_parallel_size} on a CPU is for causal attention "
+            "without a window; set it to 1, or leave the window out"
+        )
 
 
-def attend_to_all_ranks(attend: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def attend_to_all_ranks(
+    attend: Callable[..., Any],
+    self: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Give the queries of this rank the keys and values of all ranks.
 
     Tensors are (sequence, batch, heads, head).
 
     Seam: ``DotProductAttention.forward``, beside ``__init__``.
     """
-
-    @functools.wraps(attend)
-    def wrapped(
-        self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        group = getattr(self.pg_collection, "cp", None)
-        if group is not None and group.size() > 1:
-            key, value = _Gather.apply(key, group), _Gather.apply(value, group)
-            places = _places(query.size(0), group)
-            attention_mask = (
-                # A batch has the rows of this rank's queries, and a column for each key in its true place.
-                _beyond(places, group) if attention_mask is None else attention_mask[..., places.flatten()]
-            )
-        return attend(self, query, key, value, attention_mask, *args, **kwargs)
-
-    return wrapped
+    group = getattr(self.pg_collection, "cp", None)
+    if group is not None and group.size() > 1:
+        key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+        places = _places(query.size(0), group)
+        attention_mask = (
+            # A batch has the rows of this rank's queries, and a column for each key in its true place.
+            _beyond(places, group) if attention_mask is None else attention_mask[..., places.flatten()]
+        )
+    return attend(self, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _places(length: int, group: dist.ProcessGroup) -> torch.Tensor:

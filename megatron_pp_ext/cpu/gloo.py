@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.around import around
+
 
 def _as_gloo(backend: Any) -> Any:
     return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
@@ -34,70 +36,60 @@ def _redirect_backend(function: Callable[..., Any], position: int) -> Callable[.
     return redirected
 
 
-def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(barrier)
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_ids", None)
-        return barrier(*args, **kwargs)
-
-    return redirected
+@around
+def _without_device_ids(barrier: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("device_ids", None)
+    return barrier(*args, **kwargs)
 
 
-def _alias_what_is_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _alias_what_is_sent(isend: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``isend`` to send an alias, which keeps the numbers in memory until they are sent.
 
     The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; that of 0.18
     waits.
     """
-
-    @functools.wraps(isend)
-    def keeping(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return isend(tensor.detach(), *args, **kwargs)
-
-    return keeping
+    return isend(tensor.detach(), *args, **kwargs)
 
 
-def _count_by_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _count_by_numbers(
+    exchange: Callable[..., Any],
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Wrap ``all_to_all_single``, which takes the sizes of its parts as numbers.
 
     Megatron counts the tokens of each expert in a tensor. It makes numbers of one that it moves from the GPU,
     and leaves one that is on the CPU as it is.
     """
-
-    @functools.wraps(exchange)
-    def counting(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        sizes = (_as_numbers(output_split_sizes), _as_numbers(input_split_sizes))
-        return exchange(output, input, *sizes, *args, **kwargs)
-
-    return counting
+    sizes = (_as_numbers(output_split_sizes), _as_numbers(input_split_sizes))
+    return exchange(output, input, *sizes, *args, **kwargs)
 
 
 def _as_numbers(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
-def _gather_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _gather_unequal_parts(
+    gather: Callable[..., Any],
+    parts: list[torch.Tensor],
+    own: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Wrap ``all_gather`` for parts of different sizes, by which Muon's replicas exchange their weights."""
-
-    @functools.wraps(gather)
-    def gathering(
-        parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if async_op or len({part.shape for part in parts}) == 1:
-            return gather(parts, own, group, async_op)
-        parts[dist.get_rank(group)].copy_(own)
-        for rank, part in enumerate(parts):
-            dist.broadcast(part, group=group, group_src=rank)
-        return None
-
-    return gathering
+    if async_op or len({part.shape for part in parts}) == 1:
+        return gather(parts, own, group, async_op)
+    parts[dist.get_rank(group)].copy_(own)
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, group=group, group_src=rank)
+    return None
 
 
 def install() -> None:

@@ -7,26 +7,25 @@ Megatron takes where neither is installed, do not set it, and Megatron refuses t
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.around import around
 
-def mark_for_sequence_parallelism(make: Callable[..., Any]) -> Callable[..., Any]:
+
+@around
+def mark_for_sequence_parallelism(
+    make: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Make the norm of a model that is not sequence-parallel, and mark its parameters.
 
     Seam: ``WrappedTorchNorm.__new__`` in ``megatron.core.transformer.torch_norm``.
     """
-
-    @functools.wraps(make)
-    def wrapped(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return make(cls, config, *args, **kwargs)
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = make(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return wrapped
+    if not config.sequence_parallel:
+        return make(cls, config, *args, **kwargs)
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = make(cls, plain, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm

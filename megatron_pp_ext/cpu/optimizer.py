@@ -9,68 +9,55 @@ the step where a checkpoint holds none, or sets it back to zero; and it lets all
 which each of them would increase.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megatron_pp_ext.around import around
 
-def give_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+
+@around
+def give_state(state_dict: Callable[..., Any], self: Any) -> Any:
     """Give an Adam that has not stepped the state with which it would begin its first step."""
-
-    @functools.wraps(state_dict)
-    def wrapped(self: Any) -> Any:
-        adam = self.optimizer
-        if isinstance(adam, torch.optim.Adam) and not adam.state:
-            for group in adam.param_groups:
-                for parameter in group["params"]:
-                    adam.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return state_dict(self)
-
-    return wrapped
+    adam = self.optimizer
+    if isinstance(adam, torch.optim.Adam) and not adam.state:
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return state_dict(self)
 
 
-def give_own_counters(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def give_own_counters(load_state_dict: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Give each parameter a step counter of its own after loading.
 
     Loading also copies into the weights; those that are fp32 are the model's own and require gradients.
     """
-
-    @functools.wraps(load_state_dict)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            result = load_state_dict(self, *args, **kwargs)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-        return result
-
-    return wrapped
+    with torch.no_grad():
+        result = load_state_dict(self, *args, **kwargs)
+    for state in self.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+    return result
 
 
-def load_without_gradients(load: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def load_without_gradients(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Load what was saved in one file without gradients, which weights that are the model's own require."""
-
-    @functools.wraps(load)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return load(self, *args, **kwargs)
-
-    return wrapped
+    with torch.no_grad():
+        return load(self, *args, **kwargs)
 
 
-def keep_own_step(set_states: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def keep_own_step(
+    set_states: Callable[..., Any], self: Any, model_param: Any, tensors: dict[str, Any]
+) -> Any:
     """Keep the step: it was loaded with the groups, and the parameters' own state has none or an old one."""
-
-    @functools.wraps(set_states)
-    def wrapped(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        own = self._get_main_param_and_optimizer_states(model_param)
-        step = {"step": own["step"]} if "step" in own else {}
-        return set_states(self, model_param, {**tensors, **step})
-
-    return wrapped
+    own = self._get_main_param_and_optimizer_states(model_param)
+    step = {"step": own["step"]} if "step" in own else {}
+    return set_states(self, model_param, {**tensors, **step})

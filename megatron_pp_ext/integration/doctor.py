@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pp_ext.integration import patching, releases
-from megatron_pp_ext.request.refusals import FIRST_ENGINE
+from megatron_pp_ext.job.refusals import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
 HANGS = (
@@ -187,6 +187,7 @@ def _import_seams() -> str | None:
 def _examine_seams(console: Console) -> str | None:
     """Print every seam and whether it fits; return in one line which do not, None if all do."""
     from megatron_pp_ext.integration import seams
+    from megatron_pp_ext.integration.mends.table import MENDS
 
     problems = []
     location = importlib.import_module("megatron.core").__path__[0]
@@ -211,6 +212,12 @@ def _examine_seams(console: Console) -> str | None:
         why = seam.why if seam in always else f"--cpu: {seam.why}"
         table.add_row(seam.path.removeprefix("megatron."), why, _dotted(since), fits)
     console.print(table)
+    mended = Table(
+        "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
+    )
+    for mend in MENDS:
+        mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
+    console.print(mended)
     console.print(
         "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
         "queue of the checkpoint writers is made before the run."

@@ -3,7 +3,7 @@
 A new release of Megatron is one row of ``RELEASES``; ``docs/extending.md`` lists the steps around it.  What
 has to agree with the table (the range in pyproject.toml, requirements.lock, the Makefile's matrix, the
 documents and patches/) is compared with it by ``tests/test_releases.py``.  The signatures that each release
-has stand beside what is patched, in ``seams`` and ``cpu_seams``.
+has stand beside what is patched, in the tables that ``seams`` puts together.
 """
 
 import importlib

@@ -6,10 +6,10 @@ It is set once, while Megatron validates its arguments.  Where there is none, ev
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_pp_ext.request.measurements import ProfileSteps
-from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.source import Source
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.job.measurements import ProfileSteps
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.source import Source
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -25,6 +25,8 @@ class Pipeline:
     trace: Path | None = None
     updates: Updates | None = None
     """The updates of a pipeline that never flushes; None where every step flushes."""
+    predicting: int | None = None
+    """The stage that has multi-token prediction, with a copy of the embedding."""
     profile_steps: ProfileSteps | None = None
     """The training steps to measure and to compile a better schedule from."""
     profile: Path | None = None

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_FILES = ("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline")
+_FILES = dict.fromkeys(("--save", "--load", "--tensorboard-dir", "--pipeline-trace", "--profile-pipeline"), 1)
 """Flags that name files of the real run, which a short one must not touch."""
 
 _DATA = (
@@ -41,14 +41,20 @@ def words_of(flags: Iterable[str]) -> list[str]:
     return [word for flag in flags for word in flag.split("=", 1)]
 
 
+def last(words: Sequence[str], name: str) -> str | None:
+    """Return the word behind the last flag ``name``, "" where there is none; None without the flag."""
+    if name not in words:
+        return None
+    at = len(words) - words[::-1].index(name)
+    return words[at] if at < len(words) else ""
+
+
 def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
     """Return the number behind the last flag ``name``, or ``default`` where it is not given."""
-    if name not in words:
-        return default
-    at = len(words) - 1 - words[::-1].index(name)
+    given = last(words, name)
     try:
-        return int(words[at + 1])
-    except (IndexError, ValueError):
+        return default if given is None else int(given)
+    except ValueError:
         raise ValueError(f"{name} needs a whole number behind it: correct the model's flags") from None
 
 
@@ -59,10 +65,10 @@ def missing(flags: Sequence[str]) -> list[str]:
     """
     words = words_of(flags)
     given = set(words)
-    length = words[words.index("--seq-length") + 1 :][:1] if "--seq-length" in given else []
+    length = last(words, "--seq-length")
     stand_ins: tuple[tuple[Collection[str], list[str]], ...] = (
         (("--micro-batch-size",), ["--micro-batch-size", "1"]),
-        (("--max-position-embeddings",), ["--max-position-embeddings", *length] if length else []),
+        (("--max-position-embeddings",), ["--max-position-embeddings", length] if length else []),
         (("--train-iters", "--train-samples"), ["--train-iters", "100"]),
         (("--lr",), ["--lr", "0.0001"]),
         (("--eval-interval",), ["--eval-interval", "1000"]),
@@ -87,12 +93,16 @@ def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> l
     return [*whole, *missing(whole), *(str(word) for change in changed.items() for word in change)]
 
 
-def without_files(flags: Iterable[str]) -> Iterator[str]:
-    """Yield ``flags`` without those that name files of the real run."""
+def without(flags: Iterable[str], names: Mapping[str, int] = _FILES) -> Iterator[str]:
+    """Yield ``flags`` without those of ``names``, each of which has so many words behind it.
+
+    By default these are the flags that name files of the real run.
+    """
     following = iter(flags)
     for flag in following:
         name, equals, _ = flag.partition("=")
-        if name not in _FILES:
+        if name not in names:
             yield flag
         elif not equals:
-            next(following, None)
+            for _ in range(names[name]):
+                next(following, None)

@@ -81,7 +81,7 @@ def _down_sets(inputs: Mapping[int, int]) -> tuple[int, ...] | None:
 
     None if there are more than ``MOST_STATES``.
     """
-    found = level = [0]
+    sets = level = [0]
     while level:
         level = sorted(
             {
@@ -91,10 +91,10 @@ def _down_sets(inputs: Mapping[int, int]) -> tuple[int, ...] | None:
                 if not state >> layer & 1 and not needs & ~state
             }
         )
-        found = found + level
-        if len(found) > MOST_STATES:
+        sets = sets + level
+        if len(sets) > MOST_STATES:
             return None
-    return tuple(found)
+    return tuple(sets)
 
 
 def _with_free_layers_early(profile: Profile, inputs: Sequence[int]) -> tuple[int, ...]:

@@ -60,16 +60,16 @@ def read(text: str) -> Profile:
 
 
 def _layer(name: str, text: str) -> Layer:
-    found = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    fields = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     values = []
     for field, unit in _FIELDS.items():
-        if field not in found:
+        if field not in fields:
             raise ValueError(f"layer {name!r}: {field} is missing: add it or profile again")
         try:
-            values.append(unit * sum(float(word) for word in found[field].strip("[]").split(";")))
+            values.append(unit * sum(float(word) for word in fields[field].strip("[]").split(";")))
         except ValueError:
             raise ValueError(
-                f"layer {name!r}: {field} is {found[field]!r}, but must be a number: profile again"
+                f"layer {name!r}: {field} is {fields[field]!r}, but must be a number: profile again"
             ) from None
     forward, backward, activation, parameter = values
     return Layer(name, forward, backward, activation, parameter)

@@ -15,13 +15,13 @@ in model order:
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.json_input import is_number, naming, parse, require_names
+from megatron_pp_ext.json_input import STRICT, parse_as
 
 MOST = 1e18
 """The most seconds or bytes of a layer, with which the partitioner's sums and products stay finite."""
@@ -41,6 +41,8 @@ class Layer:
     empty for other models.  ValueError for a number that is not from 0 to ``MOST``.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     name: str
     forward_seconds: float
     backward_seconds: float
@@ -52,13 +54,7 @@ class Layer:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is None and name == "saved_bytes":
-                continue
-            if not is_number(value):
-                raise ValueError(
-                    f"layer {self.name!r}: {name} is {value!r}, but must be a finite number: profile again"
-                )
-            if not 0 <= value <= MOST:
+            if value is not None and not 0 <= value <= MOST:
                 raise ValueError(
                     f"layer {self.name!r}: {name} is {value:g}, but must be a finite number from 0 to "
                     f"{MOST:g}: correct it or profile again"
@@ -76,8 +72,6 @@ class Layer:
 
 
 _NUMBERS = ("forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes", "saved_bytes")
-_NEEDED = tuple(field.name for field in fields(Layer) if field.default is MISSING)
-_KNOWN = tuple(field.name for field in fields(Layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,31 +147,22 @@ class Profile:
         write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a profile in JSON has."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[str, str], ...] | None = None
+
+
 def read_json(text: str) -> Profile:
     """Return the profile in ``text``; ValueError for anything that is not as the module's docstring says."""
-    content = parse(text, "write {'layers': [...]}")
-    rows, edges = content.get("layers"), content.get("edges")
-    if not isinstance(rows, list):
-        raise ValueError("'layers' is not a list: write {'layers': [{'name': ..., ...}, ...]}")
-    layers = [_layer(number, row) for number, row in enumerate(rows)]
-    if edges is None:
-        return Profile.chain(layers)
-    if not isinstance(edges, list) or not all(_is_pair(edge) for edge in edges):
-        raise ValueError("'edges' must be a list of pairs of layer names: write [['a', 'b'], ...]")
-    return Profile.graph(layers, [(a, b) for a, b in edges])
-
-
-def _is_pair(edge: Any) -> bool:
-    return isinstance(edge, list) and len(edge) == 2 and all(isinstance(name, str) for name in edge)
-
-
-def _layer(number: int, row: Any) -> Layer:
-    with naming(f"layer {row.get('name', number)!r}" if isinstance(row, dict) else f"layer {number}"):
-        require_names(row, _KNOWN, _NEEDED)
-        for field in ("name", "symbol"):
-            if not isinstance(row.get(field, ""), str):
-                raise ValueError(f"{field!r} is {row[field]!r}, but must be a text: correct it")
-    return Layer(**row)
+    content = parse_as(_Content, text, "write {'layers': [...]}")
+    if content.edges is None:
+        return Profile.chain(content.layers)
+    return Profile.graph(content.layers, content.edges)
 
 
 def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[int]:

@@ -18,10 +18,10 @@ def read(path: str | Path) -> Profile:
             text = read_text(Path(path))
         except UnicodeDecodeError:
             raise ValueError("not a text: give a JSON profile or PipeDream's graph.txt") from None
-        found = read_json(text) if text.lstrip().startswith("{") else graph_txt.read(text)
-        if len(found.layers) > 1 and not found.edges:
+        profile = read_json(text) if text.lstrip().startswith("{") else graph_txt.read(text)
+        if len(profile.layers) > 1 and not profile.edges:
             raise ValueError(
-                f"no edges, so that none of {len(found.layers)} layers reads another: write an edge for each "
-                "that does, in graph.txt with a tab before 'node1 -- node2'"
+                f"no edges, so that none of {len(profile.layers)} layers reads another: write an edge for "
+                "each that does, in graph.txt with a tab before 'node1 -- node2'"
             )
-        return found
+        return profile

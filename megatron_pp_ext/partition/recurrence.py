@@ -203,16 +203,16 @@ class Machine:
 
     def _choices(self, downstream: float) -> _Choices:
         """Return the numbers of replicas that a stage can have, and how deep it then is."""
-        found: list[tuple[int, float]] = []
+        choices: list[tuple[int, float]] = []
         rows = {}
         for replicas in self._replicas:
             before = np.arange(self._level.workers + 1 - replicas)
             depths = self._inner.depths(self._downstream(replicas, before, downstream))
             # The deepest comes first, so that row numbers rise wherever there are several.
             distinct, row = np.unique(-depths, return_inverse=True)
-            rows[replicas] = row + len(found)
-            found += [(replicas, -depth) for depth in distinct.tolist()]
-        counts, all_depths = zip(*found, strict=True)
+            rows[replicas] = row + len(choices)
+            choices += [(replicas, -depth) for depth in distinct.tolist()]
+        counts, all_depths = zip(*choices, strict=True)
         return _Choices(np.array(counts)[:, np.newaxis], np.array(all_depths), rows)
 
     def _stages(self, choices: _Choices, start: int, end: int) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.costs.system import System
 
 
 class Collective(NamedTuple):

@@ -7,22 +7,48 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pp_ext.planner import model_names, unknown_flags
+from megatron_pp_ext.job import flag_table, flag_words
+from megatron_pp_ext.job.sizes import require_vocabulary
+from megatron_pp_ext.job.stock_limits import refuse_under_any_schedule
+from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.model_names import GivenModel
-from megatron_pp_ext.planner.step import flag_words
-from megatron_pp_ext.planner.step.model_description import describe, flag
+from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
+
+_LEAVE_OUT = "leave it out of the estimate"
+_NOT_COUNTED = (
+    ("multi_latent_attention", "its compressed keys are not modelled", _LEAVE_OUT),
+    ("yaml_cfg", "the planner reads flags alone", "give the model's sizes as flags"),
+    ("use_megatron_fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
+)
+"""Arguments with the rule that refuses them, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The flags ``words``, and the arguments that they set; None where only Megatron's parser knows them.
+    """The flags ``words``, and the arguments that Megatron reads in them.
 
     ``replaced`` is a sentence about the flags that took the place of the model's own; empty if none did.
     """
 
     words: list[str]
-    args: Namespace | None
+    args: Namespace
     replaced: str = ""
+
+    def counted(self) -> Namespace:
+        """Return ``args``; ValueError for a model whose costs are not known, and for what cannot be trained.
+
+        ``vocab_size`` stays empty where only the tokenizer knows it.
+        """
+        args = self.args
+        for name, rule, fix in _NOT_COUNTED:
+            if value := getattr(args, name):
+                given = flag(name) if value is True else f"{flag(name)} {value}"
+                raise ValueError(f"{given}: {rule}; {fix}")
+        require_complete(args, "the model")
+        refuse_under_any_schedule(args)
+        require_vocabulary(args)
+        args.vocab_size = args.vocab_size or args.padded_vocab_size
+        return args
 
 
 def read(
@@ -43,34 +69,27 @@ def read(
             "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags behind --"
         )
     mine = _joined(flags, sizes or {})
-    known = flag_words.read(mine)
-    if known is None and not has_other_flags:
-        unknown_flags.refuse(mine)
+    kept = {} if given is None else flag_words.overridden(given.values, mine)
+    if given is not None:
+        kept |= _longer_positions(given, kept, mine)
+    start = {name: value for name, value in kept.items() if value is not None}
+    args = flag_table.parse(mine, start, has_other_flags)
+    settle(args)
     if given is None:
-        has_vocabulary = known is not None and {"vocab_size", "padded_vocab_size"} & known.keys()
-        return Described(mine, _described(known, "the model") if known and has_vocabulary else None)
-    kept = flag_words.overridden(given.values, mine)
-    kept |= _longer_positions(given, kept, mine)
-    words = [*flag_words.spelled(kept), *mine]
-    args = None if known is None else _described({**kept, **known}, given.name)
-    return Described(words, args, _replaced(given, kept, mine))
-
-
-def _described(values: Mapping[str, object], where: str) -> Namespace:
-    args = describe(values, where)
-    args.vocab_size = args.vocab_size or args.padded_vocab_size
-    if not args.vocab_size:
-        raise ValueError(f"{where} has no vocab_size: give it")
-    return args
+        return Described(mine, args)
+    require_complete(args, given.name)
+    if not args.vocab_size and not args.padded_vocab_size:
+        raise ValueError(f"{given.name} has no vocab_size: give it")
+    return Described([*flag_words.spelled(kept), *mine], args, _replaced(given, kept, mine))
 
 
 def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> str:
     """Return which values of the model ``mine`` replaces by others."""
-    now = {name: " ".join(behind) for name, behind in flag_words.by_name(mine)}
+    now = {name: " ".join(behind) for name, behind in flag_words.by_argument(mine).items()}
     changed = [
-        f"{flag(name)} {now[flag(name)]} ({value})"
+        f"{flag(name)} {now[name]} ({value})"
         for name, value in given.values.items()
-        if name not in kept and value is not None and now.get(flag(name), str(value)) not in ("", str(value))
+        if name not in kept and value is not None and now.get(name, str(value)) not in ("", str(value))
     ]
     return f"In the place of what {given.name} has (in brackets): {', '.join(changed)}" if changed else ""
 
@@ -81,10 +100,10 @@ def _longer_positions(given: GivenModel, kept: Mapping[str, object], mine: Seque
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
     that are longer than the model's sliding window.
     """
-    lengths = [behind for name, behind in flag_words.by_name(mine) if name == flag("seq_length")]
-    if not lengths or len(lengths[-1]) != 1 or not lengths[-1][0].isdigit():
+    behind = " ".join(flag_words.by_argument(mine).get("seq_length", ()))
+    if not behind.isdigit():
         return {}
-    length = int(lengths[-1][0])
+    length = int(behind)
     if given.window is not None and length > given.window:
         raise ValueError(
             f"--seq-length {length} is longer than the sliding window of {given.name}, {given.window} "

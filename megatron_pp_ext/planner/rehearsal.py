@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Self
+from typing import ClassVar, Self
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -47,6 +48,8 @@ class RankRehearsal:
     divided by its processors; they are None where the system does not tell.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     rank: int
     schedule: str
     digest: str
@@ -73,15 +76,8 @@ class RankRehearsal:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file that ``write`` wrote."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content["stages"] = tuple(StageCosts(**stage) for stage in content["stages"])
-        if content["vocabulary"] is not None:
-            content["vocabulary"] = VocabularyCosts(**content["vocabulary"])
-        content["collectives"] = tuple(Collective(*one) for one in content["collectives"])
-        content["layers"] = tuple(content["layers"])
-        content["ratios"] = tuple(map(tuple, content["ratios"]))
-        content["step_seconds"] = tuple(content["step_seconds"])
-        return cls(**content)
+        with naming(path):
+            return read_as(cls, path, "rehearse again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +151,9 @@ def stand_in(rank: int, rehearsed: Sequence[int], ranks: int) -> int:
 
 
 def put_together(
-    found: Mapping[int, RankRehearsal], schedule: Schedule, system: System | None, world: int
+    measured: Mapping[int, RankRehearsal], schedule: Schedule, system: System | None, world: int
 ) -> Rehearsal:
-    """Simulate ``schedule`` with the measurements of the rehearsed ranks, ``found``.
+    """Simulate ``schedule`` with the measurements of the rehearsed ranks, ``measured``.
 
     Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
     the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
@@ -166,14 +162,14 @@ def put_together(
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
     """
-    for one in found.values():
+    for one in measured.values():
         if one.digest != schedule.digest:
             raise ValueError(
-                f"rank {one.rank} rehearsed another schedule than rank {min(found)}: start again, and give "
-                "flex its --pipeline-costs"
+                f"rank {one.rank} rehearsed another schedule than rank {min(measured)}: start again, and "
+                "give flex its --pipeline-costs"
             )
-    placement, layers = schedule.placement, next(iter(found.values())).layers
-    source = [stand_in(rank, sorted(found), placement.ranks) for rank in range(placement.ranks)]
+    placement, layers = schedule.placement, next(iter(measured.values())).layers
+    source = [stand_in(rank, sorted(measured), placement.ranks) for rank in range(placement.ranks)]
     for rank, other in enumerate(source):
         own, theirs = ([layers[stage] for stage in placement.stages_of(r)] for r in (rank, other))
         if own != theirs:
@@ -182,18 +178,18 @@ def put_together(
                 f"{theirs}: set --ranks all, or name rank {rank} as well"
             )
     stages = tuple(
-        _stage(found[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
+        _stage(measured[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
         for stage in range(placement.stages)
     )
-    message = next(iter(found.values())).message_bytes
+    message = next(iter(measured.values())).message_bytes
     hop = 0.0
     if system is not None:
         hop = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
     hidden = sum(
-        _exchanged(found[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
+        _exchanged(measured[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
         for stage in range(placement.stages)
     )
-    vocabulary = _vocabulary(found.values(), system, hop)
+    vocabulary = _vocabulary(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
     pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
     timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
@@ -201,19 +197,21 @@ def put_together(
     ranks = tuple(
         RankBytes(
             other,
-            found[other].weight_bytes,
-            found[other].gradient_bytes,
-            found[other].optimizer_bytes,
-            found[rank].peak_activation_bytes if other == rank else timeline.peak_activations[rank],
+            measured[other].weight_bytes,
+            measured[other].gradient_bytes,
+            measured[other].optimizer_bytes,
+            measured[rank].peak_activation_bytes if other == rank else timeline.peak_activations[rank],
             waiting[rank] * message,
         )
         for rank, other in enumerate(source)
     )
-    outside = max(one.outside_seconds for one in found.values())
-    return Rehearsal(timeline, _pipeline_seconds(timeline, found, source), outside, ranks)
+    outside = max(one.outside_seconds for one in measured.values())
+    return Rehearsal(timeline, _pipeline_seconds(timeline, measured, source), outside, ranks)
 
 
-def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], source: Sequence[int]) -> float:
+def _pipeline_seconds(
+    timeline: Timeline, measured: Mapping[int, RankRehearsal], source: Sequence[int]
+) -> float:
     """Return the median over measured steps, in which each action is longer or shorter by its ratio there.
 
     Ranks with the same stand-in take the ratios of different steps, so that they are not all slow at once.
@@ -227,7 +225,7 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
         }
         for rank in range(placement.ranks)
     ]
-    steps = min(len(one.ratios) for one in found.values())
+    steps = min(len(one.ratios) for one in measured.values())
 
     def seconds(step: int, action: Action) -> float:
         rank = placement.rank_of(action.stage)
@@ -235,7 +233,7 @@ def _pipeline_seconds(timeline: Timeline, found: Mapping[int, RankRehearsal], so
         place = known[other].get((placement.chunk_of(action.stage), action.kind, action.microbatch))
         if place is None:  # The stand-in may do a B where this rank does I and W.
             return costs.seconds(action)
-        return costs.seconds(action) * found[other].ratios[(step + rank - other) % steps][place]
+        return costs.seconds(action) * measured[other].ratios[(step + rank - other) % steps][place]
 
     if not steps:
         return timeline.makespan
@@ -263,9 +261,11 @@ def _exchanged(measured: RankRehearsal, chunk: int, system: System | None) -> fl
     )
 
 
-def _vocabulary(found: Iterable[RankRehearsal], system: System | None, hop: float) -> VocabularyCosts | None:
+def _vocabulary(
+    measured: Iterable[RankRehearsal], system: System | None, hop: float
+) -> VocabularyCosts | None:
     """Return the mean costs of the ranks' parts of a shared vocabulary, of which all but one are equal."""
-    parts = [(one, one.vocabulary) for one in found if one.vocabulary is not None]
+    parts = [(one, one.vocabulary) for one in measured if one.vocabulary is not None]
     if not parts:
         return None
     alone = VocabularyCosts(

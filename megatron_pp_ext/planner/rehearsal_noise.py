@@ -16,9 +16,9 @@ MOST_WAITED = 0.1
 """The most of its time that a rank may wait for a processor: its actions come out too long by as much."""
 
 
-def described(found: Iterable[RankRehearsal]) -> str:
+def described(measured: Iterable[RankRehearsal]) -> str:
     """Return a line with the widest spread of a rank's steps, its longest waits, and the machine's load."""
-    ranks = list(found)
+    ranks = list(measured)
     words = []
     known = [one for one in ranks if len(one.step_seconds) > 1]
     if known:
@@ -39,9 +39,9 @@ def described(found: Iterable[RankRehearsal]) -> str:
     return "; ".join(words)
 
 
-def disturbance(found: Iterable[RankRehearsal]) -> str | None:
+def disturbance(measured: Iterable[RankRehearsal]) -> str | None:
     """Return why the seconds of a rank say more of its machine than of the job; None if no rank's do."""
-    for one in found:
+    for one in measured:
         if one.waited is not None and one.waited > MOST_WAITED:
             return (
                 f"rank {one.rank} waited for a processor for {one.waited:.0%} of its time, more than "
@@ -55,9 +55,9 @@ def disturbance(found: Iterable[RankRehearsal]) -> str | None:
     return None
 
 
-def require_quiet(found: Iterable[RankRehearsal]) -> None:
+def require_quiet(measured: Iterable[RankRehearsal]) -> None:
     """Raise ValueError where the seconds of a rank say more of its machine than of the job."""
-    reason = disturbance(found)
+    reason = disturbance(measured)
     if reason is not None:
         raise ValueError(
             f"the seconds are not to be believed: {reason}: end what else runs, lower --at-once, raise "

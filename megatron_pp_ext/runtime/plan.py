@@ -1,93 +1,149 @@
-"""One rank's part of a schedule, with its messages.
+"""One rank's operations in a step, from the order of actions and from what all ranks launch beside them.
 
 Every rank derives the same messages from the same schedule, so sender and receiver agree on the order of
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron_pp_ext.runtime.operations import transfers, vocabulary_work
+from megatron_pp_ext.runtime.operations.compute import Compute
+from megatron_pp_ext.runtime.operations.operation import Operation
+from megatron_pp_ext.runtime.operations.pair import Pair
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.messages import (
+    Arrival,
     Launch,
     Message,
-    Orders,
     RankOf,
     incoming_message,
     outgoing_message,
     planned_launches,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One action of this rank, the message that it takes (``source``) and the one it makes (``target``).
-
-    Both are None at the ends of the model and for W, S and T, which send no message.  ``source_rank`` and
-    ``target_rank`` may be this rank itself, as at the turn of a V.  ``launches`` come right before the
-    action, in this order: receives of messages for this action and for later ones, and exchanges.
-    ``is_paired`` is set where the action runs together with the next step's, which then has no launches.
-    """
-
-    action: Action
-    launches: tuple[Launch, ...] = ()
-    source: Message | None = None
-    source_rank: int = -1
-    target: Message | None = None
-    target_rank: int = -1
-    is_paired: bool = False
+from megatron_pp_ext.schedule.program import Orders
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Everything that one rank does in a training step, computed once.
-
-    ``left_open`` comes after the last action: receives for a later step, which only a pipeline that does not
-    flush has, and exchanges of an evaluation.  ``loss_stage`` is the stage whose output goes to a vocabulary
-    that all ranks share, None where they share none.
-    """
+    """Everything that one rank does in a training step, computed once; ``actions`` are its schedule's."""
 
     rank: int
-    steps: tuple[Step, ...]
-    left_open: tuple[Launch, ...]
-    loss_stage: int | None = None
+    actions: tuple[Action, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether the rank needs its part of a vocabulary that all ranks share."""
+        return any(action.kind is Kind.S for action in self.actions)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any two actions run together."""
+        return any(isinstance(operation, Pair) for operation in self.operations)
 
 
-def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
-    """Return the plan of ``rank`` in ``schedule``."""
+def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
+    """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
     placement = schedule.placement
-    return plan_orders(
-        schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), rank, schedule.paired
-    )
+
+    def rank_of(stage: int, _: int) -> int:
+        return placement.rank_of(stage)
+
+    return plan_orders(schedule.orders, placement.stages, rank_of, rank, schedule.paired, flushes)
 
 
 def plan_orders(
-    orders: Orders, stages: int, rank_of: RankOf, rank: int, paired: frozenset[Action] = frozenset()
+    orders: Orders,
+    stages: int,
+    rank_of: RankOf,
+    rank: int,
+    paired: frozenset[Action] = frozenset(),
+    flushes: bool = True,
 ) -> RankPlan:
-    """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages."""
+    """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
+
+    Unless it ``flushes``, messages may stay in flight, for a later step to take.
+    """
     *launches, left_open = planned_launches(orders, stages, rank_of, paired)[rank]
-    is_shared = any(action.kind is Kind.S for action in orders[rank])
-    return RankPlan(
-        rank=rank,
-        steps=tuple(
-            _step(action, before, stages, rank_of, action in paired)
-            for action, before in zip(orders[rank], launches, strict=True)
-        ),
-        left_open=left_open,
-        loss_stage=stages - 1 if is_shared else None,
-    )
+    order = tuple(orders[rank])
+    planner = _Planner(rank, stages, rank_of, any(action.kind is Kind.S for action in order))
+    operations: list[Operation] = []
+    steps = zip(order, launches, strict=True)
+    for action, before in steps:
+        together = (action, next(steps)[0]) if action in paired else (action,)
+        operations += [planner.launch(one) for one in before]
+        operations += planner.around(together)
+    operations += [planner.launch(one) for one in left_open]
+    operations += [vocabulary_work.Close()] if planner.shares_vocabulary else []
+    operations += [transfers.Drain()] if flushes else []
+    return RankPlan(rank, order, tuple(operations))
 
 
-def _step(
-    action: Action, launches: tuple[Launch, ...], stages: int, rank_of: RankOf, is_paired: bool
-) -> Step:
-    source = incoming_message(action, stages)
-    target = outgoing_message(action, stages)
-    return Step(
-        action,
-        launches,
-        source=source,
-        source_rank=rank_of(source.sender, source.microbatch) if source else -1,
-        target=target,
-        target_rank=rank_of(target.receiver, target.microbatch) if target else -1,
-        is_paired=is_paired,
-    )
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Makes the operations of ``rank``.
+
+    Where ranks share the vocabulary, it is the sender of the first stage's input, as a stage before it, and
+    the receiver of the last stage's output, as a stage behind it.
+    """
+
+    rank: int
+    stages: int
+    rank_of: RankOf
+    shares_vocabulary: bool
+
+    def launch(self, launch: Launch) -> Operation:
+        """Return the operation for what the rank launches beside its actions."""
+        return transfers.Post(*launch) if isinstance(launch, Arrival) else vocabulary_work.Begin(launch)
+
+    def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
+        """Yield the operations of an action, or of a pair: their inputs, their work and their outputs."""
+        works = [self._work(action) for action in actions]
+        stage_works = [work for work in works if isinstance(work, Compute)]
+        yield from self._inputs(stage_works)
+        if len(works) > 1:
+            yield Pair(*stage_works)
+        else:
+            yield from works
+        yield from self._outputs(stage_works)
+
+    def _work(self, action: Action) -> Operation:
+        stage, kind, microbatch = action
+        if kind is Kind.S:
+            return vocabulary_work.Logits(action)
+        if kind is Kind.T:
+            return vocabulary_work.WeightGradient(action)
+        source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
+        if not self.shares_vocabulary or kind is Kind.W:
+            return Compute(action, source, target)
+        is_forward = kind is Kind.F
+        if stage == 0 and is_forward:
+            source = Message(-1, 0, microbatch)
+        elif stage == 0:
+            target = Message(0, -1, microbatch)
+        if stage < self.stages - 1:
+            return Compute(action, source, target)
+        if is_forward:
+            return Compute(action, source, Message(stage, self.stages, microbatch))
+        return vocabulary_work.LossBackward(action, Message(self.stages, stage, microbatch), target)
+
+    def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
+        for source in filter(None, (work.source for work in works)):
+            if source.sender < 0:
+                yield vocabulary_work.TakeEmbedded(source)
+            elif source.sender < self.stages:
+                sender = self.rank_of(source.sender, source.microbatch)
+                if sender != self.rank:
+                    yield transfers.Receive(sender, source)
+
+    def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
+        for target in filter(None, (work.target for work in works)):
+            if target.receiver < 0:
+                yield vocabulary_work.KeepInputGradient(target)
+            elif target.receiver == self.stages:
+                yield vocabulary_work.KeepOutput(target)
+            else:
+                receiver = self.rank_of(target.receiver, target.microbatch)
+                if receiver != self.rank:
+                    yield transfers.Send(receiver, target)

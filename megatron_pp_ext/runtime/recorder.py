@@ -70,7 +70,7 @@ class StepRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """See ``executor.Recorder``."""
+        """See ``rank.Recorder``."""
         start, worked = self._mark(), clock_offset.processor_seconds()
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():

@@ -52,9 +52,9 @@ class SharedEmbedding:
     def launch(self, exchange: Exchange) -> None:
         """Begin an exchange; what is computed next does not wait for it."""
         begin = {
-            Exchanged.TOKENS: self._spread_tokens,
-            Exchanged.EMBEDDED: self._sum_embedded,
-            Exchanged.INPUT: self._spread_gradient,
+            Exchanged.TOKENS: self._broadcast_tokens,
+            Exchanged.EMBEDDED: self._reduce_embedded,
+            Exchanged.INPUT: self._broadcast_gradient,
         }[exchange.what]
         begin(exchange.microbatch)
 
@@ -78,7 +78,7 @@ class SharedEmbedding:
         self._release_sent()
         self._kept.clear()
 
-    def _spread_tokens(self, microbatch: int) -> None:
+    def _broadcast_tokens(self, microbatch: int) -> None:
         if self._tokens is not None:
             tokens = self._tokens(microbatch).contiguous()
             if tokens.shape != self._shape:
@@ -88,16 +88,16 @@ class SharedEmbedding:
                 )
         else:
             tokens = torch.empty(self._shape, dtype=torch.long, device=self._device)
-        self._kept[microbatch] = _Microbatch(tokens, self._exchanges.spread(tokens, self._home))
+        self._kept[microbatch] = _Microbatch(tokens, self._exchanges.broadcast(tokens, self._home))
 
-    def _sum_embedded(self, microbatch: int) -> None:
+    def _reduce_embedded(self, microbatch: int) -> None:
         self._release_sent()
         kept = self._kept[microbatch]
         kept.known.wait()
         held, row = self._rows.held(kept.tokens)
         # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
         kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
-        kept.summed = self._exchanges.sum_up(kept.embedded, self._home)
+        kept.summed = self._exchanges.reduce(kept.embedded, self._home)
         if self._tokens is None:
             self._sent = kept
 
@@ -108,7 +108,7 @@ class SharedEmbedding:
             self._sent.embedded = None
             self._sent = None
 
-    def _spread_gradient(self, microbatch: int) -> None:
+    def _broadcast_gradient(self, microbatch: int) -> None:
         if not self._rows.takes_gradient:
             del self._kept[microbatch]
             return
@@ -119,10 +119,10 @@ class SharedEmbedding:
             kept.gradient = torch.empty(
                 *self._shape, weight.shape[1], dtype=weight.dtype, device=self._device
             )
-        self._arriving = microbatch, self._exchanges.spread(kept.gradient, self._home)
+        self._arriving = microbatch, self._exchanges.broadcast(kept.gradient, self._home)
 
     def _add_arrived(self) -> None:
-        """Add the gradient that was spread last; it had time until the next one to arrive."""
+        """Add the gradient that was broadcast last; it had time until the next one to arrive."""
         if self._arriving is None:
             return
         microbatch, work = self._arriving

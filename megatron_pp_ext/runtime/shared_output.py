@@ -128,15 +128,15 @@ class SharedOutput:
             self._ended(exchange.microbatch)
             return
         begin = {
-            Exchanged.HIDDEN: self._spread_hidden,
+            Exchanged.HIDDEN: self._broadcast_hidden,
             Exchanged.STATISTICS: self._gather_statistics,
-            Exchanged.GRADIENT: self._sum_gradient,
-            Exchanged.LOSS: self._spread_loss,
+            Exchanged.GRADIENT: self._reduce_gradient,
+            Exchanged.LOSS: self._broadcast_loss,
         }[exchange.what]
         works = begin(exchange.microbatch)
         self._kept[exchange.microbatch].under_way[exchange.what] = works
 
-    def scores(self, microbatch: int) -> None:
+    def logits(self, microbatch: int) -> None:
         """S: compute this rank's logits, what all have to know of them, and its part of the gradient."""
         kept = self._kept[microbatch]
         kept.wait(Exchanged.HIDDEN)
@@ -194,34 +194,34 @@ class SharedOutput:
                 self._lose(microbatch)
             del self._kept[microbatch]
 
-    def _spread_hidden(self, microbatch: int) -> list[dist.Work]:
+    def _broadcast_hidden(self, microbatch: int) -> list[dist.Work]:
         if self._head is None:
             weight = self._rows.weight()
             hidden = torch.empty(self._shape, dtype=weight.dtype, device=weight.device)
             labels = torch.empty(self._tokens, dtype=torch.long, device=weight.device)
             self._kept[microbatch] = _Microbatch(hidden, labels)
         kept = self._kept[microbatch]
-        return [self._exchanges.spread(tensor, self._home) for tensor in (kept.hidden, kept.labels)]
+        return [self._exchanges.broadcast(tensor, self._home) for tensor in (kept.hidden, kept.labels)]
 
     def _gather_statistics(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
         kept.of_all, gathering = self._exchanges.gather(kept.statistics)
         return [gathering]
 
-    def _sum_gradient(self, microbatch: int) -> list[dist.Work]:
+    def _reduce_gradient(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
         kept.wait(Exchanged.STATISTICS)
         scale, of_label = self._softmax(kept)
         _, row = self._held(kept.labels)
         rows = self._rows.weight().detach()[row[:, 0]]
         kept.part.copy_(kept.part * scale + rows * of_label)
-        return [self._exchanges.sum_up(kept.part, self._home)]
+        return [self._exchanges.reduce(kept.part, self._home)]
 
-    def _spread_loss(self, microbatch: int) -> list[dist.Work]:
+    def _broadcast_loss(self, microbatch: int) -> list[dist.Work]:
         kept = self._kept[microbatch]
         if self._head is None:
             kept.loss_gradient = torch.empty_like(kept.statistics[0])
-        return [self._exchanges.spread(kept.loss_gradient, self._home)]
+        return [self._exchanges.broadcast(kept.loss_gradient, self._home)]
 
     def _held(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether this rank holds each label's row, and its number here; a column each."""

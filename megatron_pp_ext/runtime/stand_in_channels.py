@@ -39,7 +39,7 @@ class MadeUpChannels(Channels):
 class MadeUpExchanges(Exchanges):
     """The exchanges of a rank that runs alone with its part of a vocabulary of ``rows`` rows.
 
-    What other ranks would spread is random: tokens and labels of the whole vocabulary, and small numbers.
+    What other ranks would broadcast is random: tokens and labels of the whole vocabulary, and small numbers.
     Sums are this rank's own part, and every rank's statistics are this rank's.
     """
 
@@ -47,7 +47,7 @@ class MadeUpExchanges(Exchanges):
         super().__init__(pipeline, everyone)
         self._rows = rows
 
-    def spread(self, tensor: torch.Tensor, home: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, home: int) -> Any:
         """See ``Exchanges``."""
         if home != self._pipeline.rank():
             if tensor.is_floating_point():
@@ -56,7 +56,7 @@ class MadeUpExchanges(Exchanges):
                 tensor.random_(self._rows)
         return _Done()
 
-    def sum_up(self, tensor: torch.Tensor, home: int) -> Any:
+    def reduce(self, tensor: torch.Tensor, home: int) -> Any:
         """See ``Exchanges``."""
         return _Done()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
-from megatron_pp_ext.runtime.executor import Stage
+from megatron_pp_ext.runtime.rank import Stage
 
 
 class _Reference(NamedTuple):
@@ -98,22 +98,22 @@ class VersionedStage:
         self.stage, self.versions, self.version_of = stage, versions, version_of
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.forward(microbatch, activation)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.backward_input(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``executor.Stage``; a weight's own gradient does not depend on its version."""
+        """See ``rank.Stage``; a weight's own gradient does not depend on its version."""
         self.stage.backward_weight(microbatch)
 
 

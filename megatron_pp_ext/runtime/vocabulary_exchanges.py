@@ -15,12 +15,12 @@ class Exchanges:
     def __init__(self, pipeline: dist.ProcessGroup, everyone: dist.ProcessGroup | None = None) -> None:
         self._pipeline, self._everyone = pipeline, everyone or pipeline
 
-    def spread(self, tensor: torch.Tensor, home: int) -> dist.Work:
+    def broadcast(self, tensor: torch.Tensor, home: int) -> dist.Work:
         """Give ``tensor`` of ``home`` to all ranks of the pipeline, which have one of its shape and type."""
         source = dist.get_global_rank(self._pipeline, home)
         return _begun(dist.broadcast(tensor, source, group=self._pipeline, async_op=True))
 
-    def sum_up(self, tensor: torch.Tensor, home: int) -> dist.Work:
+    def reduce(self, tensor: torch.Tensor, home: int) -> dist.Work:
         """Make ``tensor`` on ``home`` the sum of those of all ranks of the pipeline; others lose theirs."""
         target = dist.get_global_rank(self._pipeline, home)
         return _begun(dist.reduce(tensor, target, group=self._pipeline, async_op=True))

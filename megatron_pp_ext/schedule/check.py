@@ -6,11 +6,11 @@ their end.  The last condition cannot be checked on any rank alone: it is proved
 run without a clock.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.program import Program
+from megatron_pp_ext.schedule.walk import Walk
 
 _ACTIONS_NAMED = 4
 """The most actions that an error about a circle of waiting ranks names."""
@@ -31,60 +31,15 @@ def check(schedule: Schedule) -> None:
     _check_pairs(schedule)
     if schedule.placement.shares_vocabulary:
         _check_vocabulary(schedule)
-    for _ in in_order_of_need(schedule):
-        pass
+    walked(schedule)
 
 
-def in_order_of_need(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Yield (rank, action, the actions it needs) for all actions, each after everything it needs.
-
-    Ranks keep their own order.  Backwards among the needed actions are named as by ``needs``.  Raises
-    InvalidSchedule at the point where no rank can continue.
-    """
-    finished: list[tuple[int, Action]] = []
-    placement = schedule.placement
-    for rank, action, inputs in walk(
-        schedule.orders, lambda action: needs(action, placement), schedule.paired
-    ):
-        yield rank, action, inputs
-        finished.append((rank, action))
-    if len(finished) < sum(map(len, schedule.orders)):
-        raise InvalidSchedule(_deadlock(schedule, finished))
-
-
-def walk(
-    orders: Sequence[Sequence[Action]],
-    inputs_of: Callable[[Action], tuple[Action, ...]],
-    paired: frozenset[Action] = frozenset(),
-) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Let all ranks run without a clock: yield (rank, action, its inputs), each action after its inputs.
-
-    ``inputs_of`` returns the inputs, named as by ``delivers``.  The iteration ends where no rank can
-    continue, whether or not all of ``orders`` are done.  The two actions of a pair (``Schedule.paired``)
-    come one right after the other, behind the inputs of both.
-    """
-    position = [0] * len(orders)
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}
-    runnable = list(range(len(orders)))
-    while runnable:
-        rank = runnable.pop()
-        order = orders[rank]
-        while position[rank] < len(order):
-            first = position[rank]
-            actions = order[first : first + 1 + (order[first] in paired)]
-            inputs = [inputs_of(action) for action in actions]
-            missing = next((need for of_one in inputs for need in of_one if need not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            for action, needed in zip(actions, inputs, strict=True):
-                yield rank, action, needed
-            position[rank] += len(actions)
-            for action in actions:
-                delivered = delivers(action)
-                done.add(delivered)
-                runnable.extend(waiting.pop(delivered, ()))
+def walked(schedule: Schedule, is_repeated: bool = False) -> Walk:
+    """Return the walk over all of ``schedule``; InvalidSchedule where no rank can continue before its end."""
+    walk = Walk(Program.of(schedule, is_repeated))
+    if not walk.is_complete:
+        raise InvalidSchedule(_deadlock(schedule, walk))
+    return walk
 
 
 def require_one_forward_order(schedule: Schedule) -> None:
@@ -210,29 +165,29 @@ def _check_pairs(schedule: Schedule) -> None:
         raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
 
 
-def _deadlock(schedule: Schedule, finished: Sequence[tuple[int, Action]]) -> str:
+def _deadlock(schedule: Schedule, walk: Walk) -> str:
     """Describe why ranks wait: for each other in a circle, or for an action that no rank does."""
-    position = Counter(rank for rank, _ in finished)
-    done = {delivers(action) for _, action in finished}
+    orders, paired = schedule.orders, schedule.paired
+    begins = walk.program.bounds
+    to_come = [order[at - begin :] for order, at, begin in zip(orders, walk.at, begins, strict=False)]
+    done = {delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]}
 
     def blocked(rank: int) -> tuple[Action, Action]:
-        first = position[rank]
-        order = schedule.orders[rank]
+        rest = to_come[rank]
         return next(
             (action, need)
-            for action in order[first : first + 1 + (order[first] in schedule.paired)]
+            for action in rest[: 1 + (rest[0] in paired)]
             for need in needs(action, schedule.placement)
             if need not in done
         )
 
-    rank = next(r for r, order in enumerate(schedule.orders) if position[r] < len(order))
+    rank = next(rank for rank, rest in enumerate(to_come) if rest)
     path: list[int] = []
     while rank not in path:
         path.append(rank)
         action, wanted = blocked(rank)
         rank = schedule.placement.rank_of(wanted.stage)
-        to_come = schedule.orders[rank][position[rank] :]
-        if all(delivers(other) != wanted for other in to_come):
+        if all(delivers(other) != wanted for other in to_come[rank]):
             return f"rank {path[-1]}: {action} waits for {wanted}, which no rank does: add it to rank {rank}"
     circle = path[path.index(rank) :]
     links = [f"rank {r}: {{}} waits for {{}}".format(*blocked(r)) for r in circle]

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Self
+from typing import ClassVar, Self
 
+from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -23,6 +24,8 @@ class StageCosts:
     of it and the end of a W or of a B gives back the rest.  Raises ValueError for a time that is
     not above zero and for an activation that is negative or smaller than what an I gives back.
     """
+
+    __pydantic_config__: ClassVar = STRICT
 
     forward: float
     input_gradient: float
@@ -79,6 +82,8 @@ class VocabularyCosts:
     or not finite, and for work that takes no time.
     """
 
+    __pydantic_config__: ClassVar = STRICT
+
     scores: float
     weight_gradient: float
     activation: float = 0.0
@@ -112,6 +117,8 @@ class Costs:
     ``pair`` is what a pair takes (``Schedule.paired``) as a part of the sum of its actions: 1 where neither
     hides anything of the other, and 1/2 where one of two equal actions is free.
     """
+
+    __pydantic_config__: ClassVar = STRICT
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0

@@ -31,11 +31,16 @@ simulation of the schedule, so that a receive is posted in the action before its
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind, delivers
-from megatron_pp_ext.schedule.check import InvalidSchedule, walk
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
+from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.columns import Column
+from megatron_pp_ext.schedule.placement import linear, wave
+from megatron_pp_ext.schedule.program import Orders, Program
+from megatron_pp_ext.schedule.walk import Walk
 
 SENDS_AHEAD = 4
 """The number of sent messages that may be under way before a rank waits for the first of them.
@@ -58,9 +63,6 @@ SUMS = 2
 ``HIDDEN`` and ``SUMS`` are those of the exchanges about a shared vocabulary (``vocabulary``).  All are whole
 numbers, so that the line is the same on every machine.
 """
-
-type Orders = Sequence[Sequence[Action]]
-"""One list of actions a rank."""
 
 RankOf = Callable[[int, int], int]
 """The rank that runs a stage for a microbatch."""
@@ -228,72 +230,32 @@ def launch_line(
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
-    here = {delivers(action) for order in orders for action in order}
-    scores: dict[int, list[Action]] = {}
-    for action in here:
-        if action.kind is Kind.S:
-            scores.setdefault(action.microbatch, []).append(action)
-
-    def inputs(action: Action) -> tuple[Action, ...]:
-        stage, kind, microbatch = action
-        if kind in (Kind.S, Kind.T):
-            return (Action(stages - 1, Kind.F if kind is Kind.S else Kind.I, microbatch),)
-        if kind in (Kind.I, Kind.B) and stage == stages - 1:
-            return tuple(scores.get(microbatch, ()))
-        made_by = giver(action, stages)
-        return (made_by,) if made_by in here else ()
-
-    ends: dict[Action, int] = {}
-    now = [0] * len(orders)
-    line = []
-    waiting: list[list[Action]] = [[] for _ in orders]
-    for rank, action, needed in walk(orders, inputs, paired):
-        for need in needed:
-            hop = HOP if rank_of(need.stage, need.microbatch) != rank else 0
-            if need.kind is Kind.S:
-                hop = SUMS
-            now[rank] = max(now[rank], ends[need] + hop)
-        waiting[rank].append(action)
-        if action in paired:
-            continue
-        now[rank] += sum(WORK[one.kind] for one in waiting[rank])
-        for one in waiting[rank]:
-            ends[delivers(one)] = now[rank]
-            line.append((now[rank], rank, one))
-        waiting[rank].clear()
-    if len(line) < sum(map(len, orders)):
-        raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
-    return sorted(line, key=lambda one: one[:2])
+    walk = launched(orders, stages, paired)
+    program = walk.program
+    line = zip(*in_line(walk), strict=True)
+    return [(end, program.rank[number], program.actions[number]) for end, number in line]
 
 
-def most_buffers(
-    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
-) -> list[int]:
-    """Return the most message buffers that every rank holds at one time.
+def launched(orders: Orders, stages: int, paired: frozenset[Action] = frozenset()) -> Walk:
+    """Return the walk over ``orders``, some of whose messages may be from before.
 
-    ``orders`` must flush: every message in them is sent and taken.  Two kinds of buffers are counted.
-
-    * Receives, from where they are posted until an action takes the message.  A forward makes it an
-      activation of its stage as soon as it starts; a backward needs it until its end, before which nothing
-      else is posted.
-    * Sent messages that may be unfinished: ``SENDS_AHEAD`` whenever the rank continues, and for a moment the
-      one that it has just sent.  When each of them is done is known on the machine alone, so that many are
-      counted from beginning to end, but no more than the rank sends.
-
-    This is an upper bound of what a rank's channels keep: receives are posted and taken in no other places,
-    and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
-
-    Raises what ``launch_line`` raises.
+    Raises InvalidSchedule where the ranks wait for each other.
     """
-    posted = posted_receives(orders, stages, rank_of, paired)
-    arriving = [{arrival.message for arrivals in of_rank for arrival in arrivals} for of_rank in posted]
-    sent = Counter(arrival.peer for of_rank in posted for arrivals in of_rank for arrival in arrivals)
-    found = []
-    for rank, order in enumerate(orders):
-        waiting = most = 0
-        for action, arrivals in zip(order, posted[rank], strict=False):
-            waiting += len(arrivals)
-            most = max(most, waiting)
-            waiting -= incoming_message(action, stages) in arriving[rank]
-        found.append(most + min(sent[rank], SENDS_AHEAD + 1))
-    return found
+    shares = any(action.kind is Kind.S for order in orders for action in order)
+    placement = wave(len(orders), stages // len(orders)) if shares else linear(stages)
+    walk = Walk(Program(orders, replace(placement, shares_vocabulary=shares), paired, is_open=True))
+    if not walk.is_complete:
+        raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
+    return walk
+
+
+def in_line(walk: Walk) -> tuple[Column, Column]:
+    """Return the simulated ends of all actions in the module's line, and their numbers."""
+    program = walk.program
+    alone = [WORK[kind] for kind in OF_STAGES] * program.placement.stages
+    alone += WORK[Kind.S], WORK[Kind.T], 0
+    durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
+    _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
+    ends = program.columns.taken(of_steps, walk.step_of[:-1])
+    numbers = program.columns.order(ends)  # they go by rank already
+    return program.columns.taken(ends, numbers), numbers

@@ -9,9 +9,10 @@ Messages take no time.
 
 from dataclasses import replace
 
-from megatron_pp_ext.schedule.actions import Action, delivers, needs
-from megatron_pp_ext.schedule.check import walk
-from megatron_pp_ext.schedule.recorded import Measured, RecordedStep
+from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.program import WIRES, Program
+from megatron_pp_ext.schedule.recorded import RecordedStep
+from megatron_pp_ext.schedule.walk import Walk
 
 
 def on_own_cores(step: RecordedStep) -> RecordedStep:
@@ -36,24 +37,23 @@ def on_own_cores(step: RecordedStep) -> RecordedStep:
                     "without --processor-time"
                 )
             seconds[event.action] = event.processor_seconds
-    recorded = set(map(delivers, seconds))
-
-    def inputs_of(action: Action) -> tuple[Action, ...]:
-        return tuple(need for need in needs(action, step.placement) if need in recorded)
-
     orders = [[event.action for event in record.events] for record in step.records]
-    events: list[list[Measured]] = [[] for _ in orders]
-    ends: dict[Action, float] = {}
-    for rank, action, inputs in walk(orders, inputs_of):
-        own = events[rank]
-        start = max([own[-1].end if own else 0.0, *(ends[need] for need in inputs)])
-        ends[delivers(action)] = end = start + seconds[action]
-        own.append(step.records[rank].events[len(own)]._replace(start=start, end=end))
+    walk = Walk(Program(orders, step.placement, is_open=True))
+    alone = [seconds[action] for action in walk.program.actions]
+    starts, ends = walk.times_of_each(alone, [0.0] * len(WIRES))
+    steps = iter(walk.step_of)
     return replace(
         step,
         name=f"{step.name}, replayed",
         records=tuple(
-            record._replace(events=tuple(own), reductions=(), clock_error=0.0)
-            for record, own in zip(step.records, events, strict=True)
+            record._replace(
+                events=tuple(
+                    event._replace(start=starts[at], end=ends[at])
+                    for event, at in zip(record.events, steps, strict=False)
+                ),
+                reductions=(),
+                clock_error=0.0,
+            )
+            for record in step.records
         ),
     )

@@ -12,11 +12,13 @@ from collections.abc import Hashable, Sequence
 from itertools import count
 
 from megatron_pp_ext.schedule.actions import Action, delivers
-from megatron_pp_ext.schedule.check import walk
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import giver, outgoing_message
+from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.program import Program
+from megatron_pp_ext.schedule.walk import Walk
 
 _ROUNDING = 1e-9
 """The part of the longest forward to which times are rounded before they are compared."""
@@ -77,13 +79,9 @@ class _Running:
         replicas, stages = self._replicas, self._replicas.stages
         # So many updates are still to come that none lacks a forward.
         orders = pipedream.step(replicas, self._interval, update, update + replicas.ranks + 1)
-        here = {delivers(action) for order in orders for action in order}
-
-        def inputs_of(action: Action) -> tuple[Action, ...]:
-            made_by = giver(action, stages)
-            return (made_by,) if made_by in here else ()
-
-        for rank, action, _ in walk(orders, inputs_of):
+        program = Program(orders, linear(stages), is_open=True)
+        for number in Walk(program).line:
+            rank, action = program.rank[number], program.actions[number]
             made_by = giver(action, stages)
             if made_by is not None:
                 self._free[rank] = max(self._free[rank], self._left.pop(made_by) + self._costs.hop)

@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.buffers import most_buffers
+from megatron_pp_ext.schedule.check import walked
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.messages import most_buffers
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 
@@ -78,7 +79,7 @@ class Timeline:
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
-        """The most message buffers each rank holds at one time; see ``messages.most_buffers``."""
+        """The most message buffers each rank holds at one time; see ``buffers.most_buffers``."""
         return peak_messages(self.schedule)
 
     @cached_property
@@ -134,12 +135,7 @@ class Timeline:
 
 def peak_messages(schedule: Schedule) -> tuple[int, ...]:
     """Return the most message buffers that each rank holds at one time, which do not depend on costs."""
-    placement = schedule.placement
-    return tuple(
-        most_buffers(
-            schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), schedule.paired
-        )
-    )
+    return most_buffers(walked(schedule))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_pp_ext.job import layers, pairs
 from megatron_pp_ext.jobs import process
-from megatron_pp_ext.jobs.command import short_run, training, whole_number, without_files, words_of
+from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
-from megatron_pp_ext.request import layers, pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Shape
@@ -69,9 +69,9 @@ def schedule_of(flags: Sequence[str]) -> str:
     Raises ValueError where there is none, where it is unknown, and where it cannot be compared with stock.
     """
     words = words_of(flags)
-    if "--pipeline-schedule" not in words[:-1]:
+    name = last(words, "--pipeline-schedule")
+    if not name:
         raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME behind --")
-    name = words[len(words) - words[::-1].index("--pipeline-schedule")]
     if name in FLUSH_FREE:
         raise ValueError(
             f"{name} never flushes, so its microbatches meet older weights than stock's and its losses "
@@ -116,14 +116,14 @@ def planned(
     ``repeat`` runs stock a second time.  Raises ValueError for flags that cannot be compared.
     """
     name = schedule_of(flags)
-    load = checkpoint or _given_checkpoint(flags)
+    load = checkpoint or (Path(given) if (given := last(words_of(flags), "--load")) else None)
     if load is not None and not (load / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
             f"{load} holds no checkpoint (no latest_checkpointed_iteration.txt): correct --load or "
             "--checkpoint, or leave it out, and one is made"
         )
     no_dropout = {} if keep_dropout else {"--attention-dropout": 0, "--hidden-dropout": 0}
-    ours = list(without_files(flags))
+    ours = list(without(flags))
     theirs = list(stock_flags(ours))
     runs = []
     if load is None:
@@ -182,14 +182,10 @@ def recorded(runs: Iterable[Run], steps: int) -> dict[str, RunRecord]:
 def stock_flags(flags: Sequence[str]) -> Iterator[str]:
     """Yield ``flags`` for stock's 1F1B: without what only a schedule needs, and with a stage on each rank."""
     ranks = whole_number(words_of(flags), "--pipeline-model-parallel-size")
-    following = iter(flags)
+    following = without(flags, SCHEDULE_FLAGS)
     for flag in following:
         name, equals, value = flag.partition("=")
-        if name in SCHEDULE_FLAGS:
-            if not equals:
-                for _ in range(SCHEDULE_FLAGS[name]):
-                    next(following, None)
-        elif name in (_LAYOUT, *_PATTERNS):
+        if name in (_LAYOUT, *_PATTERNS):
             cut = value if equals else next(following, "")
             merged = _merged_layout(cut, ranks) if name == _LAYOUT else _merged_pattern(cut, ranks)
             yield from (name, merged)
@@ -216,10 +212,3 @@ def _merged(stages: Sequence[str], ranks: int) -> Iterator[str]:
         raise ValueError(f"{len(stages)} stages cannot be shared evenly by {ranks} ranks: correct the layout")
     for rank in range(ranks):
         yield "".join(stages[rank * each : (rank + 1) * each])
-
-
-def _given_checkpoint(flags: Sequence[str]) -> Path | None:
-    words = words_of(flags)
-    if "--load" not in words[:-1]:
-        return None
-    return Path(words[len(words) - words[::-1].index("--load")])

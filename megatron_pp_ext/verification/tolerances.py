@@ -7,7 +7,7 @@ so most numbers have to agree to the last bit.  Each exception below is a sum th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp_ext.jobs.command import whole_number
+from megatron_pp_ext.jobs.command import last, whole_number
 from megatron_pp_ext.verification.run_record import RunRecord
 
 _CLIP_BY_DEFAULT = 1.0
@@ -160,10 +160,8 @@ _REPLICAS = "more than two replicas are summed in an order that goes by a gradie
 
 
 def _clip(words: Sequence[str]) -> float:
-    if "--clip-grad" not in words:
-        return _CLIP_BY_DEFAULT
-    at = len(words) - 1 - words[::-1].index("--clip-grad")
+    given = last(words, "--clip-grad")
     try:
-        return float(words[at + 1])
-    except (IndexError, ValueError):
+        return _CLIP_BY_DEFAULT if given is None else float(given)
+    except ValueError:
         raise ValueError("--clip-grad needs a number behind it: correct the job's flags") from None

@@ -119,8 +119,8 @@ def read(path: Path) -> RecordedStep:
 
 def _measurements(event: Measured) -> dict[str, Any]:
     """Return what is shown beside an action, with its processor time if that was measured."""
-    found = {"live_bytes": event.live_bytes, "processor_seconds": event.processor_seconds}
-    return {name: value for name, value in found.items() if value is not None}
+    measured = {"live_bytes": event.live_bytes, "processor_seconds": event.processor_seconds}
+    return {name: value for name, value in measured.items() if value is not None}
 
 
 def _measured(event: dict[str, Any]) -> Measured:

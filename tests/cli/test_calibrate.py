@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_pp_ext.calibration import measure, ranks
-from megatron_pp_ext.planner import system as systems
+from megatron_pp_ext.costs import system as systems
 
 CPU = torch.device("cpu")
 

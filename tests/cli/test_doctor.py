@@ -30,6 +30,8 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "training.get_model",
         "get_forward_backward_func",
         "compile_helpers",
+        "Mends of Megatron's own defects",
+        "--step-batch-size-schedule with --train-iters",
         "hardware queues",
         "Hangs: every schedule is proved free of them",
     ):

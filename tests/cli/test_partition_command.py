@@ -147,7 +147,7 @@ def test_profile_shows_and_converts(mpp, tmp_path):
         ("profile nowhere.json", "nowhere.json: No such file"),
         ("profile gpt.json --script a.py", "--script a.py is for measuring"),
         ("profile gpt.json -- --save there", "--save would write a checkpoint"),
-        ("profile gpt.json -- --micro-batch-size", "--micro-batch-size needs a whole number"),
+        ("profile gpt.json -- --micro-batch-size", "--micro-batch-size: expected one argument"),
     ],
 )
 def test_refusals(mpp, line, message):

@@ -138,7 +138,7 @@ def test_seconds_from_a_busy_machine(accepted, mpp, tmp_path: Path, monkeypatch:
     [
         ("-- --num-layer 4", "--num-layer is none of Megatron's: did you mean '--num-layers'?"),
         ("-- --num-layers 4", "needs a pipeline, got --pipeline-model-parallel-size 1; set it to 2 or more"),
-        ("-- --pipeline-model-parallel-size two", "is 'two', but must be a whole number"),
+        ("-- --pipeline-model-parallel-size two", "invalid int value: 'two'"),
         ("--ranks 4 -- --pipeline-model-parallel-size 4", "--ranks got '4'"),
         ("--iterations 1 -- --pipeline-model-parallel-size 4", "--iterations wants 2 or more"),
         ("--at-once 0 -- --pipeline-model-parallel-size 4", "--at-once 1 or more"),

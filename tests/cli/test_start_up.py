@@ -18,4 +18,4 @@ import pytest
 def test_no_heavy_imports(module):
     code = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "matplotlib", "megatron", "numpy", "numba"} & set(loaded.stdout.split())
+    assert not {"torch", "matplotlib", "megatron", "numpy", "numba", "pydantic"} & set(loaded.stdout.split())

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from megatron_pp_ext.compiler import compile as compiler
 from megatron_pp_ext.compiler.search import cache, proposals
-from megatron_pp_ext.request import source
+from megatron_pp_ext.job import source
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v

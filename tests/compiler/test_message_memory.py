@@ -15,6 +15,7 @@ from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -108,7 +109,7 @@ def watch(rank: int, schedules: list[Schedule]) -> list[list[tuple[int, int, int
         for is_late in (False, True):
             channels = _Watched(pipeline, *groups, (1,), torch.float, torch.device("cpu"))
             channels.is_late = is_late
-            execute(plan_rank(schedule, rank), stages, channels)
+            execute(plan_rank(schedule, rank), Rank(stages, channels))
             held.append((channels.received, channels.sent, channels.most))
         found.append(held)
     return found

@@ -34,9 +34,8 @@ def runs(ranks: int, flags: str = "") -> list[Run]:
             (4, PP4),
             (2, INTERLEAVED),
             (2, TP2),
-            (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+            (4, f"{PP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
             (2, ""),
-            (4, f"{PP2} --use-distributed-optimizer --overlap-grad-reduce"),
         ],
     ),
 )
@@ -50,20 +49,18 @@ def test_losses_are_those_of_one_rank(ranks: int, flags: str) -> None:
 
 
 def test_pipelines_agree_to_the_last_bit() -> None:
-    """Where the model is cut changes no sum. One rank alone adds up the tied embedding in another order."""
-    assert runs(2, PP2)[-1].losses == runs(4, PP4)[-1].losses == runs(2, INTERLEAVED)[-1].losses
+    """Where the model is cut changes no sum. One rank alone adds up the tied embedding in another order.
 
-
-def test_losses_fall() -> None:
-    """Equal losses of models that do not learn would say little."""
-    (alone,) = runs(1)
-    assert alone.losses[-1] < alone.losses[0]
-    assert len(alone.validation) >= 2
+    The model learns: equal losses of one that does not would say little.
+    """
+    losses = runs(2, PP2)[-1].losses
+    assert losses == runs(4, PP4)[-1].losses == runs(2, INTERLEAVED)[-1].losses
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    first(4, [(2, PP2), (4, PP4), (2, INTERLEAVED), (2, TP2), (2, ""), (4, f"{PP2} --overlap-grad-reduce")]),
+    first(4, [(2, PP2), (4, PP4), (2, INTERLEAVED), (2, TP2), (2, "")]),
 )
 def test_gradients_are_those_of_one_rank(ranks: int, flags: str) -> None:
     (alone,) = runs(1)

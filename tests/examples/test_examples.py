@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_pp_ext.cli import app
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from tests.support.flags import validated
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

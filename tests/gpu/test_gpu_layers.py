@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.split import STORE
 from tests.support import rounding
+from tests.support.split_linear import SplitLinear
 
 pytestmark = [
     pytest.mark.gpu,

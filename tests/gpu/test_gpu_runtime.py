@@ -16,12 +16,14 @@ import torch.multiprocessing
 from benchmarks.gpu.sharing import FIRST_NCCL, SHARED
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
+from tests.support.module_stage import ModuleStage
+from tests.support.split_linear import SplitLinear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,11 +66,8 @@ def _work(rank: int, ranks: int, backend: str, folder: str) -> None:
         schedule = catalog.build(name, ranks, MICROBATCHES)
         placement = schedule.placement
         stages = {s: _stage(s, placement.stages, device) for s in placement.stages_of(rank)}
-        execute(
-            plan_rank(schedule, rank),
-            stages,
-            Channels(pipeline, *groups, (ROWS, WIDTH), torch.float, device),
-        )
+        channels = Channels(pipeline, *groups, (ROWS, WIDTH), torch.float, device)
+        execute(plan_rank(schedule, rank), Rank(stages, channels))
         assert not len(STORE)
         gradients |= {
             (name, number, key): parameter.grad.cpu()

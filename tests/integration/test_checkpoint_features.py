@@ -11,8 +11,8 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.integration.core import checkpoint_placement
 from megatron_pp_ext.integration.mends import bucket_padding
+from megatron_pp_ext.integration.trainer import checkpoint_loading
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -78,7 +78,7 @@ def test_state_that_would_fit_is_refused_elsewhere(tmp_path: Path, monkeypatch: 
     with pytest.raises(RankError, match=r"for wave placement .* but this run has loop placement"):
         resume(tmp_path, 2, *loop)
     # Without the refusal it would load, and train on wrongly.
-    monkeypatch.setattr(checkpoint_placement, "_fix_if_rank_by_rank", lambda *state: None)
+    monkeypatch.setattr(checkpoint_loading, "_fix_if_rank_by_rank", lambda *state: None)
     assert resume(tmp_path, 2, *loop) != run[2:]
 
 

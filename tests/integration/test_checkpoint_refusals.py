@@ -7,7 +7,8 @@ import pytest
 import torch
 from megatron.training.checkpointing import CheckpointType
 
-from megatron_pp_ext.integration.core import checkpoint_placement
+from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
+from megatron_pp_ext.integration.trainer import checkpoint_loading
 from tests.support.ranks import RankError
 from tests.support.training import train
 from tests.support.wrapped import KINDS, Wrapped, wrapped
@@ -26,7 +27,7 @@ def refused(
     needs = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False, **flags}
     state = {"args": saved, "content_metadata": {"distrib_optim_sharding_type": sharding}}
     try:
-        checkpoint_placement._refuse_other_placement("folder", state, kind, Namespace(**vars(now), **needs))
+        checkpoint_loading._refuse_other_placement("folder", state, kind, Namespace(**vars(now), **needs))
     except SystemExit as end:
         assert "keeps state rank by rank" in str(end) and "\n" not in str(end)
         return True
@@ -102,7 +103,7 @@ def test_experts_on_other_ranks_take_no_optimizer_state_that_does_not_fit(
     run = Namespace(expert_model_parallel_size=now, **needs)
 
     def check(kind: object) -> None:
-        checkpoint_placement._refuse_other_experts("folder", state, kind, run)
+        checkpoint_loading._refuse_other_experts("folder", state, kind, run)
 
     if fix is None:
         check(CheckpointType.GLOBAL)
@@ -120,8 +121,10 @@ def test_weights_alone_load_with_experts_on_other_ranks(is_release: bool) -> Non
     state = {"args": Namespace(expert_model_parallel_size=1, no_save_optim=False)}
     loaded = (state, "file", is_release, CheckpointType.GLOBAL)
     needs = {"use_distributed_optimizer": True, "no_load_optim": False, "finetune": False}
-    run = Namespace(expert_model_parallel_size=2, **needs, **STOCK)
-    load = checkpoint_placement.load_placed(lambda *args, **kwargs: loaded)
+    run = Namespace(
+        rank=1, ckpt_format="torch_dist", ckpt_step=None, expert_model_parallel_size=2, **needs, **STOCK
+    )
+    load = checkpoint_loading.load_placed(lambda *args, **kwargs: loaded)
     if is_release:
         assert load("folder", run, rank0=True) == loaded
     else:
@@ -155,7 +158,7 @@ def test_experts_go_to_other_ranks_as_the_line_says(
 def test_each_copy_has_its_own_memory() -> None:
     moment, empty = torch.arange(3.0), torch.zeros(0)
     state = {"first": {"moment": moment, "none": empty}, "last": [{"moment": moment}, {"none": empty}, 7]}
-    checkpoint_placement._separate_copies(state)
+    separate_copies(state)
     first, last = state["first"]["moment"], state["last"][0]["moment"]
     first.add_(1)
     assert first.tolist() == [1.0, 2.0, 3.0] and last.tolist() == [0.0, 1.0, 2.0]
@@ -166,5 +169,5 @@ def test_each_copy_has_its_own_memory() -> None:
 def test_quantized_tensors_are_no_copies_of_each_other(kind: type[Wrapped]) -> None:
     one, other = wrapped(kind, 2, 3), wrapped(kind, 2, 3)
     state = {"first": one, "second": other, "again": one}
-    checkpoint_placement._separate_copies(state)
+    separate_copies(state)
     assert state["first"] is one and state["second"] is other and state["again"] is not one

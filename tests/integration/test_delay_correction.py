@@ -7,7 +7,7 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.core import nesterov
-from megatron_pp_ext.request.updates import DelayCorrection, Updates
+from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.compiler.limits import at_most, least_limits
-from megatron_pp_ext.request import source
-from megatron_pp_ext.request.pipeline import named
+from megatron_pp_ext.job import source
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
@@ -21,7 +21,7 @@ PIPELINE = ("--pipeline-model-parallel-size", "4")
 FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")
 
 
-@pytest.mark.parametrize("limit", first(1, ["0.5", "1"]))
+@pytest.mark.parametrize("limit", first(0, ["0.5", "1"]))
 def test_flex_trains_as_stock(limit: str) -> None:
     assert_same_gradients(run(4, [*PIPELINE, *FLEX, limit]), stock(4, *PIPELINE))
 

@@ -13,8 +13,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import profile_guided, tracing
-from megatron_pp_ext.request import source
-from megatron_pp_ext.request.measurements import ProfileSteps
+from megatron_pp_ext.job import source
+from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -169,6 +169,7 @@ def test_a_better_layout_is_advised_for_the_next_start(log: Path, monkeypatch: p
     assert "at the next start" not in log.read_text()
 
 
+@pytest.mark.wide
 def test_ranks_that_share_a_stage_change_together(log: Path, uneven: None) -> None:
     """Only the first pipeline is measured; its costs and limits are those of the other ranks, too."""
     flags = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *EQUAL[:-1], "4"]
@@ -272,14 +273,14 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(tracing, "recording", recording)
     stages = source.from_catalogue("1f1b", linear(2))
     chosen = requested.Pipeline(stages, linear(2), profile_steps=ProfileSteps(2, 4))
-    runner = profile_guided.ProfileGuidedRunner(chosen)
+    guide = profile_guided.ProfileGuide(chosen)
     for args.curr_iteration in range(8):
         if args.curr_iteration == 6:
-            runner._durations.wait_for(1)
-        runner._recording(None, SimpleNamespace(model=[], forward_only=False))
-        runner._measured_steps += 2 <= args.curr_iteration + 1 <= 4
-        if runner._durations.is_waiting:
-            runner._durations.add_after(8, 0.1)
+            guide._durations.wait_for(1)
+        guide.step(None, SimpleNamespace(model=[], forward_only=False))
+        guide._measured_steps += 2 <= args.curr_iteration + 1 <= 4
+        if guide._durations.is_waiting:
+            guide._durations.add_after(8, 0.1)
     seconds = tracing.Counting.SECONDS
     # The step behind the measured ones is the first under the new schedule, if there is one.
     assert counted == {

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cpu import flags as cpu_flags
-from megatron_pp_ext.integration.trainer.layer_seeds import FLAG, draw_model
+from megatron_pp_ext.integration.trainer.layer_seeds import FLAG, draw_chunks
 from tests.support.comparison import Result, assert_same_bits, run
 from tests.support.ranks import RankError
 from tests.support.training import train
@@ -58,16 +59,18 @@ def test_weights_drawn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _draw_part(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """Draw a part of a model, and require that all generators are put back to where they were."""
+    """Draw a chunk without layers, and require that all generators are put back to where they were."""
     tracker, drawn = get_cuda_rng_tracker(), []
 
-    def init(model: object) -> None:
+    def build_chunk() -> torch.nn.Module:
         with tracker.fork():
             drawn.append(torch.rand(3))
         drawn.append(torch.rand(3))
+        return unwrap_model(chunks[0])
 
     before, states, seeds = torch.get_rng_state(), tracker.get_states(), set(tracker.seeds_)
-    draw_model(init)(None)
+    with pytest.raises(SystemExit, match="this script builds another model"):  # no layers
+        draw_chunks(lambda build: build())(build_chunk)
     assert torch.equal(before, torch.get_rng_state())
     assert tracker.seeds_ == seeds
     assert tracker.get_states().keys() == states.keys()

@@ -11,7 +11,7 @@ from megatron_pp_ext.integration.request import start_up
 from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.integration.request.validation import read_flags
 from megatron_pp_ext.integration.runners import choose
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
 from tests.support.comparison import assert_same_gradients, run, stock
 from tests.support.flags import PP4, arguments, assert_refused
 from tests.support.tiers import first

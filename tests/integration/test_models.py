@@ -63,7 +63,7 @@ def same_as_stock(world_size: int, flags: str, schedule: str) -> tuple[Result, R
 @pytest.mark.parametrize(
     ("model", "schedule"),
     first(
-        3,
+        2,
         [
             ("experts", "v-half"),
             ("experts-global", "v-zb"),

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request.launch_flags import read_flags
+from megatron_pp_ext.integration.releases import RELEASES, megatron_release
+from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.flag_table import FILE, by_release, written
 from megatron_pp_ext.jobs.command import missing
-from megatron_pp_ext.planner import described, model_names, unknown_flags
+from megatron_pp_ext.planner import described, model_names
 from megatron_pp_ext.planner.search.launch_lines import Launch
-from megatron_pp_ext.planner.step import flag_words
-from megatron_pp_ext.planner.step.model_description import describe
-from tests.support.flags import pasted, validated
+from scripts.flag_table import rows_of_megatron
+from tests.support.flags import pasted, read_by_commands, read_by_megatron, validated
 from tests.support.training import TINY
 
 GPUS = 8
@@ -21,10 +21,14 @@ OFFERED = [name for name in model_names.names() if not model_names.named(name).r
 
 
 def as_megatron_reads(words: Sequence[str], ours: Namespace) -> dict[str, Any]:
-    """What Megatron reads in ``words`` for the names of ``ours``; one value is an enumeration there."""
-    theirs = read_flags(words)
-    theirs.attention_backend = ours.attention_backend
-    return {name: getattr(theirs, name) for name in vars(ours)}
+    """What Megatron reads in ``words`` for the arguments that costs depend on."""
+    theirs = read_by_megatron(words)
+    theirs.attention_backend = ours.attention_backend  # an enumeration there
+    return {name: getattr(theirs, name) for name in flag_table.counted()}
+
+
+def counted(args: Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in flag_table.counted()}
 
 
 SIZES = (
@@ -36,8 +40,7 @@ SIZES = (
 @pytest.mark.parametrize("name", OFFERED)
 def test_a_named_model_is_to_megatrons_parser_what_it_is_to_the_planner(name: str) -> None:
     found = described.read(SIZES.split(), name)
-    assert found.args is not None
-    assert as_megatron_reads(found.words, found.args) == vars(found.args)
+    assert as_megatron_reads(found.words, found.args) == counted(found.args)
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "llama3-405b", "mixtral-8x7b", "qwen3-30b-a3b"])
@@ -66,21 +69,13 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 def test_flags_mean_the_same_without_megatron(line: str) -> None:
     words = [*TINY, *line.split()]
-    values = flag_words.read(words)
-    assert values is not None
-    ours = describe(values)
-    assert as_megatron_reads(words, ours) == vars(ours)
+    ours = read_by_commands(words)
+    assert as_megatron_reads(words, ours) == counted(ours)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["--attention-softmax-in-fp32", "--optimizer muon", "--swiglu yes", "--pipeline-schedule pipedream", "x"],
-)
-def test_what_is_left_to_megatrons_parser(line: str) -> None:
-    assert flag_words.read([*TINY, *line.split()]) is None
-
-
-def test_no_flag_of_megatrons_or_of_ours_is_called_unknown() -> None:
-    known = [flag for flag in cpu.flags.megatron_flags() if flag.startswith("--")]
-    assert len(known) > 500
-    unknown_flags.refuse([*known, "--pipeline-schedule", "--pipeline-memory-limit"])
+def test_the_table_has_what_megatrons_parser_has() -> None:
+    """After a new release of Megatron, scripts/flag_table.py writes the table again."""
+    number = ".".join(map(str, megatron_release()))
+    table = by_release()
+    assert written({**table, number: rows_of_megatron()}) == FILE.read_text(encoding="utf-8")
+    assert [*table] == [".".join(map(str, one.number)) for one in RELEASES if one.wheel]

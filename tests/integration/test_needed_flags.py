@@ -118,16 +118,6 @@ def test_a_check_without_words_is_quoted() -> None:
     assert line.startswith("Megatron refuses these flags: assert not FORGOTTEN (")
 
 
-def test_resuming_with_other_steps_names_the_flag(tmp_path) -> None:
-    few = ["--train-iters", "1", "--ckpt-format", "torch_dist"]
-    train(1, [*few, "--save", str(tmp_path), "--save-interval", "1"])
-    longer = ["--load", str(tmp_path), "--train-iters", "2", "--ckpt-format", "torch_dist"]
-    with pytest.raises(RankError, match="SystemExit: megatron_pp_ext: the checkpoint has 8 as total number"):
-        train(1, longer)
-    (run,) = train(1, [*longer, "--override-opt_param-scheduler"])
-    assert len(run.losses) == 1
-
-
 @since(releases.CORE_0_19, "before 0.19 Megatron asks for --spec itself")
 def test_hybrid_layers_name_the_package_that_they_need() -> None:
     """Megatron's own are Transformer Engine's: without it, building the model fails without a word."""

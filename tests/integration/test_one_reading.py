@@ -1,4 +1,4 @@
-"""A set of flags means the same to training and to every command: the pure ``request`` package decides it."""
+"""A set of flags means the same to training and to every command: the pure ``job`` package decides it."""
 
 import json
 import shlex
@@ -13,20 +13,19 @@ from typer.testing import CliRunner
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
-from megatron_pp_ext.integration.request.launch_flags import read_flags as read_words
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.pipeline import Request, for_world, permitted
 from megatron_pp_ext.jobs.command import missing
-from megatron_pp_ext.planner import system
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.request import layers
-from megatron_pp_ext.request.pipeline import Request, for_world, permitted
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import wave
-from tests.support.flags import pasted, read, validated
+from tests.support.flags import pasted, read, read_by_commands, validated
 from tests.support.training import TINY
 
 P4 = "--pipeline-model-parallel-size 4"
@@ -96,7 +95,7 @@ REFUSED = {
 def estimated(flags: str) -> Request:
     """The reading of ``mpp estimate`` and ``mpp search``: Megatron's parser, and no more of it."""
     words = flags.replace("--pipeline-trace trace.json", "").split()
-    return for_world(read_words(cpu.with_cpu_flags([*TINY, *words])), 4)
+    return for_world(read_by_commands(cpu.with_cpu_flags([*TINY, *words])), 4)
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
@@ -129,7 +128,7 @@ def test_a_rehearsal_reads_the_same(case: str, monkeypatch: pytest.MonkeyPatch, 
     assert rehearsed.request == estimated(ACCEPTED[case])
     assert rehearsed.layers == tuple(
         layers.by_stage(
-            read_words(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])), rehearsed.placement.stages
+            read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])), rehearsed.placement.stages
         )
     )
 
@@ -206,7 +205,7 @@ GPUS = 8
 
 
 def _candidates() -> dict[str, Candidate]:
-    args = read_words(cpu.with_cpu_flags(MODEL))
+    args = read_by_commands(cpu.with_cpu_flags(MODEL))
     args.pipeline_model_parallel_size = 4
     space = Space(args, GPUS, GPUS, 32, catalog.NAMES, ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3).run()
@@ -227,7 +226,7 @@ def _candidates() -> dict[str, Candidate]:
 
 def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_request() -> None:
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
-    described = read_words(cpu.with_cpu_flags(MODEL))
+    described = read_by_commands(cpu.with_cpu_flags(MODEL))
     for name, candidate in _candidates().items():
         launch = launch_lines.Launch(launch_lines.flags(candidate, [*MODEL, *missing(MODEL)]), GPUS, GPUS)
         assert all(len(line) < 80 for line in launch.text.splitlines())
@@ -248,14 +247,14 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
     csv_file.write(catalog.build("v-zb", 4, 8), tmp_path / "mine.csv")
     found = []
     for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
-        args = read_words(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
+        args = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
         found.append(estimate_request(args, system.read("h100"), for_world(args, 4)))
     assert found[0] == found[1]
 
 
 def test_a_search_needs_no_other_reading() -> None:
     """What a search compares is what its candidates' flags request."""
-    args = read_words(cpu.with_cpu_flags(MODEL))
+    args = read_by_commands(cpu.with_cpu_flags(MODEL))
     args.pipeline_model_parallel_size = 4
     space = Space(args, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3, compiles=Compiles.NEVER).run()
@@ -266,7 +265,7 @@ def test_a_search_needs_no_other_reading() -> None:
 
 
 def test_a_search_leaves_out_what_training_refuses() -> None:
-    args = read_words(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
+    args = read_by_commands(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
     assert permitted(args, catalog.NAMES) == [
         name for name in catalog.NAMES if not catalog.entry(name).splits_backward
     ]

@@ -82,7 +82,7 @@ def in_pairs(model: str, schedule: str, *more: str, beside: Sequence[str] = ()) 
 @pytest.mark.parametrize(
     ("model", "schedule"),
     first(
-        3,
+        2,
         dict.fromkeys(
             [
                 *(("experts", "dualpipe-v"), ("shared", "1f1b"), ("optimizer", "interleaved")),

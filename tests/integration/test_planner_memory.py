@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request.launch_flags import read_flags
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.view import trace_file
+from tests.support.flags import read_by_commands
 from tests.support.tiers import first
 from tests.support.training import TINY, train
 
@@ -63,7 +63,7 @@ def measured(ranks: int, flags: str, folder: Path) -> list[int]:
 
 def predicted(ranks: int, flags: str) -> tuple[float, ...]:
     """The planner's, but for what a whole backward computes again and drops: that is not recorded."""
-    args = read_flags(cpu.with_cpu_flags([*TINY, *LARGER.split(), *flags.split()]))
+    args = read_by_commands(cpu.with_cpu_flags([*TINY, *LARGER.split(), *flags.split()]))
     request = for_world(args, ranks)
     work = Workload(args, system.read("h100"), request.placement, request.data)
     order = program(request.schedule, request.ranks, request.microbatches, request.placement.chunks)

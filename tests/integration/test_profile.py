@@ -11,12 +11,12 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cli.profile import training_flags
 from megatron_pp_ext.cpu import streams
+from megatron_pp_ext.job.measurements import refuse_profile
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Level
-from megatron_pp_ext.request.measurements import refuse_profile
 from tests.support import rounding
 from tests.support.clock import TICK, Clock
 from tests.support.tiers import first

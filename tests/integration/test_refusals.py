@@ -6,8 +6,8 @@ import pytest
 from megatron.training import yaml_arguments
 
 from megatron_pp_ext.integration.core import mirrored_chunks
-from megatron_pp_ext.integration.core.engine_layers import require_layers
-from megatron_pp_ext.request.refusals import ALWAYS, MIRRORED, SPLIT, unsplit_engine
+from megatron_pp_ext.integration.trainer.engine_layers import require_layers
+from megatron_pp_ext.job.refusals import ALWAYS, MIRRORED, SPLIT, unsplit_engine
 from megatron_pp_ext.schedule.placement import loop
 from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.ranks import RankError

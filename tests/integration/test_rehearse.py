@@ -13,9 +13,9 @@ import torch
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes
+from megatron_pp_ext.job.measurements import refuse_rehearsal
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
-from megatron_pp_ext.request.measurements import refuse_rehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
 from tests.support import ranks, training
@@ -47,7 +47,7 @@ def weight_bytes(chunks: list[torch.nn.Module]) -> int:
 @pytest.mark.parametrize(
     "flags",
     first(
-        2,
+        1,
         [
             "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --recompute-granularity full "
             "--recompute-method uniform --recompute-num-layers 1",

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.request import launch_flags
 from megatron_pp_ext.integration.runners import flush_free
-from megatron_pp_ext.request.pipeline import for_world
-from megatron_pp_ext.request.sizes import fewest_ranks
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.sizes import fewest_ranks
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training
-from tests.support.flags import assert_refused
+from tests.support.flags import assert_refused, read_by_commands
 from tests.support.flags import read as read_flags
 from tests.support.ranks import RankError, run_ranks
 from tests.support.samples import samples_of
@@ -166,6 +165,6 @@ def test_what_the_flags_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_planner_reads_the_same_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = launch_flags.read_flags([*training.TINY, *REPLICATED.split()])
+    args = read_by_commands([*training.TINY, *REPLICATED.split()])
     assert fewest_ranks(args) == 4
     assert for_world(args, 4).updates == read_flags(monkeypatch, REPLICATED).updates

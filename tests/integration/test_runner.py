@@ -1,6 +1,6 @@
 """What Megatron may request of the forward-backward function, and what runners do around the microbatches."""
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +11,9 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import flushed, pipeline_runner
+from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.request import source
+from megatron_pp_ext.job import source
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -37,7 +37,7 @@ def contract(**changed):
 
 def test_distillation_is_refused(pipeline):
     runner = stock_schedules.get_forward_backward_func()
-    assert isinstance(runner, flushed.FlushedRunner)
+    assert isinstance(runner.steps, flushed.FlushedSteps)
     with pytest.raises(ValueError, match="does not support modelopt's distillation"):
         runner(**contract(adjust_tensor_shapes_fn=lambda *shapes: shapes))
 
@@ -66,22 +66,24 @@ def test_all_pipelines_of_a_job_run_one_schedule() -> None:
 
 
 class Noting(PipelineRunner):
-    """A runner whose steps do nothing but what a test asks for, and note what is done around them."""
+    """A runner whose parts do nothing but what a test asks for, and note what is done around them."""
 
     def __init__(self, act=lambda inputs: None) -> None:
-        super().__init__(requested.Pipeline(source.from_catalogue("1f1b", linear(2)), linear(2)))
+        super().__init__(self, SimpleNamespace(step=self._recorded, actions=self._recorded), self)
         self.act, self.done, self.inputs = act, [], []
 
-    def _run(self, inputs, group, shape, recorder) -> None:
+    def run(self, inputs, group, shape, recorder) -> None:
         self.inputs.append(inputs)
         self.done.append("run")
         self.act(inputs)
 
-    @contextmanager
-    def _recording(self, group, inputs):
-        yield None
+    def _recorded(self, *about):
+        return nullcontext()
 
-    def _losses_on_last_rank(self, inputs, group) -> list:
+    def tokens(self, inputs, group) -> torch.Tensor:
+        return inputs.tokens
+
+    def losses(self, inputs, group) -> list:
         self.done.append("losses")
         return ["loss"]
 
@@ -175,18 +177,20 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
 
     monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
     group = SimpleNamespace(rank=lambda: 0)
-    runner = flushed.FlushedRunner(
-        requested.Pipeline(source.Source("auto", linear(2), True, build), linear(2))
-    )
-    first = runner._plan(4, False, group)
-    evaluation = runner._plan(4, True, group)
-    assert (
-        {step.action.kind for step in evaluation.steps}
-        == {Kind.F}
-        < {step.action.kind for step in first.steps}
-    )
-    assert runner._plan(4, False, group) is first
-    runner._training_steps = 1
+    pipeline = requested.Pipeline(source.Source("auto", linear(2), True, build), linear(2))
+    monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
+    steps = choose.runner(pipeline).steps
+
+    def plan(microbatches: int, forward_only: bool = False, training_steps: int = 0):
+        inputs = SimpleNamespace(
+            microbatches=microbatches, forward_only=forward_only, training_steps=training_steps, model=[]
+        )
+        return steps.plan(inputs, group)
+
+    first, evaluation = plan(4), plan(4, forward_only=True)
+    assert {action.kind for action in evaluation.actions} == {Kind.F}
+    assert {action.kind for action in first.actions} > {Kind.F}
+    assert plan(4) is first
     for microbatches in (4, 4, 6, 4):
-        runner._plan(microbatches, False, group)
+        plan(microbatches, training_steps=1)
     assert built == [(4, False), (4, True), (6, True)]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+from pathlib import Path
 
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as trainer
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration import install, patching, releases, seams
+from megatron_pp_ext.integration.mends.table import MENDS
 from tests.support.comparison import assert_same_bits, run
 
 SEAMS = seams.schedule_seams()
@@ -96,24 +98,21 @@ def test_undo_puts_everything_back(unpatched):
         del schedules.Static
 
 
-def test_a_moved_seam_is_refused_whole(unpatched, monkeypatch):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_seam_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_there):
     def backward_step(input_tensor, output_tensor): ...
 
-    monkeypatch.setattr(schedules, "backward_step", backward_step)
+    if is_there:
+        monkeypatch.setattr(schedules, "backward_step", backward_step)
+        problem = r"backward_step takes \(input_tensor output_tensor\) where \(input"
+    else:
+        monkeypatch.delattr(schedules, "backward_step")
+        problem = "backward_step is not there"
     before = schedules.get_forward_backward_func
-    with pytest.raises(
-        patching.SeamError, match=r"backward_step takes \(input_tensor output_tensor\) where \(input"
-    ):
+    with pytest.raises(patching.SeamError, match=problem):
         patching.apply(SEAMS)
     assert not is_any_applied()
     assert schedules.get_forward_backward_func is before
-
-
-def test_a_missing_seam_is_refused_whole(unpatched, monkeypatch):
-    monkeypatch.delattr(schedules, "backward_step")
-    with pytest.raises(patching.SeamError, match="backward_step is not there"):
-        patching.apply(SEAMS)
-    assert not is_any_applied()
 
 
 def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
@@ -182,6 +181,12 @@ def test_signatures_are_of_releases_in_the_table():
     for seam in seams.all_seams(cpu=True):
         assert set(seam.known) <= set(numbers), seam.path
         assert list(seam.known) == sorted(seam.known), seam.path
+
+
+def test_every_mend_names_a_test_that_is_there():
+    for mend in MENDS:
+        file, _, name = mend.test.partition("::")
+        assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), mend.test
 
 
 def test_no_place_has_two_seams():

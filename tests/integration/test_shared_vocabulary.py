@@ -112,8 +112,9 @@ def test_trains_as_stock(case: str) -> None:
     assert_close(ours, stock(ranks, *flags))
 
 
-@pytest.mark.parametrize("precision", first(1, ["--bf16", "--fp16"]))
-@pytest.mark.parametrize("tied", first(1, ["tied", "untied"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+@pytest.mark.parametrize("tied", ["tied", "untied"])
 def test_low_precision_is_as_close_to_full_precision_as_stock_is(precision: str, tied: str) -> None:
     flags = (PIPELINE, "2", *([] if tied == "tied" else [UNTIED]))
     low = (*flags, precision, *(("--initial-loss-scale", "1024") if precision == "--fp16" else ()))

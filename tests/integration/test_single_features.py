@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.request.refusals import refuse_config
+from megatron_pp_ext.job.refusals import refuse_config
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
 from tests.support.tiers import first
@@ -30,6 +30,7 @@ def assert_close(ours: Result, theirs: Result) -> None:
         rounding.assert_gradients_close(gradient, expected, name=name)
 
 
+@pytest.mark.wide
 def test_sequence_parallel_gradients_are_whole() -> None:
     """Each rank's norms see a part of the sequence: their gradients are summed, under stock and under a V."""
     sequence_parallel = (*PP2, *TP2, "--sequence-parallel")
@@ -39,6 +40,7 @@ def test_sequence_parallel_gradients_are_whole() -> None:
     )
 
 
+@pytest.mark.wide
 def test_context_parallel_ranks_see_the_whole_sequence() -> None:
     """Under a V too, whose messages are half as long."""
     context_parallel = (*PP2, "--context-parallel-size", "2", "--position-embedding-type", "rope")
@@ -51,6 +53,7 @@ def test_context_parallel_needs_plain_attention() -> None:
         train(2, ["--context-parallel-size", "2", "--window-size", "4,0"])
 
 
+@pytest.mark.wide
 def test_experts_on_other_ranks_than_tensor_parts() -> None:
     """Each rank has whole experts and a part of everything else."""
     flags = (*PP2, *TP2, "--sequence-parallel", "--expert-model-parallel-size", "2")

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import stage_optimizer
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear

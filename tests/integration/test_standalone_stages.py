@@ -47,7 +47,7 @@ def ours(ranks: int, layout: str, schedule: str, *model: str) -> Result:
 @pytest.mark.parametrize(
     ("ranks", "layout", "schedule"),
     first(
-        3,
+        2,
         [
             (2, "Et*4|t*2|t*2|L", "v-half"),
             # A stage with nothing in it but what it is handed.
@@ -80,7 +80,7 @@ def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, mode
 @pytest.mark.parametrize(
     ("ranks", "layout", "schedule"),
     first(
-        4,
+        3,
         [
             (2, "Et*4|t*4|m|L", "v-half"),
             (4, "Et*6|t*2m||L", "zb-h1"),
@@ -121,7 +121,7 @@ def test_stocks_own_layouts_agree() -> None:
 @pytest.mark.parametrize(
     ("world", "layout", "schedule", "model"),
     first(
-        1,
+        0,
         [
             (4, "Et*8m|L", "zb-h1", "--tensor-model-parallel-size 2 --sequence-parallel"),
             (2, "Et*4|t*4|mm|L", "v-half", "--mtp-num-layers 2 --calculate-per-token-loss"),

@@ -18,8 +18,8 @@ from megatron_pp_ext.integration.core.engine_linear import (
     DeferringStore,
     split_backwards,
 )
-from megatron_pp_ext.request.csv_schedule import require_backwards_in_order, require_first_first
-from megatron_pp_ext.request.refusals import refuse
+from megatron_pp_ext.job.csv_schedule import require_backwards_in_order, require_first_first
+from megatron_pp_ext.job.refusals import refuse
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog

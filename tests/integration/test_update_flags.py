@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.request.updates import DelayCorrection
+from megatron_pp_ext.job.updates import DelayCorrection
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from tests.support.flags import PP4, assert_refused, read
 from tests.support.training import has_flag

@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration.request import start_up
 from megatron_pp_ext.integration.request.validation import _costs, read_flags
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.request import vocabulary_flag, vocabulary_source
+from megatron_pp_ext.job import vocabulary_flag, vocabulary_source
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.ranks import RankError

@@ -47,4 +47,4 @@ def test_files_of_the_real_run_are_left_alone() -> None:
         "--tensorboard-dir=t",
         "--bf16",
     ]
-    assert list(command.without_files(flags)) == ["--lr", "1", "--bf16"]
+    assert list(command.without(flags)) == ["--lr", "1", "--bf16"]

@@ -87,7 +87,8 @@ def test_a_rank_s_bare_error_is_explained_by_its_own_line() -> None:
 def test_every_kind_of_error_is_one(line: str) -> None:
     noise = by("[rank0]:", "[W1125 17:43:41 ProcessGroupNCCL.cpp:1538] Warning: not destroyed: error: none\n")
     noise += "WARNING:megatron.core.utils: error: none\n"
-    assert reason(f"3: [rank3]: {line}\n3: bye\n{WARNED}{noise}") == line
+    before = "KeyError: 'a'\n\nDuring handling of the above\n"
+    assert reason(f"{before}3: [rank3]: {line}\n3: bye\n{WARNED}{noise}") == line
 
 
 def test_what_follows_from_the_end_of_another_rank_is_said_where_nothing_else_is() -> None:

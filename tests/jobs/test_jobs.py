@@ -21,6 +21,8 @@ GOOD = "\n".join(
     [*(STEP.format(n=n, ms=ms) for n, ms in enumerate((900.0, 800.0, 100.0, 140.0, 120.0), start=1)),
      MEMORY.format(rank=0, most=3.5), MEMORY.format(rank=1, most=7.25)]
 )  # fmt: skip
+WARMED_UP = "\n".join(STEP.format(n=n, ms=900.0) for n in range(WARM_UP))
+"""A run without a step to measure."""
 
 
 def job(folder: Path, name: str, script: str) -> Job:
@@ -32,7 +34,7 @@ def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     jobs = [
         job(tmp_path, "bad", "echo starting; echo 'ValueError: 7 heads are not divisible by 2' >&2; exit 1"),
         job(tmp_path, "full", "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB'; exit 1"),
-        job(tmp_path, "short", f"echo '{STEP.format(n=1, ms=1.0)}'"),
+        job(tmp_path, "short", f"cat <<'E'\n{WARMED_UP}\nE"),
         Job("absent", ("/no/such/program",), tmp_path / "absent"),
         job(tmp_path, "good", f"cat <<'E'\n{GOOD}\nE\necho '{trace}' > {tmp_path}/good/trace.json"),
     ]
@@ -88,39 +90,6 @@ def test_a_killed_search_does_not_run_a_job_twice_at_once(tmp_path: Path) -> Non
             run_all([job(tmp_path, "a", "true")], local, 1.0)
     finally:
         os.kill(int(started.read_text()), 9)
-
-
-TORCHRUN = """E1122 06:24:47 11399 torch/distributed/elastic/api.py:1002] failed (exitcode: CODE)
-Traceback (most recent call last):
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-"""
-
-
-@pytest.mark.parametrize(
-    ("output", "code", "problem"),
-    [
-        ("no good", "1", "no good ("),
-        ("assert 1 == None\n       ^^^^^^^^^\nAssertionError", "1", "assert 1 == None: AssertionError ("),
-        ("ValueError: bad\nbye", "1", "ValueError: bad ("),
-        ("KeyError: 'a'\n\nDuring handling of the above\nValueError: bad\nbye", "1", "ValueError: bad ("),
-        ("training ...", "-9", "a rank was killed"),
-        ("", "1", "it printed nothing"),
-    ],
-)
-def test_the_reason_is_the_run_s_own_and_not_what_torchrun_adds(
-    output: str, code: str, problem: str, tmp_path: Path
-) -> None:
-    failing = job(tmp_path, "one", f"cat <<'E'\n{output}\n{TORCHRUN.replace('CODE', code)}\nE\nexit 1")
-    (result,) = run_all([failing], local, 60.0).values()
-    assert result.problem.startswith(problem)
-
-
-def test_a_job_that_only_warmed_up_has_failed(tmp_path: Path) -> None:
-    """It has no step to measure."""
-    steps = "\n".join(STEP.format(n=n, ms=900.0) for n in range(WARM_UP))
-    (result,) = run_all([job(tmp_path, "brief", f"cat <<'E'\n{steps}\nE")], local, 60.0).values()
-    assert (result.state, result.step_seconds) == (State.FAIL, None)
 
 
 def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:

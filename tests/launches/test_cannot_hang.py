@@ -125,7 +125,10 @@ def test_replicas_that_reduce_gradients_at_every_update(counts):
     for interval in (replicas.full_round, 2 * replicas.full_round):
         steps = [pipedream.step(replicas, interval, update, updates) for update in range(updates)]
         plans_of_ranks = [
-            [plan_orders(step, replicas.stages, replicas.rank_of, rank) for step in steps]
+            [
+                plan_orders(step, replicas.stages, replicas.rank_of, rank, flushes=step is steps[-1])
+                for step in steps
+            ]
             for rank in range(replicas.ranks)
         ]
         launches = record_plans(plans_of_ranks, reduced_between=stages)

@@ -32,20 +32,20 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "'layers' is not a list"),
+        ({}, "'layers' is missing"),
         ({"layers": []}, "the profile has no layers"),
-        ({"layers": [3]}, "layer 0: is 3, but must be an object"),
-        ({"layers": [{**LAYER, "forward": 1}]}, "layer 'a': 'forward' is unknown"),
-        ({"layers": [{"name": "a"}]}, "layer 'a': 'forward_seconds' is missing"),
-        ({"layers": [LAYER, {"forward_seconds": 1}]}, "layer 1: 'name' is missing"),
-        ({"layers": [{**LAYER, "name": 1}]}, "'name' is 1, but must be a text"),
+        ({"layers": [3]}, "layers: 0 is 3, but must be an object"),
+        ({"layers": [{**LAYER, "forward": 1}]}, "layers 'a': 'forward' is unknown"),
+        ({"layers": [{"name": "a"}]}, "layers 'a': 'forward_seconds' is missing"),
+        ({"layers": [LAYER, {"forward_seconds": 1}]}, "layers 1: 'name' is missing"),
+        ({"layers": [{**LAYER, "name": 1}]}, "name is 1, but must be a text"),
         (
             {"layers": [{**LAYER, "backward_seconds": "2"}]},
-            "backward_seconds is '2', but must be a finite number",
+            'backward_seconds is "2", but must be a finite number',
         ),
         (
             {"layers": [{**LAYER, "backward_seconds": None}]},
-            "backward_seconds is None, but must be a finite number",
+            "backward_seconds is null, but must be a finite number",
         ),
         (
             {"layers": [{**LAYER, "backward_seconds": -2}]},
@@ -53,11 +53,11 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
         ),
         (
             {"layers": [{**LAYER, "parameter_bytes": float("nan")}]},
-            "parameter_bytes is nan, but must be a finite number",
+            "parameter_bytes is NaN, but must be a finite number",
         ),
         ({"layers": [{**LAYER, "saved_bytes": -1}]}, "saved_bytes is -1"),
         ({"layers": [LAYER, LAYER]}, "the name 'a' comes twice"),
-        ({"layers": [{**LAYER, "activation_bytes": float("inf")}]}, "activation_bytes is inf"),
+        ({"layers": [{**LAYER, "activation_bytes": float("inf")}]}, "activation_bytes is Infinity"),
         (
             {"layers": [{**LAYER, "activation_bytes": 1e19}]},
             "1e+19, but must be a finite number from 0 to 1e+18",
@@ -66,7 +66,7 @@ def test_kept_bytes_stand_in_for_what_was_not_measured():
             {"layers": [{**LAYER, "forward_seconds": 0, "backward_seconds": 0}]},
             "all layers of the profile take 0 s together, but must take 1e-18 s or more",
         ),
-        ({"layers": [LAYER], "edges": [["a"]]}, "'edges' must be a list of pairs"),
+        ({"layers": [LAYER], "edges": [["a"]]}, "edges 0: value 1 is missing: add it"),
         (
             {"layers": [LAYER, {**LAYER, "name": "b"}], "edges": []},
             "no edges, so that none of 2 layers",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.programs import Program, program
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -23,7 +23,7 @@ def test_peaks_are_the_simulations(name):
     schedule = catalog.build(name, 4, 10)
     stages = parts(schedule.placement.stages)
     timeline = simulate(schedule, Costs(tuple(part.costs() for part in stages)))
-    assert Program(schedule).in_flight.peaks(stages) == pytest.approx(timeline.peak_activations)
+    assert Prepared(schedule).in_flight.peaks(stages) == pytest.approx(timeline.peak_activations)
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -43,13 +43,13 @@ def test_more_microbatches_never_need_less(name, ranks):
 def test_a_whole_backward_computes_one_group_again():
     schedule = catalog.build("1f1b", 2, 4)
     plain, again = parts(2), parts(2, brief_in_whole=4.0)
-    assert Program(schedule).in_flight.peaks(again) == pytest.approx(
-        [peak + 4 for peak in Program(schedule).in_flight.peaks(plain)]
+    assert Prepared(schedule).in_flight.peaks(again) == pytest.approx(
+        [peak + 4 for peak in Prepared(schedule).in_flight.peaks(plain)]
     )
 
 
 def test_an_input_gradient_keeps_what_its_forward_did_not():
     stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=1.0, after_input_gradient=5.0, brief=2.0)] * 2
     # zb-h1's last rank: one forward, and at most two microbatches between I and W.
-    peaks = Program(catalog.build("zb-h1", 2, 4)).in_flight.peaks(stages)
+    peaks = Prepared(catalog.build("zb-h1", 2, 4)).in_flight.peaks(stages)
     assert max(peaks) >= 7

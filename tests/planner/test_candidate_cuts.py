@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, short_memory
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.model_description import describe

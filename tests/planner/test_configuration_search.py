@@ -6,7 +6,10 @@ from itertools import product
 import pytest
 
 from megatron_pp_ext.compiler.limits import requested_limit
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job.memory_limit import spelled
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search import configurations as space_module
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
@@ -17,11 +20,8 @@ from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, le
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_part import Part
 from megatron_pp_ext.planner.step.programs import program, splits_backward
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.memory_limit import spelled
-from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.schedule import catalog
 from tests.support import rounding
 

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
-from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 
 GPT3 = {
     "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048,
@@ -31,7 +33,7 @@ def work(ranks=4, name="1f1b", data=1, chunks=1, **changed):
 def layer(**changed):
     args = describe({**GPT3, "attention_backend": "unfused", **changed})
     costs = LayerCosts(args)
-    return costs.attention() + costs.mlp()
+    return attention(costs) + mlp(costs)
 
 
 S, B, H, A = 2048, 1, 12288, 96
@@ -161,7 +163,7 @@ def test_collectives_cost_what_their_links_take():
     free = LayerCosts(args, _FreeGathering(machine, args))
     charged = LayerCosts(args, SystemKernelSeconds(machine, args))
     one = A100.gather_seconds(2 * 2048 * 1024, 4)
-    more = charged.attention().forward_seconds - free.attention().forward_seconds
+    more = attention(charged).forward_seconds - attention(free).forward_seconds
     assert more == pytest.approx(2 * one)
 
 

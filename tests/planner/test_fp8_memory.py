@@ -2,9 +2,13 @@
 
 import pytest
 
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.costs.ends import output, prediction
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.state import Sharing, model_state
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_state import Sharing, model_state
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
 OPERANDS = TOKENS * (HIDDEN + 3 * HIDDEN) + TOKENS * (HIDDEN + HIDDEN) + 2 * TOKENS * (HIDDEN + INNER)
@@ -24,7 +28,7 @@ def costs(**changed):
 
 
 def waiting(costs):
-    return (costs.attention() + costs.mlp()).after_input_gradient
+    return (attention(costs) + mlp(costs)).after_input_gradient
 
 
 def test_quantized_operands_wait_in_a_byte_a_number():
@@ -37,12 +41,12 @@ def test_layers_that_do_not_quantize_keep_what_they_kept():
 
 
 def test_the_output_layer_does_not_quantize():
-    plain, fp8 = (each.output(VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
+    plain, fp8 = (output(each, VOCABULARY).after_input_gradient for each in (costs(), costs(fp8="hybrid")))
     assert fp8 == pytest.approx(plain) == pytest.approx(2 * TOKENS * (HIDDEN + VOCABULARY))
 
 
 def test_joining_a_prediction_s_inputs_quantizes():
-    assert costs(fp8="hybrid").prediction().after_input_gradient == 3 * TOKENS * HIDDEN
+    assert prediction(costs(fp8="hybrid")).after_input_gradient == 3 * TOKENS * HIDDEN
 
 
 @pytest.mark.parametrize(
@@ -56,11 +60,11 @@ def test_joining_a_prediction_s_inputs_quantizes():
 )
 def test_weights_have_two_copies_in_fp8(changed, each):
     """The weights of products have them, in experts too; the output layer and the rest have none."""
-    experts = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2}
+    sizes = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2}
     for made, products in (
-        (costs(add_bias_linear=False, **changed).mlp(), 2 * HIDDEN * INNER),
-        (costs(add_bias_linear=False, **experts, **changed).experts(), 8 * 2 * HIDDEN * INNER),
-        (costs(**changed).output(VOCABULARY), 0),
+        (mlp(costs(add_bias_linear=False, **changed)), 2 * HIDDEN * INNER),
+        (experts(costs(add_bias_linear=False, **sizes, **changed)), 8 * 2 * HIDDEN * INNER),
+        (output(costs(**changed), VOCABULARY), 0),
     ):
         others = made.parameters + made.expert_parameters - products
         found = model_state(arguments(**changed), made, Sharing(dense=1, expert=1)).weights

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.system import System
 
 MACHINE = {
     "name": "test", "gpus_per_node": 8, "memory_bytes": 1e9,

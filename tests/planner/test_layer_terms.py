@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_pp_ext.planner.step.kernel_seconds import KernelSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.costs.ends import loss_workspace, output, positions, prediction, table
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_part import Part
 
 S, B, H, A, V = 512, 3, 256, 8, 1024
 MODEL = {
@@ -59,7 +63,7 @@ def seconds(part: Part):
 
 def layer(kind, **changed):
     made = costs(kind, **changed)
-    return made.attention() + (made.experts() if "num_experts" in changed else made.mlp())
+    return attention(made) + (experts(made) if "num_experts" in changed else mlp(made))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_collectives_that_long_products_hide(parallel, collectives):
 
     args = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
     made = LayerCosts(args, Both("gather"))
-    found = made.attention() + made.mlp()
+    found = attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
     assert found.hidden_in_whole == 2 * HIDDEN * (1 if parallel else 2)
     assert found.costs(is_split=False).weight_gradient == 4e12 - found.hidden_in_whole
@@ -97,8 +101,8 @@ def test_collectives_that_long_products_hide(parallel, collectives):
 @pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 2, 0))])
 def test_the_output_layer_s_collectives(parallel, collectives):
     """Logits stay where they are; only its input is gathered and its input's gradient summed."""
-    output = costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel).output(V)
-    assert seconds(output) == tuple(HIDDEN * count for count in collectives)
+    layer = output(costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel), V)
+    assert seconds(layer) == tuple(HIDDEN * count for count in collectives)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -106,8 +110,8 @@ def test_routing_shuffles_tokens_there_and_back(tensor):
     """Each of a token's experts gets the token and returns a result, in F and again in I, W sends nothing."""
     made = costs("shuffle", tensor_model_parallel_size=tensor, sequence_parallel=True, **EXPERTS)
     sent = 2 * HIDDEN / tensor
-    assert seconds(made.experts()) == (2 * sent, 2 * sent, 0)
-    assert seconds(made.attention() + made.mlp()) == (0, 0, 0)
+    assert seconds(experts(made)) == (2 * sent, 2 * sent, 0)
+    assert seconds(attention(made) + mlp(made)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("changed", "heads"), [({}, A), (GROUPED, 2)])
@@ -115,9 +119,9 @@ def test_context_parallel_ranks_exchange_keys_and_values(changed, heads):
     """Ring attention sends keys and values in F, and with their gradients in I; queries stay."""
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, **changed}
     keys = (S / 4) * B * heads * (H / A) / 2
-    assert seconds(costs("ring", **sizes).attention()) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
+    assert seconds(attention(costs("ring", **sizes))) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
     queries = (S / 4) * B * H / 2
-    assert seconds(costs("results", **sizes).attention()) == (queries, queries + 2 * keys, 0)
+    assert seconds(attention(costs("results", **sizes))) == (queries, queries + 2 * keys, 0)
 
 
 def test_what_is_copied_in_a_dense_layer():
@@ -132,14 +136,14 @@ def test_what_is_copied_in_a_dense_layer():
 def test_what_is_copied_in_a_layer_of_experts():
     """Its own inner width twice a token, and the tokens put in order four times, read and written each."""
     inner, sent = 2 * 2 * S * B * 384, 2 * HIDDEN
-    found = seconds(costs("copy", **EXPERTS).experts())
+    found = seconds(experts(costs("copy", **EXPERTS)))
     assert found == (5 * HIDDEN + 2 * inner + 8 * sent, 5 * HIDDEN + 3 * inner + 8 * sent, 0)
 
 
 def test_positions_and_the_order_of_heads_are_copied_around_attention():
     """Queries and keys are rotated; unfused attention also puts all three in the order of heads."""
     plain, rotated, unfused = (
-        costs("copy", **changed).attention().forward_seconds
+        attention(costs("copy", **changed)).forward_seconds
         for changed in ({}, {"position_embedding_type": "rope"}, {"transformer_impl": "local"})
     )
     assert rotated - plain == 2 * 2 * HIDDEN
@@ -150,7 +154,7 @@ def test_what_the_loss_copies():
     """Four passes over probabilities in fp32, and two in its backward, beside the last norm."""
     logits = 4 * S * B * V / 2
     made = costs("copy", tensor_model_parallel_size=2)
-    head = made.last_norm() + made.output(V)
+    head = made.norm() + output(made, V)
     assert seconds(head) == (5 * HIDDEN + 4 * logits, 5 * HIDDEN + 2 * logits, 0)
     assert head.after_forward == 2 * HIDDEN + logits
 
@@ -169,7 +173,7 @@ def test_products_cost_the_same_in_f_i_and_w(changed, tensor):
 
 def test_experts_run_the_tokens_that_are_sent_to_them():
     """Two of eight: twice the tokens through one expert's weights, and eight experts' weights kept."""
-    found = costs("product", **EXPERTS).experts()
+    found = experts(costs("product", **EXPERTS))
     weights = 2 * H * 384
     assert seconds(found) == (2 * 2 * S * B * weights,) * 3
     assert found.expert_parameters == 8 * (weights + 384 + H)
@@ -177,7 +181,7 @@ def test_experts_run_the_tokens_that_are_sent_to_them():
 
 def test_a_shared_expert_is_dense():
     shared = {"moe_shared_expert_intermediate_size": 640}
-    with_it, without = (costs("product", **EXPERTS, **more).experts() for more in (shared, {}))
+    with_it, without = (experts(costs("product", **EXPERTS, **more)) for more in (shared, {}))
     assert with_it.parameters - without.parameters == 2 * H * 640 + 640 + H
     assert with_it.expert_parameters == without.expert_parameters
     assert with_it.forward_seconds - without.forward_seconds == 2 * S * B * 2 * H * 640
@@ -215,9 +219,9 @@ def test_parameters_with_and_without_biases(bias, tensor):
 
 def test_the_output_layer_has_no_bias_and_the_embedding_its_positions():
     made = costs("product", tensor_model_parallel_size=2)
-    assert (made.output(V).parameters, made.last_norm().parameters) == (V * H / 2, 2 * H)
-    assert (made.table(V).parameters, made.positions().parameters) == (V * H / 2, S * H)
-    assert costs("product", position_embedding_type="rope").positions().parameters == 0
+    assert (output(made, V).parameters, made.norm().parameters) == (V * H / 2, 2 * H)
+    assert (table(made, V).parameters, positions(made).parameters) == (V * H / 2, S * H)
+    assert positions(costs("product", position_embedding_type="rope")).parameters == 0
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_the_output_layer_has_no_bias_and_the_embedding_its_positions():
 def test_the_default_width_of_an_mlp_is_megatrons(changed, inner):
     """4 h; with a gate int(4 h * 2 / 3 / 64) * 64."""
     hidden = changed.get("hidden_size", H)
-    found = costs("product", add_bias_linear=False, **changed).mlp()
+    found = mlp(costs("product", add_bias_linear=False, **changed))
     assert found.parameters == hidden * inner * (3 if "swiglu" in changed else 2) + 2 * hidden
 
 
@@ -269,7 +273,7 @@ def test_recomputed_experts():
     def made(modules):
         again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
         shared = {"moe_shared_expert_intermediate_size": 640}
-        return costs("copy", **EXPERTS, **shared, **again).experts()
+        return experts(costs("copy", **EXPERTS, **shared, **again))
 
     none = made([])
     chosen, inner, shared = 2, 2 * S * B * 384, 2 * S * B * 640
@@ -278,11 +282,11 @@ def test_recomputed_experts():
     assert none.after_forward - made(["moe_act"]).after_forward == chosen * inner
 
 
-@pytest.mark.parametrize(("attention", "kept"), [(0.0, 2), (0.1, 2 + 2 + 1)])
-def test_unfused_attention_keeps_its_probabilities(attention, kept):
+@pytest.mark.parametrize(("dropout", "kept"), [(0.0, 2), (0.1, 2 + 2 + 1)])
+def test_unfused_attention_keeps_its_probabilities(dropout, kept):
     """In bf16, with dropout their copy, and a mask of a byte (arXiv 2205.05198, section 4.1)."""
     unfused, fused = (
-        costs("copy", attention_dropout=attention, transformer_impl=which).attention().after_forward
+        attention(costs("copy", attention_dropout=dropout, transformer_impl=which)).after_forward
         for which in ("local", "transformer_engine")
     )
     assert unfused - fused == kept * A * S * S * B
@@ -291,18 +295,18 @@ def test_unfused_attention_keeps_its_probabilities(attention, kept):
 def test_the_mask_of_dropout_is_a_byte_a_number():
     with_, without = (layer("copy", hidden_dropout=p).after_forward for p in (0.1, 0.0))
     assert with_ - without == 2 * S * B * H
-    with_, without = (costs("copy", hidden_dropout=p).positions().after_forward for p in (0.1, 0.0))
+    with_, without = (positions(costs("copy", hidden_dropout=p)).after_forward for p in (0.1, 0.0))
     assert (with_, without) == (S * B * H, 0)
 
 
 def test_a_depth_of_prediction_joins_two_hidden_states():
     """A product from twice the hidden size, its two normed inputs and two more kept."""
-    found = costs("product").prediction()
+    found = prediction(costs("product"))
     assert found.weight_operations == 2 * S * B * 2 * H * H
     assert (found.after_forward, found.after_input_gradient) == (4 * HIDDEN, 3 * HIDDEN)
 
 
 def test_the_loss_s_workspace():
     """Logits as the product makes them and a copy in fp32, shared by tensor-parallel ranks."""
-    assert costs("copy", tensor_model_parallel_size=2).loss_workspace(V) == (2 + 4) * S * B * V / 2
-    assert costs("copy", bf16=False).loss_workspace(V) == (4 + 4) * S * B * V
+    assert loss_workspace(costs("copy", tensor_model_parallel_size=2), V) == (2 + 4) * S * B * V / 2
+    assert loss_workspace(costs("copy", bf16=False), V) == (4 + 4) * S * B * V

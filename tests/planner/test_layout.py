@@ -7,26 +7,27 @@ from math import fsum
 import numpy as np
 import pytest
 
-from megatron_pp_ext.planner.layout.balance import balanced, even, levelled
+from megatron_pp_ext.planner.layout.balance import balanced, even
+from megatron_pp_ext.planner.layout.climb import fitted, levelled, shortened
 from megatron_pp_ext.planner.layout.cut import Moves, bounds, moved, times, work_of_ranks
-from megatron_pp_ext.planner.layout.fit import fitted
-from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v
 from tests.support import rounding
 
 ROUNDED = rounding.relative(eps=rounding.FLOAT64)
+THREE = linear(3)
 
 
 class Row:
     """A row of layers of different lengths, with an embedding in front and a loss behind them."""
 
-    def __init__(self, seed, layers=7, stages=3):
+    def __init__(self, seed, items=7, placement=THREE):
         draw = random.Random(seed)
-        self.layers = [tuple(draw.uniform(0.5, 2.0) for _ in range(3)) for _ in range(layers)]
+        self.layers = [tuple(draw.uniform(0.5, 2.0) for _ in range(3)) for _ in range(items)]
         self.ends = [tuple(draw.uniform(0.1, 3.0) for _ in range(3)) for _ in range(2)]
-        self.stages = stages
+        self.items, self.placement, self.stages = items, placement, placement.stages
+        self.least = (0,) * self.stages
 
     def seconds(self, stage, first, end):
         own = [(0.01,) * 3, *self.layers[first:end]]
@@ -53,7 +54,7 @@ def every_cut(items, least):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("least", [(0, 0, 0), (0, 1, 0), (1, 1, 1, 1), (0, 2, 0, 1), (3, 2, 2)])
 def test_the_longest_stage_is_as_short_as_in_any_cut(seed, least):
-    row = Row(seed, stages=len(least))
+    row = Row(seed, placement=linear(len(least)))
     found = balanced(7, row.seconds, least)
     cuts = list(every_cut(7, least))
     assert found in cuts
@@ -106,15 +107,13 @@ def test_what_a_move_changes_is_what_the_cut_after_it_has(seed, cut):
 @pytest.mark.parametrize("placement", [linear(3), v(2), loop(2, 2), loop(3, 2), v(3)])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_move_evens_out_levelled_ranks(placement, seed):
-    least = (0,) * placement.stages
-    row = Row(seed, 9, placement.stages)
-    work = work_of_ranks(placement)
+    row, work = Row(seed, 9, placement), work_of_ranks(placement)
 
     def squares(cut):
         return float((np.einsum("psk,sk->p", work, times(cut, row.seconds)) ** 2).sum())
 
-    start = balanced(9, row.seconds, least)
-    found = levelled(placement, start, row.seconds, least)
+    start = balanced(9, row.seconds, row.least)
+    found = levelled(row, row.least)
     assert squares(found) <= squares(start) * (1 + ROUNDED)
     others = [moved(found, a, b) for a in range(len(found)) for b in range(len(found)) if a != b and found[a]]
     assert min(map(squares, others)) >= squares(found) * (1 - 2e-9)
@@ -132,51 +131,48 @@ def replayed(name, ranks, chunks, row, microbatches):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_move_shortens_a_shortened_pipeline(name, ranks, chunks, seed):
     """Not even one that was not replayed, since a critical path ruled it out."""
-    placement = placement_of(name, ranks, chunks)
-    row = Row(seed, 8, placement.stages)
+    row = Row(seed, 8, placement_of(name, ranks, chunks))
     replay = replayed(name, ranks, chunks, row, 6)
-    start = even(8, (0,) * placement.stages)
-    found = shorten(start, placement, 6, row.seconds, replay, replays=1000)
-    assert found.makespan == replay(found.cut).makespan <= replay(start).makespan
+    start = even(8, row.least)
+    found = shortened(row, start, 6, replay, replays=1000)
+    assert found.value == replay(found.cut).makespan <= replay(start).makespan
     cut = found.cut
     others = [moved(cut, a, b) for a in range(len(cut)) for b in range(len(cut)) if a != b and cut[a]]
-    assert min(replay(other).makespan for other in others) >= found.makespan * (1 - 1.1e-4)
-    assert found.replays < len(others) + 20
+    assert min(replay(other).makespan for other in others) >= found.value * (1 - 1.1e-4)
+    assert found.looked_at < len(others) + 20
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_shortened_pipelines_are_about_as_short_as_any(name, ranks, chunks, seed):
     """A single move at a time finds the best of all cuts of seven layers, or one within a layer of it."""
-    placement = placement_of(name, ranks, chunks)
-    row = Row(seed, 7, placement.stages)
+    row = Row(seed, 7, placement_of(name, ranks, chunks))
     replay = replayed(name, ranks, chunks, row, 6)
-    least = (0,) * placement.stages
-    start = levelled(placement, balanced(7, row.seconds, least), row.seconds, least)
-    found = shorten(start, placement, 6, row.seconds, replay, replays=1000)
-    shortest = min(replay(cut).makespan for cut in every_cut(7, least))
+    found = shortened(row, levelled(row, row.least), 6, replay, replays=1000)
+    shortest = min(replay(cut).makespan for cut in every_cut(7, row.least))
     layer = max(fsum(layer) for layer in row.layers)
-    assert shortest * (1 - ROUNDED) <= found.makespan < shortest + layer
+    assert shortest * (1 - ROUNDED) <= found.value < shortest + layer
 
 
 def test_a_cut_that_does_not_fit_is_not_taken():
-    row = Row(1, 8, 3)
+    row = Row(1, 8)
     replay = replayed("1f1b", 3, 1, row, 6)
-    free = shorten((1, 1, 6), linear(3), 6, row.seconds, replay)
+    free = shortened(row, (1, 1, 6), 6, replay)
     assert free.cut != (1, 1, 6)
-    kept = shorten((1, 1, 6), linear(3), 6, row.seconds, replay, fits=lambda cut: cut != free.cut)
+    kept = shortened(row, (1, 1, 6), 6, replay, fits=lambda cut: cut != free.cut)
     assert kept.cut != free.cut
-    assert kept.makespan > free.makespan
-    with_least = shorten((3, 3, 2), linear(3), 6, row.seconds, replay, least=(3, 3, 2))
-    assert (with_least.cut, with_least.replays) == ((3, 3, 2), 1)
+    assert kept.value > free.value
+    row.least = (3, 3, 2)
+    with_least = shortened(row, row.least, 6, replay)
+    assert (with_least.cut, with_least.looked_at) == ((3, 3, 2), 1)
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_critical_path_bounds_every_other_makespan(name, ranks, chunks, seed):
-    row = Row(seed, 8, ranks * chunks)
+    row = Row(seed, 8, placement_of(name, ranks, chunks))
     replay = replayed(name, ranks, chunks, row, 5)
-    start = even(8, (0,) * row.stages)
+    start = even(8, row.least)
     path = replay(start)
     work, before = np.array(path.work), times(start, row.seconds)
     others = path.makespan - (work * before).sum()
@@ -188,26 +184,26 @@ def test_a_critical_path_bounds_every_other_makespan(name, ranks, chunks, seed):
 
 
 def test_ranks_that_are_too_full_hand_layers_on():
-    row = Row(2, 20, 4)
+    row = Row(2, 20, linear(4))
     most = (3, 2, 5, 9)
 
     def totals(cut):
         return [10.0 * count / room for count, room in zip(cut, most, strict=True)]
 
-    least = (0,) * 4
-    found = fitted((3, 3, 3, 3), linear(4), row.seconds, totals, 10.0, least)
+    found = fitted(row, (3, 3, 3, 3), totals, 10.0)
     assert found is not None
     assert all(count <= room for count, room in zip(found, most, strict=True))
-    assert fitted((4, 4, 4, 7), linear(4), row.seconds, totals, 10.0, least) is not None
-    assert fitted((4, 4, 4, 8), linear(4), row.seconds, totals, 10.0, least) is None
+    assert fitted(row, (4, 4, 4, 7), totals, 10.0) is not None
+    assert fitted(row, (4, 4, 4, 8), totals, 10.0) is None
 
 
 def test_two_stages_of_a_rank_share_its_memory():
-    placement, row = v(2), Row(3, 8, 4)
+    placement = v(2)
+    row = Row(3, 8, placement)
 
     def totals(cut):
         return [float(sum(cut[stage] for stage in placement.stages_of(rank))) for rank in range(2)]
 
-    found = fitted((3, 2, 1, 2), placement, row.seconds, totals, 4.0, (0,) * 4)
+    found = fitted(row, (3, 2, 1, 2), totals, 4.0)
     assert found is not None and totals(found) == [4.0, 4.0]
     assert list(accumulate(found))[-1] == 8

@@ -5,13 +5,14 @@ from math import fsum
 
 import pytest
 
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.layout.advice import advised
 from megatron_pp_ext.planner.layout.layer_row import LayerRow, seconds_of
 from megatron_pp_ext.planner.layout.measured_layers import divided
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program
-from megatron_pp_ext.request import layers
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import linear
 from tests.support import rounding
 
 ROUNDED = rounding.relative(eps=rounding.FLOAT64)
@@ -29,7 +30,7 @@ def test_layers_and_ends_add_up_to_the_stages(seed, known):
     measured = stages([[draw.uniform(1, 3) for _ in range(3)] for _ in known])
     sizes = [draw.uniform(1, 2) for _ in range(sum(known))]
     seconds, front, back = divided(measured, sizes, known)
-    row = LayerRow(seconds, front, back, measured, known, lambda cut: [])
+    row = LayerRow(seconds, front, back, measured, linear(len(known)), known, lambda cut: [])
     for own, expected in zip(row.costs(known).stages, measured.stages, strict=True):
         assert seconds_of(own) == pytest.approx(seconds_of(expected), rel=ROUNDED)
     assert min(min(front), min(back)) >= 0

@@ -6,13 +6,12 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.search.array_program import array_program
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import splits_backward
+from megatron_pp_ext.planner.step.programs import program, splits_backward
 from tests.support import rounding
 
 ROUNDED = rounding.relative(eps=rounding.FLOAT64)
@@ -66,7 +65,7 @@ def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
     placement, microbatches = candidate.placement, candidate.microbatches
     mean = workloads.mean(candidate, placement)
     least, bound = mean.memory(microbatches, 0.05), mean.bounds(microbatches)[splits_backward(name)]
-    order = array_program(name, 3, microbatches, candidate.chunks, shares, candidate.is_paired)
+    order = program(name, 3, microbatches, candidate.chunks, shares, candidate.is_paired)
     stages = workloads.stages(candidate, placement)
     for _ in range(8):
         cut = random_cut(random, stages.items, stages.least)

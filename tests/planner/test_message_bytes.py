@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step.estimate import estimate, memory
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program

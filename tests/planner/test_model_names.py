@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_pp_ext.planner import described, hugging_face, model_names
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
 OFFERED = [name for name in model_names.names() if not model_names.named(name).refusal]
 LLAMA = {
@@ -19,7 +19,7 @@ LLAMA = {
 def test_a_named_model_has_as_many_parameters_as_published(name):
     """To the three digits that are published; the vocabulary's padding and routers are too few to show."""
     args = described.read(["--micro-batch-size", "1"], name).args
-    model = pieces(args, LayerCosts(args), args.vocab_size)
+    model = model_parts(args, vocabulary=args.vocab_size)
     (part,) = stage_parts(args, model, [args.num_layers])
     assert f"{part.parameters + part.expert_parameters:.3g}" == f"{model_names.named(name).parameters:.3g}"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import reference
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.request.pipeline import for_world
 
 GPUS, PIPELINE, EXPERT_RANKS, LENGTH = 32, 4, 8, 4096
 MODEL = {

@@ -2,12 +2,17 @@
 
 import pytest
 
-from megatron_pp_ext.planner import model_names, system
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.state import Sharing, gradient_size, model_state, padded_vocabulary
+from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import Sharing, gradient_size, model_state, padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces, stage_parts
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.stage_parts import stage_parts
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import linear
 
@@ -22,7 +27,7 @@ MODEL = {
 
 def model(**changed):
     args = describe({**MODEL, **changed})
-    return args, pieces(args, LayerCosts(args), V)
+    return args, model_parts(args, vocabulary=V)
 
 
 def stages(layers=(4, 4), **changed):
@@ -198,21 +203,21 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
 def test_an_expert_s_weights_are_shared_by_its_own_tensor_parallel_ranks(tensor, expert_tensor, factor):
     changed = {"num_experts": 4, "tensor_model_parallel_size": tensor, "add_bias_linear": False}
     args = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
-    assert LayerCosts(args).experts().expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
+    assert experts(LayerCosts(args)).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
 
 
 @pytest.mark.parametrize(
-    ("frequency", "experts"),
+    ("frequency", "expected"),
     [(1, [1] * 8), (2, [1, 0] * 4), (3, [1, 0, 0, 1, 0, 0, 1, 0]), ([0, 1] * 4, [0, 1] * 4)],
 )
-def test_layers_of_experts_come_as_often_as_asked(frequency, experts):
+def test_layers_of_experts_come_as_often_as_asked(frequency, expected):
     _, made = model(num_experts=4, moe_layer_freq=frequency)
-    assert [int(layer.expert_parameters > 0) for layer in made.layers] == experts
+    assert [int(layer.expert_parameters > 0) for layer in made.layers] == expected
 
 
 def test_hybrid_layers_are_those_of_the_pattern():
     args, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
     costs = LayerCosts(args)
-    assert made.layers == (costs.attention(), costs.mlp(), costs.attention(), costs.experts())
+    assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
     with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern"):
         model(hybrid_layer_pattern="M*", num_layers=None)

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
-from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.planner.system import Link, System
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.simulate import simulate
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_pp_ext.planner import system
-from megatron_pp_ext.planner.system import Link, System
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.system import Link, System
 
 PLAIN = {
     "name": "test", "gpus_per_node": 4, "memory_bytes": 1e9,
@@ -61,11 +61,17 @@ def test_measured_all_reduces_win():
     [
         ({"memory_bytes": -1}, "memory_bytes is -1, but must be a number above 0"),
         ({"memory_byte": 1}, "'memory_byte' is unknown: did you mean 'memory_bytes'"),
-        ({"node": {"bytes_per_second": 1, "latency_seconds": -1}}, "node.latency_seconds is -1, but must be"),
-        ({"peak_rates": []}, "does not fit: write the fields of a system"),
+        (
+            {"node": {"bytes_per_second": 1, "latency_seconds": -1}},
+            "node: latency_seconds is -1, but",
+        ),
+        ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"matrix_rates": {}}, "neither bf16 nor fp32"),
-        ({"matrix_rates": {"bf16": [[1, 2]]}}, "give m, n, k, operations_per_second"),
-        ({"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}}, "give one of bf16, fp32, fp8"),
+        ({"matrix_rates": {"bf16": [[1, 2]]}}, r"matrix_rates bf16: 0 is \[1, 2\], but must be a list of 4"),
+        (
+            {"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}},
+            "give one of bf16, fp32, fp8",
+        ),
     ],
 )
 def test_what_is_no_description_is_refused(changed, message):

@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.planner.judged import all_judged, by_kind, error, timed
 from benchmarks.planner.training_runs import rank_correlation, validation, verdicts
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 from reference.published_runs import STAGE_TIMES, StageTimes
 
 GOALS = {

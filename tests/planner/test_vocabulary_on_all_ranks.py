@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import Program, placement_of, program
-from megatron_pp_ext.planner.step.stage_parts import pieces
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.pipeline import for_world
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
@@ -56,7 +55,7 @@ def test_all_ranks_together_have_the_model_once(name, changed):
     table = V * H / tensor
     rows = table * (2 if changed == UNTIED else 1)
     args = arguments(name, None, **changed)
-    made = pieces(args, LayerCosts(args), V)
+    made = model_parts(args, vocabulary=V)
     positions, norm = S * H, 2 * H
     whole = sum(layer.parameters for layer in made.layers) + rows + positions + norm
     shared = work(name, **changed)
@@ -82,7 +81,7 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
     args = arguments(name)
     shared = work(name)
-    plain, separate = work(name, shares=False), pieces(args, _costs(args), V)
+    plain, separate = work(name, shares=False), model_parts(args, SystemKernelSeconds(H100, args), V)
     first, *inner, last = plain.costs.stages
     output = separate.output
     less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)
@@ -103,10 +102,6 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
     buffers = [count * HIDDEN + (EMBEDS_AHEAD + 2) * HIDDEN for count in timeline.peak_messages]
     assert [rank.messages for rank in found.ranks] == buffers
-
-
-def _costs(args):
-    return LayerCosts(args, SystemKernelSeconds(H100, args))
 
 
 def _kept(part):
@@ -142,8 +137,8 @@ def test_microbatches_between_s_and_t_add_to_the_peak():
     schedule = share(lambda count: catalog.build("1f1b", P, count), 8)
     costs = Costs((StageCosts(1, 1, 1, 0.0),) * P, vocabulary=VocabularyCosts(1, 1, 7.0))
     nothing = [work().parts[1].times(0)] * P
-    assert Program(schedule).in_flight.peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
-    assert Program(schedule).in_flight.peaks(nothing) == (0.0,) * P
+    assert Prepared(schedule).in_flight.peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
+    assert Prepared(schedule).in_flight.peaks(nothing) == (0.0,) * P
 
 
 def test_auto_shares_a_large_vocabulary_and_says_what_that_saves():

@@ -262,9 +262,9 @@ def made_up_exchanges(rank: int) -> None:
     exchanges = MadeUpExchanges(world, world, rows=50)
     tokens, numbers = torch.full((400,), -1), torch.full(SHAPE, torch.nan)
     for home in (0, 1):
-        exchanges.spread(tokens, home).wait()
-        exchanges.spread(numbers, home).wait()
-        # What rank 0 spreads itself is as it was.
+        exchanges.broadcast(tokens, home).wait()
+        exchanges.broadcast(numbers, home).wait()
+        # What rank 0 broadcasts itself is as it was.
         assert bool((tokens == -1).all()) is bool(numbers.isnan().all()) is (home == 0)
     assert 0 <= tokens.min() < 5 < 45 < tokens.max() < 50
     assert numbers.any() and numbers.isfinite().all()
@@ -272,7 +272,7 @@ def made_up_exchanges(rank: int) -> None:
     gathering.wait()
     assert torch.equal(whole, NUMBERS[None])
     mine = NUMBERS.clone()
-    exchanges.sum_up(mine, 1).wait()
+    exchanges.reduce(mine, 1).wait()
     assert torch.equal(mine, NUMBERS)
 
 

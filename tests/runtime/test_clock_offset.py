@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.idle_time import gaps
@@ -42,7 +43,7 @@ def record_with_own_clock(rank: int) -> list | None:
     channels = plain_stages.make_channels(len(AHEAD))
     recorder = StepRecorder(stage.module.parameters())
     with recorder.step():
-        execute(plan_rank(schedule, rank), {rank: stage}, channels, recorder)
+        execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, recorder))
     own, together = recorder.record, aligned(recorder.record, dist.group.WORLD, CPU)
     return gather((own, together), dist.group.WORLD)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -18,6 +18,7 @@ from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
+from tests.support.module_stage import ModuleStage
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -31,7 +32,7 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
     channels = plain_stages.make_channels(schedule.ranks)
     recorder = StepRecorder(p for stage in stages.values() for p in stage.module.parameters())
     with recorder.step():
-        execute(plan_rank(schedule, rank), stages, channels, recorder)
+        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder))
     return {
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "losses": stages[last].losses if last in stages else {},
@@ -140,15 +141,15 @@ class Watched:
 def test_a_message_lives_as_long_as_its_action() -> None:
     """The executor holds no tensor of one action while it runs another, nor counts a wait as work."""
     watched = Watched()
-    execute(plan_rank(catalog.build("zb-h1", 3, 4), 1), {1: watched}, watched, watched)
+    execute(plan_rank(catalog.build("zb-h1", 3, 4), 1), Rank({1: watched}, watched, watched))
     assert len(watched.taken) == 8
 
 
 def test_a_stage_that_produces_nothing_is_named() -> None:
     watched = Watched(produces=False)
     plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
-    with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .* in 1F0"):
-        execute(plan, {1: watched}, watched)
+    with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .*receiver=2, microbatch=0"):
+        execute(plan, Rank({1: watched}, watched))
 
 
 @pytest.mark.parametrize("name", [name for name, entry in catalog.ENTRIES.items() if entry.make_paired])

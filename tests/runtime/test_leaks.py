@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
-from megatron_pp_ext.runtime.executor import Stage, execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
+from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
+from megatron_pp_ext.runtime.rank import Rank, Stage
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.split import STORE, SplitLinear
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks
+from tests.support.split_linear import SplitLinear
 
 RANKS, MICROBATCHES, STEPS, WARM_UP = 2, 2, 500, 100
 ROWS, WIDTH = 64, 64
@@ -118,7 +120,7 @@ def take_steps(rank: int, name: str, make: type[ModuleStage]) -> dict[str, int]:
 
 def _flush(plan, stages, channels, recorder, step: int) -> None:
     with recorder.step():
-        execute(plan, stages, channels, recorder)
+        execute(plan, Rank(stages, channels, recorder))
 
 
 def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> None:
@@ -131,9 +133,10 @@ def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> N
     ends = done == total - 1
     if done == 0:
         versions.newest = 0
-    plan = plan_orders(pipedream.step(replicas, MICROBATCHES, done, total), RANKS, replicas.rank_of, rank)
+    orders = pipedream.step(replicas, MICROBATCHES, done, total)
+    plan = plan_orders(orders, RANKS, replicas.rank_of, rank, flushes=ends)
     with recorder.step():
-        execute(plan, {rank: versioned}, channels, recorder, flush=ends)
+        execute(plan, Rank({rank: versioned}, channels, recorder))
     kept = () if ends else pipedream.versions_kept(weights, done + 1, **about)
     versions.update_follows(kept)
 

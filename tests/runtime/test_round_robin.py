@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -25,9 +26,8 @@ def run_replica(rank: int, replicas: Replicas) -> dict:
     orders = round_robin.orders(replicas, MICROBATCHES)
     recorder = StepRecorder(parameters)
     with recorder.step():
-        execute(
-            plan_orders(orders, replicas.stages, replicas.rank_of, rank), {stage: runs}, channels, recorder
-        )
+        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank)
+        execute(plan, Rank({stage: runs}, channels, recorder))
     for parameter in parameters:
         dist.all_reduce(parameter.grad, group=groups[stage])
     return {

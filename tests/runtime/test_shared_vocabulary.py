@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
@@ -74,13 +75,13 @@ class Head:
 
 
 class Counted(Exchanges):
-    """Counts what is spread."""
+    """Counts what is broadcast."""
 
-    spreads = 0
+    broadcasts = 0
 
-    def spread(self, tensor: torch.Tensor, home: int) -> dist.Work:
-        self.spreads += 1
-        return super().spread(tensor, home)
+    def broadcast(self, tensor: torch.Tensor, home: int) -> dist.Work:
+        self.broadcasts += 1
+        return super().broadcast(tensor, home)
 
 
 def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str, ...] = ()) -> dict:
@@ -118,17 +119,17 @@ def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str,
     )
     channels = plain_stages.make_channels(schedule.ranks)
     kept_for_t = []
-    score = vocabulary.output.scores
+    score = vocabulary.output.logits
 
-    def scores(microbatch: int) -> None:
+    def logits(microbatch: int) -> None:
         score(microbatch)
         kept = vocabulary.output._kept[microbatch]
         kept_for_t.append(kept.exponentials.numel() + kept.hidden.numel())
 
-    vocabulary.output.scores = scores  # type: ignore[method-assign]
-    execute(plan_rank(schedule, rank), stages, channels, vocabulary=vocabulary)
+    vocabulary.output.logits = logits  # type: ignore[method-assign]
+    execute(plan_rank(schedule, rank), Rank(stages, channels, vocabulary=vocabulary))
     return {
-        "spreads": exchanges.spreads,
+        "broadcasts": exchanges.broadcasts,
         "kept for T": max(kept_for_t),
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "vocabulary": gradient,
@@ -198,7 +199,7 @@ def test_frozen_weights_take_no_part_in_a_backward(name: str, frozen: tuple[str,
     for result in results:
         assert result["left"] == 0
         # Tokens, hidden state and labels; each end needs one more that trains.
-        assert result["spreads"] == 4 * (5 - len(frozen))
+        assert result["broadcasts"] == 4 * (5 - len(frozen))
         assert bool(result["kept for T"]) is ("output" not in frozen)
         for stage, gradients in result["gradients"].items():
             for mine, expected in zip(gradients, stages[stage], strict=True):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE, SplitLinear, WeightGradientStore
+from megatron_pp_ext.runtime.split import STORE, WeightGradientStore
+from tests.support.split_linear import SplitLinear
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)

@@ -8,16 +8,17 @@ import torch.distributed as dist
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.module_stage import ModuleStage
 from megatron_pp_ext.runtime.plan import plan_orders
-from megatron_pp_ext.runtime.split import SplitLinear
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import plain_stages, rounding
+from tests.support.module_stage import ModuleStage
 from tests.support.plain_stages import make_module, microbatch_data
 from tests.support.ranks import run_ranks
+from tests.support.split_linear import SplitLinear
 
 UPDATES = 20
 OPTIMIZERS = {
@@ -62,8 +63,8 @@ def train_pipeline(rank: int, replicas: Replicas, interval: int, weights: Weight
     for update in range(UPDATES):
         steps.zero_grad()
         orders = pipedream.step(replicas, interval, update, UPDATES)
-        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank)
-        execute(plan, {number: stage}, channels, flush=False)
+        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
+        execute(plan, Rank({number: stage}, channels))
         for parameter in module.parameters():
             dist.all_reduce(parameter.grad, group=groups[number])
         versions.update_follows(pipedream.versions_kept(weights, update + 1, **about))

@@ -14,12 +14,12 @@ MODULES = [
 ]
 COMMANDS = {
     "gpu.check", "gpu.layers", "gpu.machine",
-    "planner.accuracy", "planner.layouts", "planner.partition", "planner.partition_costs",
+    "planner.accuracy", "planner.layouts", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs",
-    "runtime.delay_correction", "runtime.overhead", "runtime.pairs", "runtime.pipedream",
-    "runtime.replicas", "runtime.slow_links", "runtime.split", "runtime.start_up", "runtime.steps",
+    "runtime.delay_correction", "runtime.pairs",
+    "runtime.replicas", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.limits_by_rank", "schedules.shared_vocabulary", "schedules.tables",
+    "schedules.limits_by_rank", "schedules.tables",
 }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_a_job_whose_time_limit_is_too_short_is_not_queued_again(
 
 
 def test_what_a_search_writes_trains(cluster: Cluster, tmp_path: Path) -> None:
-    machine = json.loads((ROOT / "megatron_pp_ext/planner/systems/h100.json").read_text())
+    machine = json.loads((ROOT / "megatron_pp_ext/costs/systems/h100.json").read_text())
     (tmp_path / "two.json").write_text(json.dumps(machine | {"gpus_per_node": 2}))
     words = ["search", "--system", str(tmp_path / "two.json"), "--gpus", str(RANKS), "--schedules", "v-half"]
     found = CliRunner().invoke(app, [*words, "--top", "1", "--sbatch", str(tmp_path / "jobs"), "--", *MODEL])

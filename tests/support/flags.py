@@ -1,7 +1,7 @@
 """What a line of flags means, read as a job reads it but without one."""
 
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -15,7 +15,10 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import estimate
 from megatron_pp_ext.integration.request.validation import read_flags
-from megatron_pp_ext.request.pipeline import Request
+from megatron_pp_ext.job.our_flags import add_flags
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.planner import described
+from megatron_pp_ext.planner.step.model_description import settle
 from megatron_pp_ext.schedule.costs import Costs
 from tests.support.ranks import run_ranks
 from tests.support.training import TINY
@@ -29,6 +32,21 @@ def arguments(flags: str) -> Namespace:
         patch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
         args: Namespace = megatron_arguments.parse_args()
     return args
+
+
+def read_by_megatron(words: Sequence[str]) -> Namespace:
+    """Return what Megatron's own parser, with this package's flags, reads in ``words``."""
+    parser = megatron_arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
+    if not any(action.dest == "pipeline_schedule" for action in parser._actions):
+        add_flags(parser)  # they are there already where this package's hooks are installed
+    args = parser.parse_args(list(words))
+    settle(args)
+    return args
+
+
+def read_by_commands(words: Sequence[str]) -> Namespace:
+    """Return what a command reads in ``words``, without Megatron."""
+    return described.read(words, None).counted()
 
 
 def read(monkeypatch: pytest.MonkeyPatch, flags: str):

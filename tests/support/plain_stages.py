@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
-from megatron_pp_ext.runtime.module_stage import ModuleStage
-from megatron_pp_ext.runtime.split import SplitLinear
+from tests.support.module_stage import ModuleStage
+from tests.support.split_linear import SplitLinear
 
 WIDTH, ROWS = 6, 3
 

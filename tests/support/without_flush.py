@@ -33,7 +33,7 @@ def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
         Reference(*reference).take_over()
     run = training._train(rank, argv, initialize, None)
     pipeline = requested.pipeline()
-    versions = choose.runner(pipeline).most_version_bytes if pipeline else 0
+    versions = choose.runner(pipeline).steps.most_version_bytes if pipeline else 0
     parameters = training.global_parameters(chunks)
     return {
         "parameters": {name: parameter.detach().float().clone() for name, parameter in parameters},

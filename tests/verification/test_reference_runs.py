@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.integration.request.parser import add_flags
+from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.verification.reference_runs import (
     SCHEDULE_FLAGS,
     differs_with_dropout,
@@ -47,7 +47,7 @@ def test_every_flag_of_a_schedule_is_known() -> None:
     """A new flag of this package has to be left out of stock's run, or named here."""
     import argparse
 
-    parser = add_flags(lambda parser: parser)(argparse.ArgumentParser(add_help=False))
+    parser = add_flags(argparse.ArgumentParser(add_help=False))
     elsewhere = {
         "--pipeline-trace", "--profile-pipeline",  # files of the real run
         "--rehearse-pipeline", "--verify-pipeline", "--verify-pipeline-gradients",  # set by commands

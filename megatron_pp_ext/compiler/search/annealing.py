@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
-from megatron_pp_ext.compiler.search.loops import Loop, part_of_loop
 from megatron_pp_ext.compiler.search.moves import rearranged
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.compiler.search.tables import Integers, Tables, draw, generator, tables
@@ -30,6 +29,7 @@ from megatron_pp_ext.compiler.search.timed_order import (
     try_move,
     undo_move,
 )
+from megatron_pp_ext.schedule.loops import Loop, part_of_loop
 
 _DISTANCES = np.array([-8, -4, -3, -2, -2, -1, -1, -1, 1, 1, 1, 2, 2, 3, 4, 8])
 

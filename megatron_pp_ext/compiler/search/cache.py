@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import user_folder, write_whole
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.names import FLEX
@@ -27,11 +27,6 @@ def directory() -> Path:
     if own := os.environ.get("MEGATRON_PP_EXT_CACHE"):
         return Path(own)
     return user_folder() / "schedules"
-
-
-def user_folder() -> Path:
-    """Return the folder of what is kept for this user, in XDG_CACHE_HOME or the home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
 
 
 def key(inputs: Any) -> str:

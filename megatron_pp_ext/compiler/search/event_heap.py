@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.loops import part_of_loop
 from megatron_pp_ext.compiler.search.tables import Integers
+from megatron_pp_ext.schedule.loops import part_of_loop
 
 
 class Heap(NamedTuple):

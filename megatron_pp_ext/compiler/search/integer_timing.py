@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.loops import Loop
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, tables
+from megatron_pp_ext.schedule.loops import Loop
 
 
 class TimedOrders(NamedTuple):

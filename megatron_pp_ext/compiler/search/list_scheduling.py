@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.loops import Loop
 from megatron_pp_ext.compiler.search.problem import NEVER, Orders, Problem
 from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, tables
+from megatron_pp_ext.schedule.loops import Loop
 
 
 @dataclass(frozen=True, slots=True)

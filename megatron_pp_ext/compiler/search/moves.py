@@ -1,8 +1,8 @@
 """One move: actions go some places earlier or later in their rank's order; for the compiled loops."""
 
-from megatron_pp_ext.compiler.search.loops import part_of_loop
 from megatron_pp_ext.compiler.search.tables import Integers, Tables
 from megatron_pp_ext.compiler.search.timed_order import TimedOrder
+from megatron_pp_ext.schedule.loops import part_of_loop
 
 _REPAIRS = 3
 """The number of W that may be pulled forward to mend one move."""

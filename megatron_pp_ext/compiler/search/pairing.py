@@ -9,10 +9,11 @@ without which the step is shorter.  The order of actions, and with it the memory
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, needs
-from megatron_pp_ext.schedule.check import walk
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.walk import Walk
 
 _ACTIONS = 200_000
 """The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
@@ -51,12 +52,9 @@ def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset
 
     Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
     """
-    total = sum(map(len, schedule.orders))
     while True:
-        done = [0] * schedule.ranks
-        for rank, _, _ in walk(schedule.orders, lambda action: needs(action, schedule.placement), paired):
-            done[rank] += 1
-        if sum(done) == total:
+        walk = Walk(Program(schedule.orders, schedule.placement, paired))
+        if walk.is_complete:
             return paired
-        stuck = {order[at] for order, at in zip(schedule.orders, done, strict=True) if at < len(order)}
-        paired -= stuck
+        ends = walk.program.bounds[1:]
+        paired -= {walk.program.actions[at] for at, end in zip(walk.at, ends, strict=True) if at < end}

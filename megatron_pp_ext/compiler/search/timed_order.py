@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pp_ext.compiler.search.event_heap import Heap, heap_of, pop, push
-from megatron_pp_ext.compiler.search.loops import Loop, part_of_loop
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.compiler.search.tables import Integers, Tables, tables
+from megatron_pp_ext.schedule.loops import Loop, part_of_loop
 
 
 class TimedOrder(NamedTuple):

@@ -4,7 +4,6 @@ The executor reports the actions of our schedules.  Stock's schedules have none,
 where they call ``forward_step`` and ``backward_step``.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.runtime.activation_meter import keep_shape
 from megatron_pp_ext.runtime.recorder import StepRecorder
@@ -51,86 +51,68 @@ def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> It
         _chunk_of.clear()
 
 
-def record_exchange(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+@contextmanager
+def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = None) -> Iterator[None]:
     """Report the exchanges of tokens in Megatron's plans of layers.
 
     Seam: ``ScheduleNode.stream_acquire_context`` in ``megatron.core.pipeline_parallel.utils``, in which the
     current stream is the exchange's.
     """
-
-    @functools.wraps(stock)
-    @contextmanager
-    def stream_acquire_context(self: Any, name: str | None = None) -> Iterator[None]:
-        recorded: AbstractContextManager[None] = nullcontext()
-        if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
-            recorded = _recorder.exchange(name)
-        with stock(self, name), recorded:
-            yield
-
-    return stream_acquire_context
+    recorded: AbstractContextManager[None] = nullcontext()
+    if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
+        recorded = _recorder.exchange(name)
+    with stock(self, name), recorded:
+        yield
 
 
-def record_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Report stock's forwards.  Seam: ``forward_step`` in ``megatron.core.pipeline_parallel.schedules``."""
-
-    @functools.wraps(stock)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder_of_stock()
-        if recorder is None:
-            return stock(*args, **kwargs)
-        placement = requested.require().placement
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
-        microbatch = kwargs["current_microbatch"]
-        received, config = args[4], args[6]
-        for tensor in received if isinstance(received, list) else [received]:
-            if tensor is not None and config.distribute_saved_activations:
-                keep_shape(tensor)
-        with recorder.during(Action(stage, Kind.F, microbatch)):
-            output, tokens = stock(*args, **kwargs)
-        _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)
-        return output, tokens
-
-    return forward_step
+    recorder = _recorder_of_stock()
+    if recorder is None:
+        return stock(*args, **kwargs)
+    placement = requested.require().placement
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
+    microbatch = kwargs["current_microbatch"]
+    received, config = args[4], args[6]
+    for tensor in received if isinstance(received, list) else [received]:
+        if tensor is not None and config.distribute_saved_activations:
+            keep_shape(tensor)
+    with recorder.during(Action(stage, Kind.F, microbatch)):
+        output, tokens = stock(*args, **kwargs)
+    _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)
+    return output, tokens
 
 
-def record_backward(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def record_backward(
+    stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Report stock's backwards.  Seam: ``backward_step``, beside ``forward_step``."""
-
-    @functools.wraps(stock)
-    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder_of_stock()
-        if recorder is None:
-            return stock(input_tensor, output_tensor, *args, **kwargs)
-        with recorder.during(_backward_of.pop(_key(output_tensor))):
-            return stock(input_tensor, output_tensor, *args, **kwargs)
-
-    return backward_step
+    recorder = _recorder_of_stock()
+    if recorder is None:
+        return stock(input_tensor, output_tensor, *args, **kwargs)
+    with recorder.during(_backward_of.pop(_key(output_tensor))):
+        return stock(input_tensor, output_tensor, *args, **kwargs)
 
 
-def record_reduction_start(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def record_reduction_start(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """Report when a reduction of gradients begins.  Seam: ``_ParamAndGradBucketGroup.start_grad_sync``."""
-
-    @functools.wraps(stock)
-    def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if _recorder is not None:
-            _recorder.reduction_started(id(group))
-        return stock(group, *args, **kwargs)
-
-    return start_grad_sync
+    if _recorder is not None:
+        _recorder.reduction_started(id(group))
+    return stock(group, *args, **kwargs)
 
 
-def record_reduction_end(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def record_reduction_end(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """Report when the step has waited for it.  Seam: ``_ParamAndGradBucketGroup.finish_grad_sync``."""
-
-    @functools.wraps(stock)
-    def finish_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(group, *args, **kwargs)
-        if _recorder is not None:
-            _recorder.reduction_ended(id(group), _chunk_of[id(group)])
-        return result
-
-    return finish_grad_sync
+    result = stock(group, *args, **kwargs)
+    if _recorder is not None:
+        _recorder.reduction_ended(id(group), _chunk_of[id(group)])
+    return result
 
 
 def _key(output: Any) -> int:

@@ -14,36 +14,33 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 
-def count_when_complete(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def count_when_complete(stock: Callable[..., Any], ddp: Any, param: Any) -> Callable[..., None]:
     """Count a parameter only when no part of its gradient is left for W.
 
     Seam: ``DistributedDataParallel._make_backward_post_hook``, whose hook runs when autograd is done with a
     parameter, even if its layers returned None.  ``defer_weight`` counts the weights whose gradient W adds.
     """
+    accumulate = stock(ddp, param)
 
-    @functools.wraps(stock)
-    def make_backward_post_hook(ddp: Any, param: Any) -> Callable[..., None]:
-        accumulate = stock(ddp, param)
+    def hook(*unused: Any) -> None:
+        if not is_deferred(param):
+            accumulate(*unused)
+        elif param.grad is not None:
+            # The weight has a second use, such as an embedding's, whose gradient autograd brings.
+            bucket_group = ddp.param_to_bucket_group[param]
+            counts, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, False
+            accumulate(*unused)
+            bucket_group.is_last_microbatch = counts
 
-        def hook(*unused: Any) -> None:
-            if not is_deferred(param):
-                accumulate(*unused)
-            elif param.grad is not None:
-                # The weight has a second use, such as an embedding's, whose gradient autograd brings.
-                bucket_group = ddp.param_to_bucket_group[param]
-                counts, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, False
-                accumulate(*unused)
-                bucket_group.is_last_microbatch = counts
-
-        if ddp.ddp_config.overlap_grad_reduce:
-            param.count = functools.partial(_count, ddp, param)
-        return hook
-
-    return make_backward_post_hook
+    if ddp.ddp_config.overlap_grad_reduce:
+        param.count = functools.partial(_count, ddp, param)
+    return hook
 
 
 def _count(ddp: Any, param: torch.nn.Parameter) -> None:
@@ -94,8 +91,8 @@ class LastActions(NamedTuple):
 
 def last_actions(plan: RankPlan) -> dict[int, LastActions]:
     """Return the last actions of every stage in ``plan``; none for an evaluation."""
-    inputs = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.I, Kind.B)}
-    weights = {s.action.stage: s.action for s in plan.steps if s.action.kind in (Kind.W, Kind.B)}
+    inputs = {action.stage: action for action in plan.actions if action.kind in (Kind.I, Kind.B)}
+    weights = {action.stage: action for action in plan.actions if action.kind in (Kind.W, Kind.B)}
     return {stage: LastActions(inputs[stage], weights[stage]) for stage in inputs}
 
 

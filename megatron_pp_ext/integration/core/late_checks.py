@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 
 _late: list[Callable[[], None]] | None = None
@@ -32,27 +33,28 @@ def put_off() -> Iterator[None]:
         check()
 
 
-def check_late(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def check_late(
+    stock: Callable[..., None],
+    machine: Any,
+    result: Any,
+    rejection_func: Callable[[Any], Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Put checks off where ``put_off`` says so; in a rehearsal, whose numbers are made up, all succeed.
 
     Seam: ``RerunStateMachine.validate_result`` in ``megatron.core.rerun_state_machine``.
     """
-
-    @functools.wraps(stock)
-    def validate_result(
-        machine: Any, result: Any, rejection_func: Callable[[Any], Any], *args: Any, **kwargs: Any
-    ) -> None:
-        if _late is None:
-            stock(machine, result, rejection_func, *args, **kwargs)
-            return
-        if isinstance(result, torch.Tensor):
-            # Megatron divides a loss in place afterwards, and may free it.
-            result = result.detach().clone()
-        if requested.require().rehearsal is not None:
-            rejection_func = functools.partial(_accept, rejection_func)
-        _late.append(functools.partial(stock, machine, result, rejection_func, *args, **kwargs))
-
-    return validate_result
+    if _late is None:
+        stock(machine, result, rejection_func, *args, **kwargs)
+        return
+    if isinstance(result, torch.Tensor):
+        # Megatron divides a loss in place afterwards, and may free it.
+        result = result.detach().clone()
+    if requested.require().rehearsal is not None:
+        rejection_func = functools.partial(_accept, rejection_func)
+    _late.append(functools.partial(stock, machine, result, rejection_func, *args, **kwargs))
 
 
 def _accept(rejection_func: Callable[[Any], Any], result: Any) -> Any:

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args
 
+from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
-from megatron_pp_ext.request.layers import predicting_stage
 
 
 class MirroredGroup:
@@ -71,35 +70,33 @@ def as_chunk(vp_stage: int | None) -> Any:
     return mirrored_rank() if mirrored else nullcontext()
 
 
-def build_chunks_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def build_chunks_placed(
+    stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Build the mirrored chunks as the mirror image of this rank builds them.
 
     Seams: ``get_model`` in ``megatron.training.training`` and ``build_virtual_pipeline_stages`` in
     ``megatron.training.models.dist_utils``.  The first argument of both makes a chunk.  Megatron calls the
     first for scripts that give it a model provider, the second for those that give it a model config.
     """
-
-    @functools.wraps(stock)
-    def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _require_chunk_argument(build_chunk)
-        pipeline = requested.pipeline()
-        if pipeline is None:
-            return stock(build_chunk, *args, **kwargs)
-        if pipeline.is_mirrored(1):
-            build_chunk = functools.partial(_build_chunk, build_chunk)
-        if pipeline.placement.shares_vocabulary:
-            build_chunk = share_vocabulary(build_chunk)
-        chunks = stock(build_chunk, *args, **kwargs)
-        if pipeline.has_both_ends_on_first_rank:
-            _tie_output_to_embedding(chunks, parallel_state.get_pipeline_model_parallel_group())
-        return chunks
-
-    return build
+    _require_chunk_argument(build_chunk)
+    pipeline = requested.pipeline()
+    if pipeline is None:
+        return stock(build_chunk, *args, **kwargs)
+    if pipeline.is_mirrored(1):
+        build_chunk = functools.partial(_build_chunk, build_chunk)
+    if pipeline.placement.shares_vocabulary:
+        build_chunk = share_vocabulary(build_chunk)
+    chunks = stock(build_chunk, *args, **kwargs)
+    if pipeline.has_both_ends_on_first_rank:
+        _tie_output_to_embedding(chunks, parallel_state.get_pipeline_model_parallel_group())
+    return chunks
 
 
 def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
     """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
-    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     parameters = inspect.signature(build_chunk).parameters.values()
     takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)
     if chunks > 1 and not takes_any:
@@ -154,32 +151,30 @@ def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tup
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
-def embed_on_first_rank(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def embed_on_first_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
 
     Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass ranks
     of their own for that group; with the last rank in it, the first would wait for it for ever.
     """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        pipeline = requested.pipeline()
-        call = parameters.bind(*args, **kwargs)
-        if pipeline is not None and pipeline.has_both_ends_on_first_rank:
-            call.arguments["get_embedding_ranks"] = _embedding_ranks
-        return stock(*call.args, **call.kwargs)
-
-    return initialize_model_parallel
+    pipeline = requested.pipeline()
+    call = bound(stock, *args, **kwargs)
+    if pipeline is not None and pipeline.has_both_ends_on_first_rank:
+        call.arguments["get_embedding_ranks"] = _embedding_ranks
+    return stock(*call.args, **call.kwargs)
 
 
 def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    placement = requested.require().placement
-    predicting = predicting_stage(get_args(), placement.stages)
-    return sorted({pp_ranks[0], *([] if predicting is None else [pp_ranks[placement.rank_of(predicting)]])})
+    pipeline = requested.require()
+    predicting = () if pipeline.predicting is None else (pipeline.placement.rank_of(pipeline.predicting),)
+    return sorted({pp_ranks[rank] for rank in (0, *predicting)})
 
 
-def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def sum_tied_gradients(
+    stock: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
     """Add up the two gradients of a tied weight that live on one rank.
 
     Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
@@ -187,40 +182,31 @@ def sum_tied_gradients(stock: Callable[..., None]) -> Callable[..., None]:
     arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank, is
     summed by stock in between.
     """
-
-    @functools.wraps(stock)
-    def allreduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        pipeline = requested.pipeline()
-        if pipeline is None or not pipeline.has_both_ends_on_first_rank:
-            return stock(model, *args, **kwargs)
-        tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
-        gradients = [getattr(weight, "main_grad", None) for weight in tied or ()]
-        both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
-        if len(both) == 2:
-            both[0].add_(both[1])
-        stock(model, *args, **kwargs)
-        if len(both) == 2:
-            both[1].copy_(both[0])
-
-    return allreduce
+    pipeline = requested.pipeline()
+    if pipeline is None or not pipeline.has_both_ends_on_first_rank:
+        return stock(model, *args, **kwargs)
+    tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
+    gradients = [getattr(weight, "main_grad", None) for weight in tied or ()]
+    both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
+    if len(both) == 2:
+        both[0].add_(both[1])
+    stock(model, *args, **kwargs)
+    if len(both) == 2:
+        both[1].copy_(both[0])
 
 
-def provide_data_placed(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def provide_data_placed(stock: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     """Call the dataset provider of a mirrored chunk under the mirrored rank.
 
     Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
     calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.
     """
+    keywords = getattr(provider, "keywords", {})
 
-    @functools.wraps(stock)
-    def build(provider: Callable[..., Any]) -> Any:
-        keywords = getattr(provider, "keywords", {})
+    @functools.wraps(provider, assigned=())
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        with as_chunk(keywords.get("vp_stage")):
+            return provider(*args, **kwargs)
 
-        @functools.wraps(provider, assigned=())
-        def placed(*args: Any, **kwargs: Any) -> Any:
-            with as_chunk(keywords.get("vp_stage")):
-                return provider(*args, **kwargs)
-
-        return stock(placed)
-
-    return build
+    return stock(placed)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.request.updates import DelayCorrection
+from megatron_pp_ext.job.updates import DelayCorrection
 
 _DECAY = 0.96**0.004
 """By how much a step shrinks what NAdam's momentum lacks of its full size (Dozat 2016; torch's default)."""
@@ -23,24 +24,22 @@ _FACTORS = 200
 """Each factor is below 0.6 as long as it matters: more of them leave nothing of a product in float64."""
 
 
-def look_ahead_by_momentum(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def look_ahead_by_momentum(
+    stock: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Let an optimizer of Megatron's take Nesterov's steps.
 
     Seam: ``MegatronOptimizer.__init__`` in ``megatron.core.optimizer.optimizer``.
     """
-
-    @functools.wraps(stock)
-    def initialize(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, optimizer, config, *args, **kwargs)
-        if optimizer is not None and _is_requested():
-            if config.optimizer == "adam" and not config.decoupled_weight_decay:
-                raise ValueError(
-                    "decoupled_weight_decay is off in the optimizer's config, but "
-                    "--pipeline-delay-correction nesterov needs gradients without weight decay; turn it on"
-                )
-            take_nesterov_steps(optimizer, config.optimizer)
-
-    return initialize
+    stock(self, optimizer, config, *args, **kwargs)
+    if optimizer is not None and _is_requested():
+        if config.optimizer == "adam" and not config.decoupled_weight_decay:
+            raise ValueError(
+                "decoupled_weight_decay is off in the optimizer's config, but "
+                "--pipeline-delay-correction nesterov needs gradients without weight decay; turn it on"
+            )
+        take_nesterov_steps(optimizer, config.optimizer)
 
 
 def _is_requested() -> bool:

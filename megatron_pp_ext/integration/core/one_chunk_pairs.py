@@ -4,32 +4,28 @@ Megatron refuses --overlap-moe-expert-parallel-comm without virtual stages, sinc
 The plans of layers, which pairs are run by, do not care how many chunks a rank has.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 
 
-def check_as_one_virtual_stage(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def check_as_one_virtual_stage(stock: Callable[[Any], None], self: Any) -> None:
     """Let a model's config pass its checks as if its one chunk a rank were one virtual stage.
 
     Every other check of pairs stays.  Nothing changes where Megatron's own schedule runs.
 
     Seam: ``TransformerConfig.__post_init__`` in ``megatron.core.transformer.transformer_config``.
     """
-
-    @functools.wraps(stock)
-    def __post_init__(self: Any) -> None:
-        pipeline = requested.pipeline()
-        is_ours = pipeline is not None and pipeline.source is not None and pipeline.placement.chunks == 1
-        if not (is_ours and self.overlap_moe_expert_parallel_comm):
-            stock(self)
-            return
-        self.virtual_pipeline_model_parallel_size = 1
-        try:
-            stock(self)
-        finally:
-            self.virtual_pipeline_model_parallel_size = None
-
-    return __post_init__
+    pipeline = requested.pipeline()
+    is_ours = pipeline is not None and pipeline.source is not None and pipeline.placement.chunks == 1
+    if not (is_ours and self.overlap_moe_expert_parallel_comm):
+        stock(self)
+        return
+    self.virtual_pipeline_model_parallel_size = 1
+    try:
+        stock(self)
+    finally:
+        self.virtual_pipeline_model_parallel_size = None

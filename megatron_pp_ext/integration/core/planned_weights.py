@@ -5,23 +5,19 @@ Engine has put off (--delay-wgrad-compute): behind the input gradients of expert
 behind those of the attention.  Here ``runtime.split`` puts them off, for local layers too.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.runtime.split import STORE
 
 
-def run_where_planned(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
     """Run the weight gradients that a backward in a pair has put off so far.
 
     Seam: ``TransformerLayerNode.backward_dw`` in ``megatron.core.models.common.utils``, and before 0.19 in
     ``megatron.core.models.gpt.fine_grained_callables``.
     """
-
-    @functools.wraps(stock)
-    def backward_dw(self: Any) -> None:
-        stock(self)
-        STORE.run_part()
-
-    return backward_dw
+    stock(self)
+    STORE.run_part()

@@ -13,8 +13,6 @@ a single data-parallel rank, with all microbatches of a step, and each replica's
 them, which are the ones that the schedule gives it (``schedule.families.round_robin``).
 """
 
-import functools
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args
 
+from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
@@ -51,34 +49,30 @@ def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterato
         args.world_size = ranks
 
 
-def list_groups(stock: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+@around
+def list_groups(stock: Callable[..., list[list[int]]], generator: Any, token: str) -> list[list[int]]:
     """List the groups of replicated stages.
 
     Seam: ``RankGenerator.get_ranks`` in ``megatron.core.parallel_state``, from whose lists Megatron makes all
     of its process groups.
     """
-
-    @functools.wraps(stock)
-    def get_ranks(generator: Any, token: str) -> list[list[int]]:
-        replicas = replicated()
-        if replicas is None:
-            return stock(generator, token)
-        axes = token.split("-")
-        if "pp" in axes:
-            together = _pipelines(replicas)
-        elif "dp" in axes:
-            together = [replicas.ranks_of(stage) for stage in range(replicas.stages)]
-        else:
-            together = [[rank] for rank in range(replicas.ranks)]
-        width = get_args().tensor_model_parallel_size
-        columns = [range(width)] if "tp" in axes else [[column] for column in range(width)]
-        return [
-            [rank * width + column for rank in ranks for column in of_group]
-            for ranks in together
-            for of_group in columns
-        ]
-
-    return get_ranks
+    replicas = replicated()
+    if replicas is None:
+        return stock(generator, token)
+    axes = token.split("-")
+    if "pp" in axes:
+        together = _pipelines(replicas)
+    elif "dp" in axes:
+        together = [replicas.ranks_of(stage) for stage in range(replicas.stages)]
+    else:
+        together = [[rank] for rank in range(replicas.ranks)]
+    width = generator.tp
+    columns = [range(width)] if "tp" in axes else [[column] for column in range(width)]
+    return [
+        [rank * width + column for rank in ranks for column in of_group]
+        for ranks in together
+        for of_group in columns
+    ]
 
 
 def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
@@ -92,30 +86,25 @@ def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
     return [*others, first]
 
 
-def initialize_replicas(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Make the groups of replicated stages.
 
     Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, behind the hook for a V.
     """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        replicas = replicated()
-        if replicas is None:
-            return stock(*args, **kwargs)
-        call = parameters.bind(*args, **kwargs)
-        width = call.arguments["tensor_model_parallel_size"]
-        call.arguments["local_world_size"] = width * replicas.stages
-        stock(*call.args, **call.kwargs)
-        groups, ranks = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
-        if isinstance(groups, list):  # Megatron lists the groups of a rank that is in several
-            parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = groups[-1]
-            parallel_state._PIPELINE_GLOBAL_RANKS = ranks[-1]
-        # Megatron's own override of the size of the group: the training loop counts samples by it.
-        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = 1
-
-    return initialize_model_parallel
+    replicas = replicated()
+    if replicas is None:
+        return stock(*args, **kwargs)
+    call = bound(stock, *args, **kwargs)
+    width = call.arguments["tensor_model_parallel_size"]
+    call.arguments["local_world_size"] = width * replicas.stages
+    stock(*call.args, **call.kwargs)
+    groups, ranks = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    if isinstance(groups, list):  # Megatron lists the groups of a rank that is in several
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = groups[-1]
+        parallel_state._PIPELINE_GLOBAL_RANKS = ranks[-1]
+    # Megatron's own override of the size of the group: the training loop counts samples by it.
+    parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = 1
 
 
 def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
@@ -131,36 +120,27 @@ def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
     return [rank * width + column for rank in range(replicas.ranks)]
 
 
-def take_turns(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let a replica read every r-th microbatch of those that its stage has r replicas for.
 
     Seam: ``MegatronPretrainingSampler.__init__`` in ``megatron.training.datasets.data_samplers``, to which
     Megatron gives the rank among the replicas, and 1 for their number.
     """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def init(*args: Any, **kwargs: Any) -> None:
-        call = parameters.bind(*args, **kwargs)
-        if replicated():
-            call.arguments["data_parallel_size"] = parallel_state.get_data_parallel_group().size()
-        stock(*call.args, **call.kwargs)
-
-    return init
+    call = bound(stock, *args, **kwargs)
+    if replicated():
+        call.arguments["data_parallel_size"] = parallel_state.get_data_parallel_group().size()
+    stock(*call.args, **call.kwargs)
 
 
-def keep_statistics_in_replica(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def keep_statistics_in_replica(stock: Callable[..., Any], optimizer: Any) -> Any:
     """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
 
     Seam: ``MegatronOptimizer.get_grad_stats_parallel_group`` in ``megatron.core.optimizer.optimizer``, which
     returns the ranks of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
     """
-
-    @functools.wraps(stock)
-    def get_grad_stats_parallel_group(optimizer: Any) -> Any:
-        return parallel_state.get_tensor_model_parallel_group() if replicated() else stock(optimizer)
-
-    return get_grad_stats_parallel_group
+    return parallel_state.get_tensor_model_parallel_group() if replicated() else stock(optimizer)
 
 
 def sum_over_replicas(model: Sequence[Any]) -> None:

@@ -4,14 +4,13 @@ Stock takes the gradient norm, for clipping and for the log, over all pipeline r
 the update was done.  Under a schedule that never flushes, each stage takes its own.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration import requested
 
 
@@ -21,39 +20,30 @@ def updates_by_stage() -> bool:
     return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
 
 
-def sum_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sum a statistic of the gradients over this stage's ranks alone, also where stock names no group.
 
     The distributed optimizer of Muon and its like (``LayerWiseDistributedOptimizer``) sums over all ranks.
 
     Seams: ``get_grad_norm_fp32`` and ``count_zeros_fp32`` in ``megatron.core.optimizer.clip_grads``.
     """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def statistic(*args: Any, **kwargs: Any) -> Any:
-        if not updates_by_stage():
-            return stock(*args, **kwargs)
-        call = parameters.bind(*args, **kwargs)
-        group = call.arguments.get("grad_stats_parallel_group")
-        call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
-        return stock(*call.args, **call.kwargs)
-
-    return statistic
+    if not updates_by_stage():
+        return stock(*args, **kwargs)
+    call = bound(stock, *args, **kwargs)
+    group = call.arguments.get("grad_stats_parallel_group")
+    call.arguments["grad_stats_parallel_group"] = _part_of_stage(group)
+    return stock(*call.args, **call.kwargs)
 
 
-def keep_within_stage(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def keep_within_stage(stock: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """Return this rank's own value, which is that of all ranks of its stage.
 
     Seams: ``logical_and_across_model_parallel_group`` and
     ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
     """
-
-    @functools.wraps(stock)
-    def across_model_parallel_group(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value if updates_by_stage() else stock(value, *args, **kwargs)
-
-    return across_model_parallel_group
+    return value if updates_by_stage() else stock(value, *args, **kwargs)
 
 
 def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import MakeViewlessTensor
-from megatron.training import get_args
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.parameter_marks import (
@@ -195,13 +194,13 @@ def _deal_out(chunks: Sequence[Any]) -> None:
     of_embedding, of_output = _tell_marks((embedding, first_home), (output, last_home))
     if is_tied and of_embedding.requires_grad is not of_output.requires_grad:
         raise SystemExit(f"megatron_pp_ext: {half_frozen(EMBEDDING, 'frozen at one end of the model')}")
-    table = _spread(embedding, first_home)
+    table = _broadcast(embedding, first_home, chunks[0])
     if is_tied:
         chunks[-1].output_layer.hold(table, of_embedding, EMBEDDING)
         chunks[-1].output_layer.is_tied = True
     else:
         chunks[0].embedding.word_embeddings.hold(table, of_embedding, EMBEDDING)
-        chunks[-1].output_layer.hold(_spread(output, last_home), of_output, OUTPUT)
+        chunks[-1].output_layer.hold(_broadcast(output, last_home, chunks[0]), of_output, OUTPUT)
 
 
 def _replace_embedding(model: Any, is_first: bool) -> torch.nn.Parameter | None:
@@ -254,13 +253,16 @@ def _tell_marks(*ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
     return [marks for marks in found if marks is not None]
 
 
-def _spread(weight: torch.Tensor | None, holder: int) -> torch.Tensor:
-    """Return, on all ranks of the pipeline, the weight that rank ``holder`` of it has."""
-    group, args = parallel_state.get_pipeline_model_parallel_group(), get_args()
+def _broadcast(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Tensor:
+    """Return, on all ranks of the pipeline, the weight that rank ``holder`` of it has.
+
+    Every ``chunk`` of the model knows its rows, columns and dtype.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
     device = torch.device("cuda", torch.cuda.current_device())
     if weight is None:
-        rows = args.padded_vocab_size // _tensor_ranks().size()
-        whole = torch.empty(rows, args.hidden_size, dtype=args.params_dtype, device=device)
+        rows = chunk.vocab_size // _tensor_ranks().size()
+        whole = torch.empty(rows, chunk.config.hidden_size, dtype=chunk.config.params_dtype, device=device)
     else:
         whole = weight.detach().to(device)
     dist.broadcast(whole, dist.get_global_rank(group, holder), group=group)

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+from megatron_pp_ext.integration.mends.mend import Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 
 def count_without_padding(stock: FunctionType) -> Callable[..., Any]:
     """Let a parameter's place be counted as its state is gathered, without the padding of earlier buckets.
@@ -50,3 +53,17 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
     finally:
         for buffer, places in padded:
             buffer.param_index_map = places
+
+
+MEND = Mend(
+    "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
+    "0.17 to 0.19",
+    "tests/integration/test_checkpoint_features.py::test_state_is_independent_of_buckets",
+    {
+        "megatron.core.optimizer.distrib_optimizer"
+        ":DistributedOptimizer.sharded_param_state_fully_reshardable": (
+            {CORE_0_17: "self model_sharded_state_dict is_loading metadata"},
+            count_without_padding,
+        )
+    },
+)

@@ -1,6 +1,5 @@
 """The C++ index helpers of Megatron's datasets, which a wheel ships built and a checkout has to build."""
 
-import functools
 import importlib
 import shlex
 import subprocess
@@ -11,12 +10,19 @@ from pathlib import Path
 import megatron.core.datasets
 import torch
 
+from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
+
 _NEEDED = (
     "make, a C++ compiler and Python's header files (on Ubuntu apt-get install build-essential python3-dev)"
 )
 
 
-def skip_if_built(stock: Callable[[], None]) -> Callable[[], None]:
+@around
+def skip_if_built(
+    stock: Callable[[], None],
+) -> None:
     """Build the helpers only where there are none, as ``build`` does.
 
     Stock's rank 0 runs ``make`` in megatron/core/datasets and ends the process with status 1 when that fails,
@@ -24,15 +30,10 @@ def skip_if_built(stock: Callable[[], None]) -> Callable[[], None]:
 
     Seam: ``compile_helpers`` in ``megatron.core.datasets.utils``.
     """
-
-    @functools.wraps(stock)
-    def compile_helpers() -> None:
-        if not are_built():
-            build()
-        if not are_built():
-            stock()
-
-    return compile_helpers
+    if not are_built():
+        build()
+    if not are_built():
+        stock()
 
 
 def are_built() -> bool:
@@ -86,3 +87,11 @@ def _pybind11() -> Path | None:
         return Path(importlib.import_module("pybind11").get_include())
     except ImportError:
         return None
+
+
+MEND = Mend(
+    "a wheel has the helpers built and no Makefile",
+    EVERY,
+    "tests/integration/test_dataset_helpers.py::test_a_wheel_has_them_and_nothing_to_build_from",
+    {"megatron.core.datasets.utils:compile_helpers": ({CORE_0_17: ""}, skip_if_built)},
+)

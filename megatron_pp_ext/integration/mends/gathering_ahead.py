@@ -5,35 +5,43 @@ them away around each evaluation and each checkpoint. One of these may come earl
 begins so high that the first steps overflow: then it looks for hooks that are not there, which is a KeyError.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17
 
-def put_once(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+
+@around
+def put_once(stock: Callable[[Any], None], self: Any) -> None:
     """Leave hooks that are in place as they are.
 
     Seam: ``DistributedDataParallel.enable_forward_pre_hook`` in
     ``megatron.core.distributed.distributed_data_parallel``.
     """
-
-    @functools.wraps(stock)
-    def enable_forward_pre_hook(self: Any) -> None:
-        if not self.remove_forward_pre_hook_handles:
-            stock(self)
-
-    return enable_forward_pre_hook
+    if not self.remove_forward_pre_hook_handles:
+        stock(self)
 
 
-def take_what_is_there(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def take_what_is_there(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Do nothing where no hooks are in place: no step has changed the weights, which are whole.
 
     Seam: ``DistributedDataParallel.disable_forward_pre_hook``, beside the other.
     """
+    if self.remove_forward_pre_hook_handles:
+        stock(self, *args, **kwargs)
 
-    @functools.wraps(stock)
-    def disable_forward_pre_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.remove_forward_pre_hook_handles:
-            stock(self, *args, **kwargs)
 
-    return disable_forward_pre_hook
+_REPLICATED = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
+MEND = Mend(
+    "--overlap-param-gather with an evaluation or a checkpoint while fp16 skips steps",
+    EVERY,
+    "tests/integration/test_training_loop.py::test_evaluation_while_fp16_skips_steps",
+    {
+        f"{_REPLICATED}.enable_forward_pre_hook": ({CORE_0_17: "self"}, put_once),
+        f"{_REPLICATED}.disable_forward_pre_hook": ({CORE_0_17: "self param_sync"}, take_what_is_there),
+    },
+)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+
 OUR_SCRIPT = "is_pretrain_gpt"
 """The argument that is true where ``megatron_pp_ext.pretrain_gpt`` trains; no flag sets it."""
 
@@ -143,3 +145,10 @@ def failed_check(error: Exception) -> str:
     frame, line = trace.tb_frame, trace.tb_lineno
     check = said or linecache.getline(frame.f_code.co_filename, line).strip().rstrip(",\\ ")
     return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
+
+
+MEND = Mend(
+    "a flag that training needs is missing: a bare AssertionError, often after the model is built",
+    EVERY,
+    "tests/integration/test_needed_flags.py",
+)

@@ -5,12 +5,14 @@ within documents needs the documents' ends on every stage: without them, a stage
 all earlier tokens. Each stage then reads its own copy of the batch, as the outer ones do.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron.training import get_args
+
+from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 
 FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """The arguments that keep attention within documents; some releases lack the second."""
@@ -22,34 +24,55 @@ def every_stage_reads() -> bool:
     return any(getattr(args, name, False) for name in FLAGS)
 
 
-def read_on_every_stage(stock: Callable[[int | None], bool]) -> Callable[[int | None], bool]:
+@around
+def read_on_every_stage(stock: Callable[[int | None], bool], vp_stage: int | None) -> bool:
     """Count every stage as one that reads batches where each of them needs its own.
 
     Seam: ``is_first_or_last_pipeline_stage`` in ``megatron.training.utils``, by which scripts decide on which
     ranks to build a dataset and for which stages to take a batch from it.
     """
-
-    @functools.wraps(stock)
-    def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-        return every_stage_reads() or stock(vp_stage)
-
-    return is_first_or_last_pipeline_stage
+    return every_stage_reads() or stock(vp_stage)
 
 
-def send_whole_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Send the whole batch to all tensor-parallel ranks where every stage needs it.
 
     Seam: ``get_batch_on_this_tp_rank`` in ``megatron.core.utils``, before 0.18 in
     ``megatron.training.utils``.  Stock sends nothing, or only a part, to the other ranks of a stage between
     the ends, unless it predicts several tokens, for which all fields are sent.
     """
-    parameters = inspect.signature(stock)
+    call = bound(stock, *args, **kwargs)
+    if every_stage_reads():
+        call.arguments["mtp_on_this_rank"] = True
+    return stock(*call.args, **call.kwargs)
 
-    @functools.wraps(stock)
-    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
-        if every_stage_reads():
-            call.arguments["mtp_on_this_rank"] = True
-        return stock(*call.args, **call.kwargs)
 
-    return get_batch_on_this_tp_rank
+_WHOLE_BATCH = (
+    "is_hybrid_cp create_attention_mask_in_dataloader broadcast_src_rank broadcast_group cp_size tp_rank "
+    "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
+    "is_pipeline_last_stage"
+)
+
+MEND = Mend(
+    "attention within documents on every stage and every tensor-parallel rank",
+    EVERY,
+    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
+    {
+        "megatron.training.utils:is_first_or_last_pipeline_stage": (
+            {CORE_0_17: "vp_stage"},
+            read_on_every_stage,
+        ),
+        "megatron.training.utils:get_batch_on_this_tp_rank": (
+            {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
+            send_whole_batch,
+        ),
+        "megatron.core.utils:get_batch_on_this_tp_rank": (
+            {
+                CORE_0_18: f"batch is_sft {_WHOLE_BATCH}",
+                CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}",
+            },
+            send_whole_batch,
+        ),
+    },
+)

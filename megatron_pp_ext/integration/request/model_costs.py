@@ -10,10 +10,11 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.job import layers, sizes
 from megatron_pp_ext.planner.step import workload
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.stage_parts import pieces, shared_vocabulary, stage_parts
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
 from megatron_pp_ext.schedule.costs import Costs
 
 
@@ -24,7 +25,7 @@ def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> C
 
     Raises ValueError where the arguments do not determine them.
     """
-    model = pieces(args, LayerCosts(args), vocabulary(args))
+    model = model_parts(args, vocabulary=vocabulary(args))
     parts = stage_parts(args, model, layers.by_stage(args, stages), shares_vocabulary)
     shared = shared_vocabulary(args, model) if shares_vocabulary else None
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(args), vocabulary=shared)
@@ -37,12 +38,6 @@ def message_bytes(args: Namespace) -> float:
 
 def vocabulary(args: Namespace) -> int:
     """The rows of the embedding; ValueError where no flag gives them."""
+    sizes.require_vocabulary(args)
     known = args.padded_vocab_size or args.vocab_size
-    if known:
-        return int(known)
-    if args.tokenizer_type is None:
-        raise ValueError(
-            "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
-            "what goes with it, or --padded-vocab-size"
-        )
-    return int(build_tokenizer(copy.copy(args)).vocab_size)
+    return int(known or build_tokenizer(copy.copy(args)).vocab_size)

@@ -14,7 +14,7 @@ from megatron.training import get_args
 import megatron_pp_ext
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.agreement import require_agreement
-from megatron_pp_ext.integration.request.parser import add_flags
+from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.schedule.names import CSV_PREFIX
 
 _READ = ("pipeline_costs",)
@@ -48,7 +48,7 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
     are given.
     """
     found = {"megatron_pp_ext is": megatron_pp_ext.__version__}
-    for action in add_flags(lambda parser: parser)(ArgumentParser(add_help=False))._actions:
+    for action in add_flags(ArgumentParser(add_help=False))._actions:
         value = getattr(args, action.dest)
         if value is None or value is False:
             continue

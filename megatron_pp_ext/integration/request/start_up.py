@@ -5,7 +5,7 @@ from argparse import Namespace
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.request.vocabulary_source import CostsOf
+from megatron_pp_ext.job.vocabulary_source import CostsOf
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs

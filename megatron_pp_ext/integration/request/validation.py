@@ -15,18 +15,18 @@ from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import replicated_ranks
-from megatron_pp_ext.integration.core.checkpoint_placement import describe
-from megatron_pp_ext.integration.core.engine_layers import require_layers
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.request import model_costs
 from megatron_pp_ext.integration.request.agreement import refused
 from megatron_pp_ext.integration.request.start_up import show_compiling, summary
+from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
+from megatron_pp_ext.integration.trainer.engine_layers import require_layers
+from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job.chunks import chunks_requested
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.stock_limits import refuse_chunks, refuse_under_any_schedule
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
-from megatron_pp_ext.request import layers, measurements, pipeline, replicas, sizes, stage_costs
-from megatron_pp_ext.request.chunks import chunks_requested
-from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.stock_limits import refuse_chunks, refuse_under_any_schedule
-from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement
@@ -75,8 +75,10 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
                 args.check_for_nan_in_loss_and_grad = checks
         except (AssertionError, ValueError) as error:
             raise refused(needed_flags.failed_check(error)) from error
-        # Megatron saves its flags in every checkpoint; see `checkpoint_placement`.
+        # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
         args.pipeline_placement = describe(found.placement) if found and found.source else None
+        if found is not None:
+            found = replace(found, predicting=layers.predicting_stage(args, found.placement.stages))
         requested.activate(found)
         return result
 

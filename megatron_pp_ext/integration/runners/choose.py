@@ -10,13 +10,16 @@ from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.start_up import caveat
-from megatron_pp_ext.integration.runners.flush_free import FlushFreeRunner
-from megatron_pp_ext.integration.runners.flushed import FlushedRunner
+from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
+from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
+from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.profile_guided import ProfileGuidedRunner
-from megatron_pp_ext.integration.runners.rehearsing import RehearsalRunner
-from megatron_pp_ext.integration.runners.tracing import recording
+from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
+from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
+from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
+from megatron_pp_ext.integration.runners.tracing import Tracing, recording
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
 
 
 def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,11 +64,19 @@ def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def runner(pipeline: requested.Pipeline) -> PipelineRunner:
-    """Return the runner of all steps of ``pipeline``."""
+    """Return the runner of all steps of ``pipeline``, put together from its parts."""
+    evaluations = Evaluations(pipeline)
     if pipeline.rehearsal is not None:
-        return RehearsalRunner(pipeline)
+        source, others = Requested(pipeline), MadeUp()
+        rehearsed = FlushedSteps(pipeline.placement, source, evaluations, others)
+        return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
+    transport = ProcessGroups()
+    losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
-        return FlushFreeRunner(pipeline)
+        endless = FlushFreeSteps(pipeline)
+        return PipelineRunner(endless, FlushFreeTracing(endless), losses)
     if pipeline.profile_steps is not None:
-        return ProfileGuidedRunner(pipeline)
-    return FlushedRunner(pipeline)
+        guide = ProfileGuide(pipeline)
+        return PipelineRunner(FlushedSteps(pipeline.placement, guide, evaluations, transport), guide, losses)
+    steps = FlushedSteps(pipeline.placement, Requested(pipeline), evaluations, transport)
+    return PipelineRunner(steps, Tracing(), losses)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.runtime.executor import Recorder
+from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement
@@ -43,7 +43,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """See ``executor.Recorder``."""
+        """See ``rank.Recorder``."""
         with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
             yield
 

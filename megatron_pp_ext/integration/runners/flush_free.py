@@ -13,23 +13,23 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.data_parallel import last_actions
 from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
 from megatron_pp_ext.integration.runners import free_memory, tracing
-from megatron_pp_ext.integration.runners.message_groups import message_channels, message_groups
+from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
-from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.request.updates import DelayCorrection, Updates
-from megatron_pp_ext.runtime.executor import Recorder, execute
+from megatron_pp_ext.job.updates import DelayCorrection, Updates
+from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
+from megatron_pp_ext.runtime.rank import Rank, Recorder
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import Orders
+from megatron_pp_ext.schedule.program import Orders
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
 
 
-class FlushFreeRunner(PipelineRunner):
+class FlushFreeSteps:
     """Runs a training step as one update of a pipeline that never empties.
 
     An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
@@ -38,8 +38,9 @@ class FlushFreeRunner(PipelineRunner):
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
-        super().__init__(pipeline)
+        self._pipeline = pipeline
         self._place: _Place | None = None
+        self._groups: Directions | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -47,26 +48,38 @@ class FlushFreeRunner(PipelineRunner):
         """The peak of this rank's kept weight versions, in bytes, the newest one not counted."""
         return self._running.most_version_bytes if self._running else 0
 
-    def _run(
-        self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
-    ) -> None:
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The updates that are done, and those of the whole run as far as they are known."""
+        return (self._running.done, self._running.total) if self._running else (0, RECORDED_UPDATES)
+
+    def run(self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder) -> None:
+        """See ``pipeline_runner.Steps``."""
         if self._place is None:
-            assert self.pipeline.updates is not None
-            self._place = _Place(self.pipeline.updates.replicas, group)
+            assert self._pipeline.updates is not None
+            self._place = _Place(self._pipeline.updates.replicas, group)
             # For evaluations: no group can be made once messages are under way.
             self._groups = self._place.message_groups()
         if inputs.forward_only:
             assert self._groups is not None
             plan = self._place.plan(round_robin.evaluation(self._place.replicas, inputs.microbatches))
             channels = message_channels(self._place.ranks, self._groups, shape, inputs.config)
-            execute(plan, {self._place.stage: self._place.make_stage(inputs)}, channels, recorder)
+            execute(plan, Rank({self._place.stage: self._place.make_stage(inputs)}, channels, recorder))
             return
         if self._running is None:
-            self._running = _RunningPipeline(self.pipeline, self._place, inputs, shape)
+            self._running = _RunningPipeline(self._pipeline, self._place, inputs, shape)
         self._running.update(inputs, recorder)
 
-    def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
-        done, total = (self._running.done, self._running.total) if self._running else (0, RECORDED_UPDATES)
+
+class FlushFreeTracing(tracing.Tracing):
+    """Records several updates in one trace, since to write it all stages wait for each other."""
+
+    def __init__(self, steps: FlushFreeSteps) -> None:
+        self._steps = steps
+
+    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
+        """See ``pipeline_runner.Recording``."""
+        done, total = self._steps.progress
         parts = min(RECORDED_UPDATES, total)
         return tracing.recording(group, inputs.model, inputs.forward_only, part=done % parts, parts=parts)
 
@@ -80,16 +93,17 @@ class _Place:
         self._rank = self.ranks.index(dist.get_rank())
         self.stage = replicas.stage_of(self._rank)
 
-    def plan(self, orders: Orders) -> RankPlan:
+    def plan(self, orders: Orders, flushes: bool = True) -> RankPlan:
         """Return what this rank does where all follow ``orders``."""
-        return plan_orders(orders, self.replicas.stages, self.replicas.rank_of, self._rank)
+        replicas = self.replicas
+        return plan_orders(orders, replicas.stages, replicas.rank_of, self._rank, flushes=flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
         """Return this rank's stage."""
         is_last = self.stage == self.replicas.stages - 1
         return ModelStage(inputs, self.stage, 0, vp_stage=None, is_last=is_last, last=None)
 
-    def message_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def message_groups(self) -> Directions:
         """Make groups for messages; every rank of the world does so at the same time."""
         stages = [self.replicas.ranks_of(stage) for stage in range(self.replicas.stages)]
         return message_groups(self.ranks, [pair for two in pairwise(stages) for pair in product(*two)])
@@ -125,7 +139,7 @@ class _RunningPipeline:
                 f"norm under --pipeline-schedule {pipeline.name}; the log shows that of the last stage"
             )
 
-    def update(self, inputs: StepInputs, recorder: Recorder | None) -> None:
+    def update(self, inputs: StepInputs, recorder: Recorder) -> None:
         """Run the forwards and backwards of one update, and keep the weights that are used once more."""
         if inputs.microbatches != self._updates.interval:
             raise RuntimeError(
@@ -134,11 +148,11 @@ class _RunningPipeline:
                 "schedule that flushes, such as 1f1b"
             )
         step = pipedream.step(self._place.replicas, self._updates.interval, self.done, self.total)
-        plan, stage = self._place.plan(step), self._place.stage
-        self._stage.inputs, self._stage.last = inputs, last_actions(plan)[stage]
         self.done += 1
         is_last = self.done == self.total
-        execute(plan, {stage: self._versioned}, self._channels, recorder, flush=is_last)
+        plan, stage = self._place.plan(step, flushes=is_last), self._place.stage
+        self._stage.inputs, self._stage.last = inputs, last_actions(plan)[stage]
+        execute(plan, Rank({stage: self._versioned}, self._channels, recorder))
         self._require_constant_buffers()
         self._versions.update_follows(self._kept_after(update=self.done) if not is_last else ())
         self.most_version_bytes = max(self.most_version_bytes, self._versions.kept_bytes)

@@ -11,8 +11,40 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_pp_ext.integration.runners.message_groups import device
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime.groups import wire_of
 from megatron_pp_ext.runtime.parcel import Parcels
+from megatron_pp_ext.schedule.placement import Placement
+
+
+class LossesOnLastRank:
+    """The loss store of a step where stock has it; ``pipeline_runner.Losses``."""
+
+    def __init__(self, placement: Placement, transport: ProcessGroups) -> None:
+        self._holder = placement.rank_of(placement.stages - 1)
+        self._transport = transport
+        self._transfer: LossTransfer | None = None
+
+    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
+        """See ``pipeline_runner.Losses``."""
+        transfer = self._of(group)
+        return transfer.bring_tokens(inputs.tokens) if transfer else inputs.tokens
+
+    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
+        """See ``pipeline_runner.Losses``."""
+        transfer = self._of(group)
+        return transfer.bring_losses(inputs.losses) if transfer else inputs.losses
+
+    def _of(self, group: dist.ProcessGroup) -> "LossTransfer | None":
+        """Return what brings losses to the last rank of ``group``; None if that rank computes them itself."""
+        if self._holder == group.size() - 1:
+            return None
+        if self._transfer is None:
+            down, _ = self._transport.directions(group)
+            self._transfer = LossTransfer(self._holder, group, down, device())
+        return self._transfer
 
 
 class LossTransfer:

@@ -14,6 +14,9 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, collective_group, direction_groups
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 
+type Directions = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""The groups of messages to a higher and to a lower pipeline rank."""
+
 PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
 
@@ -23,9 +26,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def message_groups(
-    ranks: list[int], edges: Iterable[tuple[int, int]] = ()
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def message_groups(ranks: list[int], edges: Iterable[tuple[int, int]] = ()) -> Directions:
     """Make the groups, down and up, for messages between the global ``ranks`` of a pipeline.
 
     ``edges`` are pairs of pipeline ranks that exchange messages beside neighbours.  Collective over the whole
@@ -56,9 +57,7 @@ def _as_flags_say() -> tuple[timedelta, GroupOptions]:
     return timedelta(minutes=args.distributed_timeout_minutes), group_options(args)
 
 
-def message_channels(
-    ranks: list[int], directions: tuple[dist.ProcessGroup, dist.ProcessGroup], shape: Any, config: Any
-) -> Channels:
+def message_channels(ranks: list[int], directions: Directions, shape: Any, config: Any) -> Channels:
     """Make channels between the global ``ranks`` of a pipeline for messages of ``shape``."""
     return Channels(ranks, *directions, shape, config.pipeline_dtype, device())
 

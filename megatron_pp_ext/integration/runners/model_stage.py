@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
@@ -20,25 +20,11 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 """A script's forward step: (data iterator, model) -> (output, loss function)."""
 
 
-class Ends(Protocol):
-    """The forward steps of the two end stages where all ranks share the vocabulary."""
-
-    def first_forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
-        """Return the first stage's, for tokens that have been ``embedded``, batch x tokens x hidden."""
-
-    def last_forward(self, microbatch: int) -> ForwardStep:
-        """Return the last stage's, whose output is the hidden state and whose loss comes later."""
-
-    @property
-    def trains_embedding(self) -> bool:
-        """Whether the first stage has to give a gradient for its input."""
-
-
 @dataclass
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``ends`` is set where all ranks share the vocabulary.
+    ``training_steps`` is the number of training steps that this process has run before.
     """
 
     forward_step_func: ForwardStep
@@ -51,15 +37,15 @@ class StepInputs:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    ends: Ends | None = None
+    training_steps: int = 0
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 
 
 def model_stages[S: ModelStage](
-    inputs: StepInputs, placement: Placement, plan: RankPlan, make: type[S]
+    inputs: StepInputs, placement: Placement, plan: RankPlan, make: Callable[..., S]
 ) -> dict[int, S]:
-    """Return the stages of this rank, by number, for one step; ``make`` is their class."""
+    """Return the stages of this rank, by number, for one step; ``make`` takes what ``ModelStage`` takes."""
     last = last_actions(plan)
     return {
         stage: make(
@@ -75,7 +61,7 @@ def model_stages[S: ModelStage](
 
 
 class ModelStage:
-    """One chunk of the model as an ``executor.Stage``; ``inputs`` and ``last`` belong to the running step.
+    """One chunk of the model as a ``rank.Stage``; ``inputs`` and ``last`` belong to the running step.
 
     Forward and backward of a microbatch are Megatron's own ``forward_step`` and ``backward_step``,
     which bring loss scaling, autocast and timers with them.  ``in_flight`` keeps the input and the output of
@@ -98,7 +84,7 @@ class ModelStage:
         self.in_flight: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """See ``executor.Stage``; on the last stage the loss goes to the loss store as well."""
+        """See ``rank.Stage``; on the last stage the loss goes to the loss store as well."""
         self.before_forward(microbatch, activation)
         output, tokens = self._forward(microbatch, activation)
         return self.after_forward(microbatch, activation, output, tokens)
@@ -117,15 +103,19 @@ class ModelStage:
         self, microbatch: int, activation: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return the output, and the number of tokens that the loss is of."""
+        return self._stock_forward(self.inputs.forward_step_func, microbatch, activation)
+
+    def _stock_forward(
+        self, forward_step: ForwardStep, microbatch: int, activation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
         inputs = self.inputs
         with self.at_work():
             result: tuple[torch.Tensor, torch.Tensor] = stock_schedules.forward_step(
-                self._forward_step(microbatch, activation),
+                forward_step,
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
                 inputs.microbatches,
-                # A first stage with an input would take its first dimension for the length of the sequence.
-                activation if self._stage else None,
+                activation,
                 inputs.losses,
                 inputs.config,
                 cp_group_size=inputs.cp_size,
@@ -133,7 +123,7 @@ class ModelStage:
                 is_first_microbatch=self.is_first(microbatch),
                 current_microbatch=microbatch,
                 vp_stage=self._vp_stage,
-                is_last_stage=self._is_last and inputs.ends is None,
+                is_last_stage=self._is_last,
             )
         return result
 
@@ -158,8 +148,7 @@ class ModelStage:
     @property
     def _gives_gradient(self) -> bool:
         """Whether a backward has to give the gradient of the stage's input, where it has one."""
-        ends = self.inputs.ends
-        return self._stage > 0 or (ends is not None and ends.trains_embedding)
+        return self._stage > 0
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return a context in which Megatron answers for this stage's chunk."""
@@ -174,27 +163,18 @@ class ModelStage:
         )
         return first
 
-    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> ForwardStep:
-        ends = self.inputs.ends
-        if ends is not None and self._stage == 0:
-            assert activation is not None
-            return ends.first_forward(microbatch, activation)
-        if ends is not None and self._is_last:
-            return ends.last_forward(microbatch)
-        return self.inputs.forward_step_func
-
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with self.during_backward(Kind.B, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         with self.during_backward(Kind.I, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``executor.Stage``."""
+        """See ``rank.Stage``."""
         clock = timed(self.inputs.config, "backward-compute", level=2)
         with self._counted(Kind.W, microbatch), clock:
             STORE.run(Owner(self._stage, microbatch))

@@ -10,8 +10,8 @@ What stock does in one forward is done here in two pieces.
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.core.data_parallel import add_gradient
+from megatron_pp_ext.integration.core.data_parallel import DataParallel, add_gradient
 from megatron_pp_ext.integration.core.vocabulary_parts import EmbeddingPart, OutputPart, VocabularyPart
 from megatron_pp_ext.integration.runners.message_groups import device
-from megatron_pp_ext.integration.runners.model_stage import ForwardStep, StepInputs
+from megatron_pp_ext.integration.runners.model_stage import ForwardStep, ModelStage, StepInputs
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
@@ -35,7 +35,7 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class ModelVocabulary(SharedVocabulary):
-    """The vocabulary of one step, and what the two end stages need of it (``model_stage.Ends``).
+    """The vocabulary of one step, and the two end stages, which work with it (``make_stage``).
 
     ``shape`` is that of a message: tokens, batch, hidden; under sequence parallelism it has a part of the
     tokens.
@@ -67,74 +67,122 @@ class ModelVocabulary(SharedVocabulary):
         models = unwrap_model(list(inputs.model))
         lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
-        self._is_tied = scorer.is_tied
-        self._table: VocabularyPart = scorer if self._is_tied else lookup
-        self._scorer: OutputPart = scorer
-        self._inputs = inputs
-        self._gradients_left = sum(step.action.kind is Kind.T for step in plan.steps)
-        self._ahead = _ReadAhead(inputs, lookup) if is_first else None
-        self._head = _Head(inputs, scorer) if is_last else None
+        table: VocabularyPart = scorer if scorer.is_tied else lookup
+        trains = table.weight.requires_grad
+        ahead = _ReadAhead(inputs, lookup) if is_first else None
+        head = _Head(inputs, scorer) if is_last else None
+        self._makes: dict[int, Callable[..., ModelStage]] = {}
+        if ahead is not None:
+            self._makes[0] = functools.partial(_FirstStage, ahead, trains)
+        if head is not None:
+            self._makes[placement.stages - 1] = functools.partial(_LastStage, head)
+        completing = functools.partial(_completing, inputs.data_parallel)
+        embedding_completes = functools.partial(completing, table, -1 if scorer.is_tied else 0)
+        output_completes = nullcontext if scorer.is_tied else functools.partial(completing, scorer, -1)
         tensor_ranks = _tensor_ranks(inputs.config)
         tokens, batch, _ = shape
         super().__init__(
-            SharedEmbedding(
-                _rows(self._table),
+            _Embedding(
+                embedding_completes if trains and not inputs.forward_only else nullcontext,
+                _rows(table),
                 torch.Size((batch, tokens * tensor_ranks.parts)),
                 device(),
                 exchanges,
                 placement.rank_of(0),
-                self._ahead.tokens if self._ahead else None,
+                ahead.tokens if ahead else None,
             ),
-            SharedOutput(
+            _Output(
+                output_completes,
+                sum(action.kind is Kind.T for action in plan.actions),
                 _rows(scorer),
                 torch.Size(shape),
                 exchanges,
                 placement.rank_of(placement.stages - 1),
-                self._head,
+                head,
                 tensor_ranks,
                 inputs.forward_only,
             ),
         )
-        parts = [(self._table, 0)] if not self._is_tied else []
-        for part, chunk in (*parts, (scorer, len(models) - 1)):
+        for part, chunk in ((table, 0), (scorer, len(models) - 1))[scorer.is_tied :]:
             if part.weight.requires_grad and not inputs.forward_only:
                 inputs.data_parallel.expect_part(chunk)
 
-    @property
-    def trains_embedding(self) -> bool:
-        """See ``model_stage.Ends``."""
-        trains: bool = self._table.weight.requires_grad
-        return trains
+    def make_stage(self, inputs: StepInputs, stage: int, *about: Any, **more: Any) -> ModelStage:
+        """Return a stage; that of either end works with the vocabulary."""
+        return self._makes.get(stage, ModelStage)(inputs, stage, *about, **more)
 
-    def first_forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
-        """See ``model_stage.Ends``."""
-        assert self._ahead is not None
-        return self._ahead.forward(microbatch, embedded)
 
-    def last_forward(self, microbatch: int) -> ForwardStep:
-        """See ``model_stage.Ends``."""
-        assert self._head is not None
-        return self._head.forward(microbatch)
+@contextmanager
+def _completing(data_parallel: DataParallel, part: VocabularyPart, chunk: int) -> Iterator[None]:
+    """Surround what completes the gradient of a ``part``, which data parallelism reduces then."""
+    with data_parallel.part(chunk):
+        yield
+        if hasattr(part.weight, "count"):
+            part.weight.count()
 
-    def weight_gradient(self, microbatch: int) -> None:
-        """See ``executor.Vocabulary``; the last one completes the gradient of an untied output weight."""
-        self._gradients_left -= 1
-        ends = not self._gradients_left and not self._is_tied
-        with self._completing(self._scorer, -1) if ends else nullcontext():
-            super().weight_gradient(microbatch)
+
+Completing = Callable[[], AbstractContextManager[None]]
+"""Makes the context of what completes a gradient; ``nullcontext`` where nothing does."""
+
+
+class _Embedding(SharedEmbedding):
+    """An embedding whose gradient is complete at the end of the step, if it has one."""
+
+    def __init__(self, completing: Completing, *about: Any) -> None:
+        super().__init__(*about)
+        self._completing = completing
 
     def close(self) -> None:
-        """See ``executor.Vocabulary``; the gradient of the embedding is complete here."""
-        complete = self.trains_embedding and not self._inputs.forward_only
-        with self._completing(self._table, -1 if self._is_tied else 0) if complete else nullcontext():
+        """See ``SharedEmbedding``."""
+        with self._completing():
             super().close()
 
-    @contextmanager
-    def _completing(self, part: VocabularyPart, chunk: int) -> Iterator[None]:
-        with self._inputs.data_parallel.part(chunk):
-            yield
-            if hasattr(part.weight, "count"):
-                part.weight.count()
+
+class _Output(SharedOutput):
+    """An output layer whose last weight gradient of the step, of ``count``, completes an untied weight's."""
+
+    def __init__(self, completing: Completing, count: int, *about: Any) -> None:
+        super().__init__(*about)
+        self._completing = completing
+        self._gradients_left = count
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """See ``SharedOutput``."""
+        self._gradients_left -= 1
+        with nullcontext() if self._gradients_left else self._completing():
+            super().weight_gradient(microbatch)
+
+
+class _FirstStage(ModelStage):
+    """The first stage, whose input is embedded elsewhere; it gives a gradient for it if that ``trains``."""
+
+    def __init__(self, ahead: "_ReadAhead", trains: bool, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self._ahead, self._trains = ahead, trains
+
+    @property
+    def _gives_gradient(self) -> bool:
+        return self._trains
+
+    def _forward(
+        self, microbatch: int, activation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        assert activation is not None
+        # A first stage with an input would take its first dimension for the length of the sequence.
+        return self._stock_forward(self._ahead.forward(microbatch, activation), microbatch, None)
+
+
+class _LastStage(ModelStage):
+    """The last stage, whose output is the hidden state, and whose loss comes later."""
+
+    def __init__(self, head: "_Head", *about: Any, **more: Any) -> None:
+        super().__init__(*about, **{**more, "is_last": False})
+        self._head = head
+
+    def _forward(
+        self, microbatch: int, activation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        return self._stock_forward(self._head.forward(microbatch), microbatch, activation)
 
 
 def has_frozen_output(model: Sequence[Any]) -> bool:

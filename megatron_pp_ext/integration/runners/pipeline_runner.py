@@ -2,14 +2,14 @@
 
 ``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation step,
 and a ``PipelineRunner`` is such a function.  It does what stock does around the microbatches: timers,
-gradient finalization, the loss store on the last rank.  One microbatch is stock's own ``forward_step`` and
+gradient finalization, the loss store on the last rank.  What it runs and how is that of its parts.  One
+microbatch is stock's own ``forward_step`` and
 ``backward_step``, see ``model_stage``.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,70 +17,68 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import engine_linear, late_checks
 from megatron_pp_ext.integration.core.data_parallel import DataParallel
 from megatron_pp_ext.integration.core.frozen_copies import require_alike
-from megatron_pp_ext.integration.runners import paged_stash, tracing
-from megatron_pp_ext.integration.runners.losses_to_last_rank import LossTransfer
-from megatron_pp_ext.integration.runners.message_groups import device, message_groups
+from megatron_pp_ext.integration.runners import paged_stash
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
-from megatron_pp_ext.request.refusals import refuse_config
-from megatron_pp_ext.runtime.executor import Recorder
+from megatron_pp_ext.job.refusals import refuse_config
+from megatron_pp_ext.runtime.rank import Recorder, Unrecorded
 from megatron_pp_ext.runtime.split import STORE
 
 
-class PipelineRunner(ABC):
-    """Runs training and evaluation steps of one pipeline.
+class Steps(Protocol):
+    """Runs the actions of a step: of a training step, or of an evaluation if ``inputs.forward_only``."""
 
-    Called with what Megatron passes to its own forward-backward functions (keywords only).  Process groups,
-    and whatever else stays the same from step to step, are kept.
-
-    A subclass implements ``_run``, and may override ``_recording``, ``_tokens_of_step`` and
-    ``_losses_on_last_rank``.  All ranks of the job call these methods in the same steps and in the same
-    order, so each of them may communicate, as long as it does so on every rank.
-    """
-
-    def __init__(self, pipeline: requested.Pipeline) -> None:
-        self.pipeline = pipeline
-        self._training_steps = 0
-        self._is_split = False
-        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._transfer: LossTransfer | None = None
-
-    @abstractmethod
-    def _run(
-        self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
-    ) -> None:
+    def run(self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder) -> None:
         """Run every action that this rank of the pipeline ``group`` has in the step.
 
-        ``shape`` is that of a message.  ``inputs.forward_only`` is set in an evaluation.  On return the
-        losses and tokens of this rank's stages are in ``inputs``, and ``runtime.split.STORE`` holds no weight
-        gradient.  ``recorder``, if there is one, is given to ``executor.execute``.
+        ``shape`` is that of a message.  On return the losses and tokens of this rank's stages are in
+        ``inputs``, and ``runtime.split.STORE`` holds no weight gradient.
         """
 
-    def _recording(
-        self, group: dist.ProcessGroup, inputs: StepInputs
-    ) -> AbstractContextManager[Recorder | None]:
-        """Return a context around the whole step that yields the recorder for ``_run``, or None."""
-        return tracing.recording(group, inputs.model, inputs.forward_only)
 
-    def _tokens_of_step(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
+class Recording(Protocol):
+    """Records steps, for whoever wants to know."""
+
+    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> AbstractContextManager[Recorder | None]:
+        """Return a context around the whole step that yields the recorder of its actions, or None."""
+
+    def actions(
+        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
+    ) -> AbstractContextManager[None]:
+        """Return a context around the actions alone; ``recorder`` is the step's."""
+
+
+class Losses(Protocol):
+    """Brings what the stages add to the loss store to where Megatron looks for it."""
+
+    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
         """Return the step's count of tokens, which the last rank of ``group`` must have.
 
         Called before gradients are finalized, only under --calculate-per-token-loss.
         """
-        transfer = self._loss_transfer(group)
-        return transfer.bring_tokens(inputs.tokens) if transfer else inputs.tokens
 
-    def _losses_on_last_rank(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
+    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
         """Return the loss store on the last rank of ``group``; other ranks may return an empty list.
 
         Called last: the last rank's host waits for the losses, so all else that it launches in this step
         has to come before.
         """
-        transfer = self._loss_transfer(group)
-        return transfer.bring_losses(inputs.losses) if transfer else inputs.losses
+
+
+class PipelineRunner:
+    """Runs training and evaluation steps of one pipeline, by its parts.
+
+    Called with what Megatron passes to its own forward-backward functions (keywords only).  All ranks of the
+    job call the parts in the same steps and in the same order, so each of them may communicate, as long as it
+    does so on every rank.
+    """
+
+    def __init__(self, steps: Steps, recording: Recording, losses: Losses) -> None:
+        self.steps, self._recording, self._losses = steps, recording, losses
+        self._training_steps = 0
+        self._is_split = False
 
     def __call__(
         self,
@@ -134,6 +132,7 @@ class PipelineRunner(ABC):
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            training_steps=self._training_steps,
         )
         (shape,) = stock_schedules.get_tensor_shapes(
             seq_length=seq_length,
@@ -147,34 +146,19 @@ class PipelineRunner(ABC):
             shape = ()  # behind the prediction a message holds the hidden states of several tokens
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
-        with clock, self._recording(groups.pp, inputs) as recorder, late_checks.put_off():
-            with data_parallel.step():
-                self._run(inputs, groups.pp, shape, recorder)
+        with clock, self._recording.step(groups.pp, inputs) as recorder, late_checks.put_off():
+            with data_parallel.step(), self._recording.actions(groups.pp, inputs, recorder):
+                self.steps.run(inputs, groups.pp, shape, recorder or Unrecorded())
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
             if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = self._tokens_of_step(inputs, groups.pp) if config.calculate_per_token_loss else None
+                tokens = self._losses.tokens(inputs, groups.pp) if config.calculate_per_token_loss else None
                 config.finalize_model_grads_func(
                     model, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
-            losses = self._losses_on_last_rank(inputs, groups.pp)
+            losses = self._losses.losses(inputs, groups.pp)
         self._training_steps += not forward_only
         return losses
-
-    def _directions(self, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Return the process groups, down and up, of the messages in ``group``; the first call makes them."""
-        if self._groups is None:
-            self._groups = message_groups(dist.get_process_group_ranks(group))
-        return self._groups
-
-    def _loss_transfer(self, group: dist.ProcessGroup) -> LossTransfer | None:
-        """Return what brings losses to the last rank of ``group``; None if that rank computes them itself."""
-        holder = self.pipeline.placement.rank_of(self.pipeline.placement.stages - 1)
-        if holder == group.size() - 1:
-            return None
-        if self._transfer is None:
-            self._transfer = LossTransfer(holder, group, self._directions(group)[0], device())
-        return self._transfer
 
 
 def refuse_multimodule(*given: Any) -> None:

@@ -87,7 +87,7 @@ def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> 
 
 
 class PlannedPairs:
-    """Runs pairs of planned stages; an ``executor.Pairs``."""
+    """Runs pairs of planned stages; an ``rank.Pairs``."""
 
     def __init__(self, stages: Mapping[int, PlannedStage]) -> None:
         self._stages = stages
@@ -99,7 +99,7 @@ class PlannedPairs:
         backward: Action,
         gradient: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``executor.Pairs``."""
+        """See ``rank.Pairs``."""
         ahead, behind = self._stages[forward.stage], self._stages[backward.stage]
         ahead.before_forward(forward.microbatch, activation)
         # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.

@@ -9,7 +9,8 @@ pipeline, a line advises it for the next start.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -22,13 +23,14 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.request.model_costs import message_bytes
 from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.integration.runners.flushed import FlushedRunner, require_same_on_all
+from megatron_pp_ext.integration.runners.flushed import require_same_on_all
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.sources import Requested
+from megatron_pp_ext.job.source import compile_once
 from megatron_pp_ext.planner.layout.advice import advised
-from megatron_pp_ext.request.source import compile_once
-from megatron_pp_ext.runtime.executor import Recorder
+from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -37,18 +39,18 @@ from megatron_pp_ext.schedule.recorded_costs import measured_costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 
-class ProfileGuidedRunner(FlushedRunner):
-    """Runs the requested schedule, and after the measured steps a better one if there is one.
+class ProfileGuide(Requested):
+    """Gives the requested schedule, and after the measured steps a better one if there is one.
 
-    In the measured steps whole backwards come in two halves, one right after the other, so that each half has
-    a duration.  Only the first pipeline of the job is measured, and all change together: ranks that share the
-    tensors of a stage must run the same schedule.
+    It is the source of schedules and the recording too.  In the measured steps whole backwards come in two
+    halves, one right after the other, so that each half has a duration.  Only the first pipeline of the job
+    is measured, and all change together: ranks that share the tensors of a stage must run the same schedule.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
         assert pipeline.profile_steps is not None
-        self._steps = pipeline.profile_steps
+        self._pipeline, self._steps = pipeline, pipeline.profile_steps
         self._measured_steps = 0
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
@@ -56,7 +58,8 @@ class ProfileGuidedRunner(FlushedRunner):
         self._has_warned = False
         self._durations = _StepDurations()
 
-    def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
+    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
+        """See ``pipeline_runner.Recording``."""
         step = _current_step()
         counting = None
         if step in self._steps:
@@ -65,24 +68,18 @@ class ProfileGuidedRunner(FlushedRunner):
             counting = tracing.Counting.SECONDS
         return tracing.recording(group, inputs.model, inputs.forward_only, counting=counting)
 
-    def _run(
-        self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
-    ) -> None:
+    @contextmanager
+    def actions(
+        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
+    ) -> Iterator[None]:
+        """See ``pipeline_runner.Recording``."""
         if inputs.forward_only:
-            super()._run(inputs, group, shape, recorder)
+            yield
             return
         step = _current_step()
         if step > self._steps.last and self._costs is None:
-            if self._measured_steps:
-                self._costs = self._measure(group)
-                self._advise(self._costs)
-            elif not self._has_warned:
-                self._has_warned = True
-                print_rank_0(
-                    f"megatron_pp_ext: --pipeline-profile-steps {self._steps} are over in step {step}, and "
-                    "none of them was run; nothing is measured"
-                )
-        super()._run(inputs, group, shape, recorder)
+            self._end_of_measurement(step, group)
+        yield
         if step in self._steps:
             self._measured_steps += 1
         if not isinstance(recorder, StepRecorder):
@@ -95,28 +92,38 @@ class ProfileGuidedRunner(FlushedRunner):
         elif self._durations.is_waiting:
             self._durations.add_after(inputs.microbatches, seconds)
 
-    def _phase(self) -> Hashable:
-        is_measured = _current_step() in self._steps
-        return super()._phase(), is_measured, self._costs is not None
+    def phase(self, inputs: StepInputs) -> Hashable:
+        """See ``sources.Source``."""
+        return super().phase(inputs), _current_step() in self._steps, self._costs is not None
 
-    def _schedule(self, microbatches: int, forward_only: bool, group: dist.ProcessGroup) -> Schedule:
-        if forward_only:
-            return super()._schedule(microbatches, forward_only, group)
+    def schedule(self, inputs: StepInputs) -> Schedule:
+        """See ``sources.Source``."""
         # Kept, since auto would build another one at a moment with another amount of free memory.
-        key = microbatches, self._training_steps > 0
+        key = inputs.microbatches, inputs.training_steps > 0
         if key not in self._requested:
-            self._requested[key] = super()._schedule(microbatches, forward_only, group)
+            self._requested[key] = super().schedule(inputs)
         schedule = self._requested[key]
         if self._costs is not None:
             return self._shorter(schedule, self._costs)
         return schedule.with_halved_backwards if _current_step() in self._steps else schedule
+
+    def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
+        if self._measured_steps:
+            self._costs = self._measure(group)
+            self._advise(self._costs)
+        elif not self._has_warned:
+            self._has_warned = True
+            print_rank_0(
+                f"megatron_pp_ext: --pipeline-profile-steps {self._steps} are over in step {step}, and "
+                "none of them was run; nothing is measured"
+            )
 
     def _measure(self, group: dist.ProcessGroup) -> Costs:
         """Return, on all ranks of the job, the costs measured in the first pipeline; collective."""
         measured: list[Costs | None] = [None]
         gathered = gather(self._records, group) if self._records else None
         if gathered is not None:
-            name, placement = self.pipeline.name, self.pipeline.placement
+            name, placement = self._pipeline.name, self._pipeline.placement
             steps = [RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)]
             measured = [replace(measured_costs(steps), message=message_bytes(get_args()))]
         self._records = []
@@ -132,7 +139,7 @@ class ProfileGuidedRunner(FlushedRunner):
             return
         args, schedule = get_args(), next(iter(self._requested.values()))
         try:
-            found = advised(args, args.data_parallel_size, costs, schedule, self.pipeline.name, free)
+            found = advised(args, args.data_parallel_size, costs, schedule, self._pipeline.name, free)
         except Exception:  # any model may train, also one that the estimate does not know
             return
         if found is not None:
@@ -145,8 +152,8 @@ class ProfileGuidedRunner(FlushedRunner):
 
     def _shorter(self, current: Schedule, costs: Costs) -> Schedule:
         """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""
-        source = self.pipeline.source
-        assert source is not None and source.limits is not None
+        source = self._source
+        assert source.limits is not None
         before = simulate(current, costs).makespan
         limits, counted = source.limits(costs, current, free_bytes_by_rank)
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"

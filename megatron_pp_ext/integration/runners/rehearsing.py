@@ -6,7 +6,7 @@ step, which warms up, counts bytes; all later ones are timed.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean, median
@@ -21,14 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
-from megatron_pp_ext.integration.runners.flushed import FlushedRunner
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.planned_stage import PlannedStage
 from megatron_pp_ext.integration.runners.processor import ProcessorTime, load
+from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.executor import Recorder
+from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
 from megatron_pp_ext.runtime.storages import storages
@@ -45,16 +44,58 @@ from megatron_pp_ext.schedule.recorded import (
 )
 
 
-class RehearsalRunner(FlushedRunner):
-    """Runs training steps of this rank alone, and writes its measurements, from the second timed one on."""
+class MadeUp:
+    """Stands in for the other ranks; a ``transport.Transport``."""
 
-    def __init__(self, pipeline: requested.Pipeline) -> None:
-        super().__init__(pipeline)
+    # Both actions of a pair are measured alone, since a rank alone has no exchanges to hide.
+    hides_exchanges = False
+
+    def __init__(self) -> None:
+        self.message_bytes = 0
+
+    def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
+        """See ``Transport``."""
+        if not shape:
+            raise ValueError(
+                "a rehearsal cannot make up messages of several lengths: unset variable_seq_lengths"
+            )
+        self.message_bytes = math.prod(shape) * config.pipeline_dtype.itemsize
+        ranks = dist.get_process_group_ranks(group)
+        return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, device())
+
+    def exchanges(self, group: dist.ProcessGroup) -> Exchanges:
+        """See ``Transport``."""
+        everyone = parallel_state.get_model_parallel_group()
+        return MadeUpExchanges(group, everyone, get_args().padded_vocab_size)
+
+
+class MadeUpLosses:
+    """The losses of this rank, or one to be logged; ``pipeline_runner.Losses``."""
+
+    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
+        """See ``Losses``."""
+        return inputs.tokens
+
+    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
+        """See ``Losses``; a last rank that does not compute losses itself makes one up."""
+        is_last = group.rank() == group.size() - 1
+        if is_last and not inputs.losses:
+            return [{"lm loss": torch.ones(2, device="cuda")}]
+        return inputs.losses
+
+
+class Rehearsal:
+    """Records steps of this rank alone, and writes its measurements, from the second timed one on.
+
+    A ``pipeline_runner.Recording``.
+    """
+
+    def __init__(self, pipeline: requested.Pipeline, source: Source, transport: MadeUp) -> None:
+        self._placement, self._source, self._transport = pipeline.placement, source, transport
         self._recorder: StepRecorder | None = None
         self._bytes: RankRecord | None = None
         self._timed: list[RankRecord] = []
         self._collectives: CollectiveRecorder | None = None
-        self._message_bytes = 0
         self._ended = 0.0
         self._outside: list[float] = []
         self._took: list[float] = []
@@ -65,15 +106,30 @@ class RehearsalRunner(FlushedRunner):
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
 
-    def _run(
-        self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder | None
-    ) -> None:
+    @contextmanager
+    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Iterator[Recorder]:
+        """See ``Recording``."""
+        if self._recorder is None:
+            self._recorder = StepRecorder(p for chunk in inputs.model for p in chunk.parameters())
+            self._collectives = CollectiveRecorder(self._placement, self._recorder)
+            with self._recorder.step():
+                yield self._collectives
+            return
+        self._recorder.forget()
+        with self._recorder.step(metered=False):
+            yield self._recorder
+
+    @contextmanager
+    def actions(
+        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
+    ) -> Iterator[None]:
+        """See ``Recording``."""
         start = perf_counter()
         if self._timed:
             self._outside.append(start - self._ended)
         elif self._bytes is not None:
             self._before = ProcessorTime.now()
-        super()._run(inputs, group, shape, recorder)
+        yield
         torch.cuda.synchronize()
         self._ended = perf_counter()
         assert self._recorder is not None
@@ -85,48 +141,10 @@ class RehearsalRunner(FlushedRunner):
         if self._outside:
             self._write(inputs, group)
 
-    @contextmanager
-    def _recording(self, group: dist.ProcessGroup, inputs: StepInputs) -> Iterator[Recorder]:
-        if self._recorder is None:
-            self._recorder = StepRecorder(p for chunk in inputs.model for p in chunk.parameters())
-            self._collectives = CollectiveRecorder(self.pipeline.placement, self._recorder)
-            with self._recorder.step():
-                yield self._collectives
-            return
-        self._recorder.forget()
-        with self._recorder.step(metered=False):
-            yield self._recorder
-
-    def _channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
-        if not shape:
-            raise ValueError(
-                "a rehearsal cannot make up messages of several lengths: unset variable_seq_lengths"
-            )
-        self._message_bytes = math.prod(shape) * config.pipeline_dtype.itemsize
-        ranks = dist.get_process_group_ranks(group)
-        return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, device())
-
-    def _pairs(self, stages: Mapping[int, PlannedStage]) -> None:
-        """Let both actions of a pair be measured alone, since a rank alone has no exchanges to hide."""
-
-    def _make_exchanges(self, group: dist.ProcessGroup) -> Exchanges:
-        everyone = parallel_state.get_model_parallel_group()
-        return MadeUpExchanges(group, everyone, get_args().padded_vocab_size)
-
-    def _tokens_of_step(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
-        return inputs.tokens
-
-    def _losses_on_last_rank(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
-        """Return a made-up loss, to be logged, on a last rank that does not compute the losses itself."""
-        is_last = group.rank() == group.size() - 1
-        if is_last and not inputs.losses:
-            return [{"lm loss": torch.ones(2, device="cuda")}]
-        return inputs.losses
-
     def _write(self, inputs: StepInputs, group: dist.ProcessGroup) -> None:
         path, rank = requested.require().rehearsal, group.rank()
         assert path is not None and self._bytes is not None and self._collectives is not None
-        schedule = self._schedule(inputs.microbatches, False, group)
+        schedule = self._source.schedule(inputs)
         csv_file.write(schedule, path.with_suffix(".csv"))
         # Means within a step, since they add up to its length, and medians would fall short of it; the median
         # over steps, so that a step that something else disturbed does not count.
@@ -139,13 +157,13 @@ class RehearsalRunner(FlushedRunner):
             digest=schedule.digest,
             layers=requested.require().layers,
             stages=tuple(
-                stage_costs(stage, seconds, self._bytes) for stage in self.pipeline.placement.stages_of(rank)
+                stage_costs(stage, seconds, self._bytes) for stage in self._placement.stages_of(rank)
             ),
             vocabulary=_part_costs(rank, seconds, self._bytes)
             if schedule.placement.shares_vocabulary
             else None,
             collectives=tuple(self._collectives.found),
-            message_bytes=self._message_bytes,
+            message_bytes=self._transport.message_bytes,
             outside_seconds=median(self._outside),
             peak_activation_bytes=int(self._bytes.peak_bytes),
             weight_bytes=held.weights,

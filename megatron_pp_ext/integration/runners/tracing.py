@@ -1,7 +1,7 @@
 """Recording a training step, under our schedules and under stock's, and writing its trace."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
 import torch
@@ -11,6 +11,8 @@ from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.action_recording import reporting_to
 from megatron_pp_ext.integration.runners.message_groups import device
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.view import trace_file
 
@@ -62,3 +64,19 @@ def recording(
     if records is not None:
         with going_on_without(pipeline.trace):
             trace_file.write(pipeline.trace, pipeline.name, pipeline.placement, records)
+
+
+class Tracing:
+    """Records what --pipeline-trace requests; a ``pipeline_runner.Recording``."""
+
+    def step(
+        self, group: dist.ProcessGroup, inputs: StepInputs
+    ) -> AbstractContextManager[StepRecorder | None]:
+        """See ``pipeline_runner.Recording``."""
+        return recording(group, inputs.model, inputs.forward_only)
+
+    def actions(
+        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
+    ) -> AbstractContextManager[None]:
+        """See ``pipeline_runner.Recording``."""
+        return nullcontext()

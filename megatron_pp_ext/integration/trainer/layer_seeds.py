@@ -1,15 +1,13 @@
 """Initial weights that do not depend on where layers live: --pipeline-layer-seeds.
 
 Megatron seeds a rank by its place in the pipeline and draws the weights of its layers one after the other, so
-every placement starts from other weights.  Here each part of the model (a layer, the embedding, and the
-rest, which is the output layer) is drawn from a seed of its own, made from --seed and the part's place in the
-model.  Megatron's own function does the seeding, so tensor-parallel and expert-parallel ranks differ, or
-agree, as in stock.  Afterwards all generators are where they were.
+every placement starts from other weights.  Here each part of the model is drawn from a seed of its own, made
+from --seed and the part's place in the model: the embedding, which a chunk begins with, each layer, and the
+rest, which is the output layer.  Megatron's own function does the seeding, so tensor-parallel and
+expert-parallel ranks differ, or agree, as in stock.  Behind a chunk all generators are where they were.
 """
 
-import functools
 import hashlib
-import inspect
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -25,47 +23,45 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 from megatron.training import get_args
 
+from megatron_pp_ext.around import around, bound
+
 FLAG = "--pipeline-layer-seeds"
 
-_MODEL = "model"
+_REST = "model"
+_KNOWN = {"GPTModel", "HybridModel", "MambaModel"}
 
 _seed_for: Callable[[str], None] | None = None
 """Seeds all generators for a part of the model; None without the flag."""
 
-_drawing: str | None = None
-"""The part that is being built; ``_MODEL`` between the parts of a model, None outside of one."""
+_drawn: list[str] | None = None
+"""The layers of the chunk that is being built; None outside of a chunk, and within a layer with its parts."""
 
 
-def remember_seeding(stock: Callable[..., None]) -> Callable[..., None]:
+@around
+def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Keep the way in which Megatron seeds this rank, to seed it again for each part of the model.
 
     Seam: ``_set_random_seed`` in ``megatron.training.initialize``, which adds 100 to the seed for each
     pipeline rank.
     """
-    parameters = inspect.signature(stock)
+    global _seed_for
+    stock(*args, **kwargs)
+    _seed_for = None
+    given = get_args()
+    if not getattr(given, "pipeline_layer_seeds", False):
+        return
+    _refuse(given)
+    call = bound(stock, *args, **kwargs)
+    group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
 
-    @functools.wraps(stock)
-    def set_random_seed(*args: Any, **kwargs: Any) -> None:
-        global _seed_for
-        stock(*args, **kwargs)
-        _seed_for = None
-        given = get_args()
-        if not getattr(given, "pipeline_layer_seeds", False):
-            return
-        _refuse(given)
-        call = parameters.bind(*args, **kwargs)
-        group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
+    def seed_for(part: str) -> None:
+        # Read now: under a V it is another while a chunk is built.
+        in_pipeline = parallel_state.get_pipeline_model_parallel_rank
+        rank = in_pipeline() if group is None else get_pg_rank(group)
+        call.arguments["seed_"] = seed_of(seed, part) - 100 * rank
+        stock(*call.args, **call.kwargs)
 
-        def seed_for(part: str) -> None:
-            # Read now: under a V it is another while a chunk is built.
-            in_pipeline = parallel_state.get_pipeline_model_parallel_rank
-            rank = in_pipeline() if group is None else get_pg_rank(group)
-            call.arguments["seed_"] = seed_of(seed, part) - 100 * rank
-            stock(*call.args, **call.kwargs)
-
-        _seed_for = seed_for
-
-    return set_random_seed
+    _seed_for = seed_for
 
 
 def seed_of(seed: int, part: str) -> int:
@@ -73,97 +69,68 @@ def seed_of(seed: int, part: str) -> int:
     return 2**24 + int.from_bytes(hashlib.sha256(f"{seed} {part}".encode()).digest()[:4]) % 2**30
 
 
-def draw_model(stock: Callable[..., None]) -> Callable[..., None]:
-    """Draw what no other hook here draws, the output layer, from a seed of its own.
+@around
+def draw_chunks(stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Draw each chunk of the model from the seeds of its parts.
 
-    Seams: ``__init__`` of ``GPTModel``, ``HybridModel`` and, before 0.18, ``MambaModel``.
+    Seams: ``get_model`` and ``build_virtual_pipeline_stages``, whose first argument makes a chunk.
     """
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _drawn_for(_MODEL):
-            stock(self, *args, **kwargs)
-
-    return init
+    return stock(build_chunk if _seed_for is None else _seeded(build_chunk), *args, **kwargs)
 
 
-def draw_embedding(stock: Callable[..., None]) -> Callable[..., None]:
-    """Draw the embedding from a seed of its own.
-
-    Seam: ``LanguageModelEmbedding.__init__`` in ``megatron.core.models.common.embeddings``.
-    """
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _drawn_for("embedding"):
-            stock(self, *args, **kwargs)
-
-    return init
-
-
-def draw_layer(stock: Callable[..., None]) -> Callable[..., None]:
-    """Draw a layer from the seed of its number in the model.
-
-    Seams: ``__init__`` of ``TransformerLayer``, and of ``MambaLayer``, which is given that number.
-    """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(parameters, self, *args, **kwargs)
-        number = given["layer_number"]
-        if given.get("add_layer_offset") and not given["is_mtp_layer"]:
-            groups = given["pg_collection"]
-            rank = None if groups is None else get_pg_rank(groups.pp)
-            number += get_transformer_layer_offset(given["config"], given["vp_stage"], rank)
-        with _drawn_for(f"layer {number}"):
-            stock(self, *args, **kwargs)
-
-    return init
-
-
-def draw_prediction(stock: Callable[..., None]) -> Callable[..., None]:
-    """Draw a layer of multi-token prediction, with the transformer layers in it, from a seed of its own.
-
-    Seam: ``MultiTokenPredictionLayer.__init__`` in ``megatron.core.transformer.multi_token_prediction``.
-    """
-    parameters = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(parameters, self, *args, **kwargs)
-        number = given["layer_number"] + get_mtp_layer_offset(given["config"], given["vp_stage"])
-        with _drawn_for(f"prediction {number}"):
-            stock(self, *args, **kwargs)
-
-    return init
-
-
-def _arguments(parameters: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    call = parameters.bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments
-
-
-@contextmanager
-def _drawn_for(part: str) -> Iterator[None]:
-    """Let the generators be those of ``part``, unless a part that contains it is being built."""
-    global _drawing
-    if _seed_for is None or _drawing not in (None, _MODEL):
-        yield
-        return
-    if _drawing is None and part != _MODEL:
-        raise SystemExit(
-            f"megatron_pp_ext: {FLAG} knows the parts of GPTModel and HybridModel, and this script builds "
-            "another model; leave it out, and start from a checkpoint instead"
-        )
-    before, _drawing = _drawing, part
+@around
+def _seeded(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _drawn
+    drawn: list[str] = []
+    _drawn = drawn
     try:
         with _generators_kept():
-            _seed_for(part)
-            yield
+            _seed("embedding" if kwargs.get("pre_process", True) else _REST)
+            chunk = build_chunk(*args, **kwargs)
     finally:
-        _drawing = before
+        _drawn = None
+    is_known = _KNOWN & {kind.__name__ for kind in type(chunk).__mro__}
+    if not is_known or len(drawn) < len(chunk.decoder.layers):
+        raise SystemExit(
+            f"megatron_pp_ext: {FLAG} knows the parts of GPTModel and HybridModel, and this script "
+            "builds another model; leave it out, and start from a checkpoint instead"
+        )
+    return chunk
+
+
+@around
+def draw_layer(stock: Callable[..., Any], spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draw a layer, with all that is in it, from the seed of its number in the model.
+
+    Seam: ``build_module`` in ``megatron.core.transformer.spec_utils``, which makes every layer.
+    """
+    global _drawn
+    if _drawn is None or "layer_number" not in kwargs:
+        return stock(spec_or_module, *args, **kwargs)
+    drawn, _drawn = _drawn, None
+    layer = _layer(**kwargs)
+    _seed(layer)
+    module = stock(spec_or_module, *args, **kwargs)
+    _seed(_REST)
+    drawn.append(layer)
+    _drawn = drawn
+    return module
+
+
+def _layer(layer_number: int, config: Any, vp_stage: int | None = None, **others: Any) -> str:
+    """Return the name of a layer, whose number counts from the rank's first or from the model's."""
+    if "mtp_layer_pattern" in others:
+        return f"prediction {layer_number + get_mtp_layer_offset(config, vp_stage)}"
+    if not {"add_layer_offset", "pp_layer_offset"} & others.keys():  # Hybrid models give the model's number.
+        groups = others.get("pg_collection")
+        rank = None if groups is None else get_pg_rank(groups.pp)
+        layer_number += get_transformer_layer_offset(config, vp_stage, rank)
+    return f"layer {layer_number}"
+
+
+def _seed(part: str) -> None:
+    if _seed_for is not None:
+        _seed_for(part)
 
 
 @contextmanager

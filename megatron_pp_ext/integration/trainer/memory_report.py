@@ -4,57 +4,51 @@ Stock assumes 1F1B or its interleaved schedule, and a first rank with an embeddi
 """
 
 import copy
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 
-def activations_as_scheduled(stock: Callable[..., float]) -> Callable[..., float]:
+@around
+def activations_as_scheduled(
+    stock: Callable[..., float], args: Namespace, num_microbatches: int | None, verbose: bool = False
+) -> float:
     """Count the microbatches that the schedule has in flight on its fullest rank; bytes.
 
     Seams: ``compute_activation_memory`` and ``compute_activation_memory_without_sp`` in
     ``megatron.training.theoretical_memory_usage``.
     """
-
-    @functools.wraps(stock)
-    def compute(args: Namespace, num_microbatches: int | None, verbose: bool = False) -> float:
-        pipeline = requested.pipeline()
-        if pipeline is None or pipeline.source is None or num_microbatches is None:
-            return stock(args, num_microbatches, verbose)
-        schedule = pipeline.source.build(num_microbatches, None)
-        in_flight = max(simulate(schedule, Costs.unit(schedule.placement)).peak_microbatches)
-        # Without chunks and a number of microbatches, stock counts as many microbatches as ranks.
-        unscheduled = copy.copy(args)
-        unscheduled.virtual_pipeline_model_parallel_size = None
-        as_1f1b = stock(unscheduled, None, verbose)
-        if verbose:
-            print(f"Number of in-flight microbatches under {pipeline.name}: {in_flight:g}")
-        return as_1f1b * in_flight / args.pipeline_model_parallel_size
-
-    return compute
+    pipeline = requested.pipeline()
+    if pipeline is None or pipeline.source is None or num_microbatches is None:
+        return stock(args, num_microbatches, verbose)
+    schedule = pipeline.source.build(num_microbatches, None)
+    in_flight = max(simulate(schedule, Costs.unit(schedule.placement)).peak_microbatches)
+    # Without chunks and a number of microbatches, stock counts as many microbatches as ranks.
+    unscheduled = copy.copy(args)
+    unscheduled.virtual_pipeline_model_parallel_size = None
+    as_1f1b = stock(unscheduled, None, verbose)
+    if verbose:
+        print(f"Number of in-flight microbatches under {pipeline.name}: {in_flight:g}")
+    return as_1f1b * in_flight / args.pipeline_model_parallel_size
 
 
-def weights_of_both_ends(stock: Callable[..., float]) -> Callable[..., float]:
+@around
+def weights_of_both_ends(stock: Callable[..., float], args: Namespace, verbose: bool = False) -> float:
     """Count the output layer where a V puts it: on the first rank, beside the embedding; bytes.
 
     Seam: ``compute_weight_and_optimizer_memory`` in ``megatron.training.theoretical_memory_usage``.
     """
-
-    @functools.wraps(stock)
-    def compute(args: Namespace, verbose: bool = False) -> float:
-        memory = stock(args, verbose)
-        pipeline = requested.pipeline()
-        if pipeline is None or not pipeline.has_both_ends_on_first_rank:
-            return memory
-        if verbose:
-            print(f"Under {pipeline.name} the most loaded shard has the output layer, too")
-        # A second matrix of the embedding's size, tied or not.
-        both = copy.copy(args)
-        both.padded_vocab_size *= 2
-        return stock(both, False)
-
-    return compute
+    memory = stock(args, verbose)
+    pipeline = requested.pipeline()
+    if pipeline is None or not pipeline.has_both_ends_on_first_rank:
+        return memory
+    if verbose:
+        print(f"Under {pipeline.name} the most loaded shard has the output layer, too")
+    # A second matrix of the embedding's size, tied or not.
+    both = copy.copy(args)
+    both.padded_vocab_size *= 2
+    return stock(both, False)

@@ -3,15 +3,13 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.layer_row import LayerRow
 from megatron_pp_ext.planner.layout.measured_layers import divided
 from megatron_pp_ext.planner.layout.model_row import ModelRow
-from megatron_pp_ext.planner.layout.rows import Found, shortest
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_state import padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.planner.layout.rows import Shortest, shortest
+from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -21,7 +19,7 @@ _WORTH = 0.01
 
 def advised(
     args: Namespace, data: int, costs: Costs, schedule: Schedule, name: str, free: float = 0.0
-) -> tuple[str, Found] | None:
+) -> tuple[str, Shortest] | None:
     """Return a layout that is shorter than that of ``args`` by a hundredth at least, or None.
 
     ``costs`` are those of the stages of ``schedule``, which is called ``name``, and ``data`` is the
@@ -34,7 +32,7 @@ def advised(
     if layers.pattern(args) or layers.predicting_stage(args, stages) not in (None, stages - 1):
         return None
     known = tuple(layers.by_stage(args, stages))
-    model = pieces(args, LayerCosts(args), padded_vocabulary(args))
+    model = model_parts(args)
     described = ModelRow(args, model, data, schedule, name)
 
     def with_prediction(cut: Sequence[int]) -> Cut:
@@ -47,8 +45,16 @@ def advised(
     for end, beside in ((0, front), (-1, back)):
         least[end] = max(least[end], int(not all(beside)))
     fewest = tuple(map(min, least, known))
-    row = LayerRow(seconds, front, back, costs, fewest, lambda cut: described.totals(with_prediction(cut)))
-    found = shortest(schedule, row, known, described.capacity(with_prediction(known), free))
-    if found.gain < _WORTH:
+    row = LayerRow(
+        seconds,
+        front,
+        back,
+        costs,
+        schedule.placement,
+        fewest,
+        lambda cut: described.totals(with_prediction(cut)),
+    )
+    best = shortest(schedule, row, known, described.capacity(with_prediction(known), free))
+    if best.gain < _WORTH:
         return None
-    return described.stages.spelled(with_prediction(found.cut)), found
+    return described.stages.spelled(with_prediction(best.cut)), best

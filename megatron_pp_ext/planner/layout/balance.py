@@ -1,14 +1,11 @@
-"""Cuts whose stages, or whose ranks, take equally long, as far as whole items allow."""
+"""Cuts whose stages have equally many items, or take equally long, as far as whole items allow."""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-import numpy as np
-
-from megatron_pp_ext.planner.layout.cut import Cut, Moves, Seconds, moved, times, work_of_ranks
-from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.planner.layout.cut import Cut, Seconds, times
 
 _ROUNDING = 1e-9
 """The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
@@ -69,21 +66,21 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
         while start > before[stage] and took(stage, start - 1, end) <= most:
             start -= 1
         starts[stage] = end = start
-    found: _Choices = []
+    choices: _Choices = []
     reached = 0
     for stage, few in enumerate(least):
         behind = before[-1] - before[stage + 1]
-        found.append([])
+        choices.append([])
         furthest = 0
         for first in range(starts[stage], min(items - behind - few, reached) + 1):
             for end in range(first + few, items - behind + 1):
                 own = took(stage, first, end)
                 if own > most:
                     break
-                found[-1].append((first, end, own))
+                choices[-1].append((first, end, own))
                 furthest = max(furthest, end)
         reached = furthest
-    return found
+    return choices
 
 
 def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) -> tuple[float, Cut]:
@@ -103,19 +100,3 @@ def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) 
         counts.append(end - first)
         end = first
     return ways[-1][items][0], tuple(reversed(counts))
-
-
-def levelled(placement: Placement, cut: Cut, seconds: Seconds, least: Sequence[int]) -> Cut:
-    """Return ``cut`` with items moved until no move evens out the ranks' seconds of a microbatch.
-
-    A rank with several stages makes up for a long one by short others, as the first rank of a V does, which
-    has both ends of the model.
-    """
-    work, moves = work_of_ranks(placement), Moves(seconds, least)
-    while True:
-        loads = np.einsum("psk,sk->p", work, times(cut, seconds))
-        after = ((loads[:, None, None] + moves.changes(work, cut)) ** 2).sum(axis=0)
-        source, target = divmod(int(after.argmin()), len(cut))
-        if after[source, target] >= (loads**2).sum() * (1 - _ROUNDING):
-            return cut
-        cut = moved(cut, source, target)

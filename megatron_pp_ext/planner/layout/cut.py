@@ -69,9 +69,9 @@ class Moves:
 
     def impossible(self, cut: Cut) -> Array:
         """Return which moves are none: source x target, out of a stage with its least items or nowhere."""
-        found = np.eye(len(cut), dtype=bool)
-        found[np.array(cut) <= self._least] = True
-        return found
+        none = np.eye(len(cut), dtype=bool)
+        none[np.array(cut) <= self._least] = True
+        return none
 
     def changes(self, work: Array, cut: Cut) -> Array:
         """Return by how many seconds each sum of work changes with each move: sums x source x target.
@@ -84,9 +84,9 @@ class Moves:
             given[:, :, None] + taken[:, None, :] for given, taken in (by_stage[:2], by_stage[2:])
         )
         source, target = np.indices((len(cut), len(cut)))
-        found = np.where(source < target, onwards, backwards)
-        found[:, self.impossible(cut)] = np.inf
-        return found
+        changes = np.where(source < target, onwards, backwards)
+        changes[:, self.impossible(cut)] = np.inf
+        return changes
 
     def by_stage(self, work: Array, cut: Cut) -> Moved:
         """Return the parts of the changes of each sum of ``work``."""

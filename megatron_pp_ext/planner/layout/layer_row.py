@@ -6,6 +6,7 @@ from math import fsum
 
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import Placement
 
 type Seconds = tuple[float, float, float]
 """The seconds of F, I and W."""
@@ -20,7 +21,7 @@ def seconds_of(costs: StageCosts) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """Layers whose seconds add up, for as many stages as ``least``, the fewest layers of each, has numbers.
+    """Layers whose seconds add up, for stages that have the fewest layers in ``least``.
 
     ``front`` and ``back`` are what the first and the last stage take beside their layers.  ``like`` has the
     times of messages.  ``totals`` returns the bytes that every rank needs under a cut.
@@ -30,6 +31,7 @@ class LayerRow:
     front: Seconds
     back: Seconds
     like: Costs
+    placement: Placement
     least: Cut
     totals: Callable[[Cut], Sequence[float]]
 
@@ -42,7 +44,7 @@ class LayerRow:
         """Return the seconds of F, I and W of ``stage`` if it has the layers first, ..., end - 1."""
         parts = [*self.layers[first:end]]
         parts += [self.front] if stage == 0 else []
-        parts += [self.back] if stage == len(self.least) - 1 else []
+        parts += [self.back] if stage == self.placement.stages - 1 else []
         forward, input_gradient, weight_gradient = map(fsum, zip(NOTHING, *parts, strict=True))
         return forward, input_gradient, weight_gradient
 

@@ -4,13 +4,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.planner import system
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.programs import Program
-from megatron_pp_ext.planner.step.stage_parts import Pieces
+from megatron_pp_ext.planner.step.model_description import changed
+from megatron_pp_ext.planner.step.model_parts import ModelParts
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -23,13 +24,14 @@ _MACHINE = "h100"
 class ModelRow:
     """The layers of ``args``'s model, whose parts are ``model``, for a schedule that is called ``name``."""
 
-    def __init__(self, args: Namespace, model: Pieces, data: int, schedule: Schedule, name: str) -> None:
+    def __init__(self, args: Namespace, model: ModelParts, data: int, schedule: Schedule, name: str) -> None:
         self._args, self._model, self._data = args, model, data
-        self._order, self._name = Program(schedule), name
+        self._order, self._name = Prepared(schedule), name
         shares_vocabulary = schedule.placement.shares_vocabulary
         counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
         self.stages = ModelStages(args, counted, schedule.placement)
-        self.items, self.least, self.seconds = self.stages.items, self.stages.least, self.stages.seconds
+        self.placement, self.items = self.stages.placement, self.stages.items
+        self.least, self.seconds = self.stages.least, self.stages.seconds
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``."""
@@ -38,7 +40,7 @@ class ModelRow:
     def totals(self, cut: Cut) -> Sequence[float]:
         """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
         if not self.stages.can_be(cut):
-            return [float("inf")] * self.stages.placement.ranks
+            return [float("inf")] * self.placement.ranks
         return [rank.total for rank in self._memory(cut)]
 
     def capacity(self, cut: Cut, free: float) -> float:
@@ -56,14 +58,13 @@ class ModelRow:
         return memory(self._work(cut), self._order, self._name, microbatches)
 
     def _work(self, cut: Cut) -> Workload:
-        layout = {"pipeline_model_parallel_layout": self.stages.spelled(cut)}
-        args = Namespace(**{**vars(self._args), **layout})
+        args = changed(self._args, pipeline_model_parallel_layout=self.stages.spelled(cut))
         is_split = self._order.timer.schedule.splits_backward
-        return work_of(args, self._model, self._data, self.stages.placement, is_split)
+        return work_of(args, self._model, self._data, self.placement, is_split)
 
 
 def work_of(
-    args: Namespace, model: Pieces, data: int, placement: Placement, is_split: bool = True
+    args: Namespace, model: ModelParts, data: int, placement: Placement, is_split: bool = True
 ) -> Workload:
     """Return the workload of ``args``'s model in the stages that ``args`` describe."""
     return Workload(args, system.read(_MACHINE), placement, data, model=model, is_split=is_split)

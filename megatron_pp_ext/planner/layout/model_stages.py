@@ -3,11 +3,11 @@
 from argparse import Namespace
 from functools import cached_property
 
-from megatron_pp_ext.planner.layout.balance import balanced, levelled
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.refusals import stages_for_prediction
+from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Seconds, StageSeconds
-from megatron_pp_ext.request import layers
-from megatron_pp_ext.request.refusals import stages_for_prediction
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -43,13 +43,9 @@ class ModelStages:
     @cached_property
     def start(self) -> Cut:
         """The cut whose stages and ranks take equally long, as far as whole layers allow."""
-        cut = self._balanced(self.least)
+        cut = levelled(self, self.least)
         # Where prediction cannot be trained there, it stays with the loss.
-        return cut if self.can_be(cut) else self._balanced((*self.least[:-1], max(1, self.least[-1])))
-
-    def _balanced(self, least: Cut) -> Cut:
-        cut = balanced(self.items, self.seconds, least)
-        return levelled(self.placement, cut, self.seconds, least)
+        return cut if self.can_be(cut) else levelled(self, (*self.least[:-1], max(1, self.least[-1])))
 
     def can_be(self, cut: Cut) -> bool:
         """Whether multi-token prediction, the last item, is in a stage where Megatron can train it."""

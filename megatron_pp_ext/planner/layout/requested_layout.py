@@ -7,17 +7,16 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_pp_ext.job import layers, pipeline
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_state import padded_vocabulary
-from megatron_pp_ext.planner.step.stage_parts import pieces
-from megatron_pp_ext.request import layers, pipeline
-from megatron_pp_ext.request.vocabulary_source import requested_source
+from megatron_pp_ext.planner.step.model_description import changed
+from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
@@ -36,15 +35,15 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
     what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
-    there is nothing to choose, and for what ``request.pipeline.read`` refuses.
+    there is nothing to choose, and for what ``job.pipeline.read`` refuses.
     """
     _require_choice(args)
     ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
     args.num_virtual_stages_per_pipeline_rank = None
-    described = Namespace(**{**vars(args), "pipeline_model_parallel_layout": None})
+    described = changed(args, pipeline_model_parallel_layout=None)
     described.vocab_size = args.vocab_size or vocabulary
-    model = pieces(described, LayerCosts(described), padded_vocabulary(described))
+    model = model_parts(described)
     cuts = ModelStages(described, StageSeconds(described, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
@@ -56,7 +55,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
         if args.pipeline_costs is not None:
             return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
         where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
-        even_stages = Namespace(**{**vars(described), "pipeline_model_parallel_layout": cuts.spelled(known)})
+        even_stages = changed(described, pipeline_model_parallel_layout=cuts.spelled(known))
         return without_messages(work_of(even_stages, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
@@ -64,11 +63,11 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     if args.pipeline_costs is not None:
         costs = costs_file.read(args.pipeline_costs)
         rows = tuple(map(seconds_of, costs.stages))
-        row = LayerRow(rows, NOTHING, NOTHING, costs, (1,) * placement.stages, row.totals)
-    found = shortest(schedule, row, known)
-    args.pipeline_model_parallel_layout = cuts.spelled(found.cut)
+        row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
+    best = shortest(schedule, row, known)
+    args.pipeline_model_parallel_layout = cuts.spelled(best.cut)
     return (
-        f"layout {args.pipeline_model_parallel_layout}, by prediction {found.gain:.1%} shorter than stages "
+        f"layout {args.pipeline_model_parallel_layout}, by prediction {best.gain:.1%} shorter than stages "
         "of as many layers each"
     )
 
@@ -108,10 +107,10 @@ def _require_choice(args: Namespace) -> None:
             f"{_FLAG} with --pipeline-costs cannot tell the costs of --mtp-num-layers from those of the last "
             "layer; leave --pipeline-costs out"
         )
-    found = len(costs_file.read(args.pipeline_costs).stages)
-    if found != count:
+    objects = len(costs_file.read(args.pipeline_costs).stages)
+    if objects != count:
         raise ValueError(
-            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {found} objects in "
+            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {objects} objects in "
             f"'stages' for --num-layers {count}; give one a layer, the ends with embedding and loss"
         )
 

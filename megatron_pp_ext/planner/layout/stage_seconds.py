@@ -3,8 +3,10 @@
 from argparse import Namespace
 from dataclasses import replace
 
-from megatron_pp_ext.planner.step.stage_parts import Pieces, stage_parts
-from megatron_pp_ext.request import layers
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.planner.step.model_description import changed
+from megatron_pp_ext.planner.step.model_parts import ModelParts
+from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
 FIRST, MIDDLE, LAST = range(3)
 """Where a stage is: it has the embedding, only layers, or the output layer and the loss."""
@@ -21,7 +23,7 @@ class StageSeconds:
     """
 
     def __init__(
-        self, args: Namespace, model: Pieces, shares_vocabulary: bool = False, is_split: bool = True
+        self, args: Namespace, model: ModelParts, shares_vocabulary: bool = False, is_split: bool = True
     ) -> None:
         self._args, self.model = args, model
         self._shares_vocabulary, self._is_split = shares_vocabulary, is_split
@@ -51,7 +53,7 @@ class StageSeconds:
         if self.prediction:
             stages = ["E", "", "L"]
             stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
-            args = Namespace(**{**vars(args), "pipeline_model_parallel_layout": "|".join(stages)})
+            args = changed(args, pipeline_model_parallel_layout="|".join(stages))
         parts = stage_parts(args, replace(self.model, layers=row), counts, self._shares_vocabulary)
         costs = parts[role].costs(self._is_split)
         return costs.forward, costs.input_gradient, costs.weight_gradient

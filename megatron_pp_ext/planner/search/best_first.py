@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from math import inf
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.search import collector
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
@@ -22,7 +23,6 @@ from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -141,8 +141,8 @@ class Search:
                 break
             candidate = one.candidate
             room = self._room(one.bound, candidate)
-            if one.least <= room and (found := self._replayed(candidate, room)):
-                self._offer(found)
+            if one.least <= room and (evaluated := self._replayed(candidate, room)):
+                self._offer(evaluated)
         progress("replaying", len(bounded), len(bounded))
 
     def _room(self, bound: float, candidate: Candidate | None = None) -> float:
@@ -162,19 +162,19 @@ class Search:
         levels += [level for level, one in self._shortest.items() if bound < one.estimate.step_seconds]
         return max(levels, default=0.0) * self._limit
 
-    def _offer(self, found: Evaluated) -> None:
-        """Add ``found`` to the best and to the frontier where it belongs there."""
-        sizes = found.candidate.apart_from_schedule
-        alike = sorted([*self._alike.get(sizes, []), found], key=_step)
+    def _offer(self, evaluated: Evaluated) -> None:
+        """Add ``evaluated`` to the best and to the frontier where it belongs there."""
+        sizes = evaluated.candidate.apart_from_schedule
+        alike = sorted([*self._alike.get(sizes, []), evaluated], key=_step)
         self._alike[sizes] = [one for one in alike if _step(one) <= _step(alike[0]) * (1 + ALIKE)]
         ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
         self.result.best = [first for first, *_ in ranked]
         self.result.alike = {first.candidate: others for first, *others in ranked}
         for level in LEVELS:
             other = self._shortest.get(level)
-            is_shorter = other is None or _step(found) < _step(other)
-            if is_shorter and found.estimate.fullest.total <= level * self._limit:
-                self._shortest[level] = found
+            is_shorter = other is None or _step(evaluated) < _step(other)
+            if is_shorter and evaluated.estimate.fullest.total <= level * self._limit:
+                self._shortest[level] = evaluated
 
     def _compile(self, progress: Progress) -> None:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
@@ -188,12 +188,12 @@ class Search:
             self._shortest.clear()
         for number, cut in enumerate(chosen):
             progress("compiling", number, len(chosen))
-            found = compiler.compiled(cut)
-            if isinstance(found, str):
-                infeasible = found
+            evaluated = compiler.compiled(cut)
+            if isinstance(evaluated, str):
+                infeasible = evaluated
             else:
                 self.result.replayed += 1
-                self._offer(found)
+                self._offer(evaluated)
         if has_some and not self.result.best:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
 
@@ -254,13 +254,13 @@ class Search:
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""
-        found = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
-        if isinstance(found, RankMemory):
-            if found.total > self._limit and len(self.result.too_large) < 3:
-                self.result.too_large.append((candidate, found))
+        evaluated = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
+        if isinstance(evaluated, RankMemory):
+            if evaluated.total > self._limit and len(self.result.too_large) < 3:
+                self.result.too_large.append((candidate, evaluated))
             return None
         self.result.replayed += 1
-        return found
+        return evaluated
 
     def _nothing_fits(self) -> str:
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]

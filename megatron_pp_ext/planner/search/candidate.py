@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
-from megatron_pp_ext.planner.step.flag_words import spelled
-from megatron_pp_ext.planner.step.model_description import flag
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.planner.step.model_description import changed, flag
 from megatron_pp_ext.planner.step.programs import placement_of
-from megatron_pp_ext.request import memory_limit
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, v
@@ -41,7 +41,7 @@ class Candidate:
 
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them.  ``limit`` is the
-    memory limit of ``flex``, for all ranks or for each (``request.memory_limit``).  ``is_paired`` says
+    memory limit of ``flex``, for all ranks or for each (``job.memory_limit``).  ``is_paired`` says
     whether forwards and backwards run in pairs, by a flag that the user gives.
     """
 
@@ -99,7 +99,7 @@ class Candidate:
 
     def described(self, args: Namespace) -> Namespace:
         """Return ``args`` with everything set as this candidate sets it."""
-        return Namespace(**{**vars(args), **self._values()})
+        return changed(args, **self._values())
 
     def flags(self) -> list[str]:
         """Return the words of a command line that set the same."""

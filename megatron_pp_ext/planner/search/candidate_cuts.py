@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from megatron_pp_ext.costs.state import model_state
+from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
-from megatron_pp_ext.planner.layout.fit import fitted
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.shorten import shorten
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory, memory_beside
-from megatron_pp_ext.planner.step.model_state import model_state
 from megatron_pp_ext.planner.step.workload import Workload, stages_of_ranks
 from megatron_pp_ext.schedule.timing import CriticalPath
 
@@ -77,12 +76,11 @@ class CandidateCuts:
 
     def fitted(self) -> Cut | None:
         """Return the cut that is tried first: even, but for what keeps it within the memory."""
-        stages = self.stages
-        return fitted(stages.start, stages.placement, stages.seconds, self._totals, self.limit, stages.least)
+        return climb.fitted(self.stages, self.stages.start, self._totals, self.limit)
 
     def shortened(self, cut: Cut) -> Cut:
         """Return the cut whose pipeline is shortest among those that moves lead to from ``cut``."""
-        timer, stages = order_of(self.candidate).timer, self.stages
+        timer = order_of(self.candidate).timer
 
         def replay(cut: Cut) -> CriticalPath:
             return timer.critical_path(self.work(cut).costs)
@@ -90,8 +88,7 @@ class CandidateCuts:
         def fits(cut: Cut) -> bool:
             return max(self._totals(cut)) <= self.limit
 
-        microbatches = self.candidate.microbatches
-        return shorten(cut, stages.placement, microbatches, stages.seconds, replay, fits, stages.least).cut
+        return climb.shortened(self.stages, cut, self.candidate.microbatches, replay, fits).cut
 
     def _totals(self, cut: Cut) -> list[float]:
         """Return the bytes of each rank under ``cut``; infinite where Megatron cannot build it."""

@@ -6,16 +6,16 @@ from operator import le
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
-from megatron_pp_ext.planner.search.array_program import ArrayProgram
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request import memory_limit
-from megatron_pp_ext.request.pipeline import named
-from megatron_pp_ext.request.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
@@ -28,13 +28,13 @@ _CHUNKS = 2
 
 def to_compile(best: Sequence[Evaluated], space: Space, workloads: Workloads) -> list[Candidate]:
     """Return the best candidates whose layers fill two chunks a rank, to be run under ``flex``."""
-    found = dict.fromkeys(
+    candidates = dict.fromkeys(
         replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None)
         for one in best
         if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
         if space.fills(one.candidate.pipeline, _CHUNKS)
     )
-    chosen = list(found)[:COMPILED]
+    chosen = list(candidates)[:COMPILED]
     return [_laid_out(cut, best, workloads) for cut in chosen] if space.is_uneven else chosen
 
 
@@ -71,10 +71,10 @@ class Compiler:
             limits = self._limits(cut, left, whole)
         except ValueError as error:  # numbers for another pipeline
             return str(error)
-        found = [self._within(cut, limit, whole) for limit in limits]
-        fitting = [one for one in found if not isinstance(one, str)]
+        tried = [self._within(cut, limit, whole) for limit in limits]
+        fitting = [one for one in tried if not isinstance(one, str)]
         # Steps that differ by rounding alone count as equal, and then one number for all ranks wins.
-        return min(fitting, key=lambda one: round(one.estimate.step_seconds, 9)) if fitting else found[0]
+        return min(fitting, key=lambda one: round(one.estimate.step_seconds, 9)) if fitting else tried[0]
 
     def _limits(self, cut: Candidate, left: tuple[float, ...], whole: Costs) -> list[Limit]:
         """Return the limits to compile ``cut`` with, where the ranks have so many bytes ``left``.
@@ -99,12 +99,12 @@ class Compiler:
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
-        found = estimate(work, ArrayProgram(schedule), FLEX, cut.microbatches, self._margin)
-        if found.fullest.total > self._limit:
-            needed = found.fullest.total / 1e9
+        estimated = estimate(work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin)
+        if estimated.fullest.total > self._limit:
+            needed = estimated.fullest.total / 1e9
             given = memory_limit.spelled(limit)
             return f"within --pipeline-memory-limit {given} it needs {needed:.1f} GB: lower it"
-        return Evaluated(replace(cut, limit=limit), found)
+        return Evaluated(replace(cut, limit=limit), estimated)
 
     def _left(self, work: Workload) -> tuple[float, ...]:
         """Return the whole bytes that each rank has left for activations and messages."""

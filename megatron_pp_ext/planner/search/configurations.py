@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_pp_ext.job import pairs, vocabulary_flag
+from megatron_pp_ext.job.layers import spread
+from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.request import pairs, vocabulary_flag
-from megatron_pp_ext.request.layers import spread
-from megatron_pp_ext.request.sizes import require_divisible
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 
@@ -72,17 +72,17 @@ class Space:
             given = (args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
             return [Recompute(f"recompute-{args.recompute_granularity}", *given)]
         is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
-        found = [Recompute("none")]
+        ways = [Recompute("none")]
         if is_unfused:
-            found.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+            ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         if cut.is_paired:
-            return found
+            return ways
         if not args.num_experts and not args.add_bias_linear:  # see request.stock_limits
-            found.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
+            ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(args) // (cut.pipeline * chunks) // 2
         if half:
-            found.append(Recompute("recompute-half", "full", "block", half))
-        return [*found, Recompute("recompute-full", "full", "uniform", 1)]
+            ways.append(Recompute("recompute-half", "full", "block", half))
+        return [*ways, Recompute("recompute-full", "full", "uniform", 1)]
 
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
@@ -104,8 +104,8 @@ class Space:
         """
         layers = spread(self.args)
         longest = range(1, -(-layers // ranks) + 1)
-        found = sorted({-(-layers // (ranks * each)) for each in longest})
-        return [chunks for chunks in found if self.fills(ranks, chunks)]
+        longest_stages = sorted({-(-layers // (ranks * each)) for each in longest})
+        return [chunks for chunks in longest_stages if self.fills(ranks, chunks)]
 
     def fills(self, ranks: int, chunks: int) -> bool:
         """Whether the model's layers fill the stages of so many ranks."""

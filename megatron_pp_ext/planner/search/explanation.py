@@ -23,10 +23,10 @@ def why(best: Evaluated, other: Evaluated) -> str:
 
 def _seconds(one: Evaluated) -> list[tuple[str, float]]:
     """Return the parts of a step: an average rank's work and idling, and what follows the pipeline."""
-    found = one.estimate
-    idle = found.bubble * found.pipeline_seconds
+    estimate = one.estimate
+    idle = estimate.bubble * estimate.pipeline_seconds
     return [
-        ("work", found.pipeline_seconds - idle),
+        ("work", estimate.pipeline_seconds - idle),
         ("bubble", idle),
-        ("reductions and update", found.other_seconds),
+        ("reductions and update", estimate.other_seconds),
     ]

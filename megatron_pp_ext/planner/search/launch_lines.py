@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.planner.search.candidate import Candidate, strip
-from megatron_pp_ext.planner.step.flag_words import by_name
 
 BATCH_SCRIPT = str(Path(__file__).parents[3] / "scripts/slurm_one_task_per_node.sbatch")
 """The project's own batch script, so that jobs can be submitted from any folder; a wheel comes without it."""

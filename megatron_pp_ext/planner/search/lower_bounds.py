@@ -16,11 +16,11 @@ from itertools import accumulate
 from statistics import fmean
 
 from megatron_pp_ext.compiler.limits import least_messages
-from megatron_pp_ext.planner.search.array_program import short_program
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import ModelState, model_state
 from megatron_pp_ext.planner.search.model_sums import LeastSeconds, ModelSums
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import ModelState, model_state
+from megatron_pp_ext.planner.step.programs import short_program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
@@ -157,12 +157,12 @@ def least_memory(work: Workload, microbatches: int, margin: float) -> RankMemory
     """Return what the fullest rank needs in any order."""
     ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
     shared = work.vocabulary.activation if work.vocabulary else 0.0
-    found = []
+    ranks_memory = []
     for rank in {*ranks.values(), work.head_rank}:
         activations = work.by_rank[rank].after_forward + shared
         messages = least_messages(work.placement, rank, microbatches)
-        found.append(rank_memory(work, rank, activations, messages, margin))
-    return max(found, key=lambda one: one.total)
+        ranks_memory.append(rank_memory(work, rank, activations, messages, margin))
+    return max(ranks_memory, key=lambda one: one.total)
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:

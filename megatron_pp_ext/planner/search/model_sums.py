@@ -10,10 +10,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_pp_ext.planner.step.action_arrays import Array
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.stage_parts import Pieces, end_parts, kept_input, prediction_parts
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.planner.step.model_parts import ModelParts
+from megatron_pp_ext.planner.step.stage_parts import end_parts, kept_input, prediction_parts
 
 
 class LeastSeconds(NamedTuple):
@@ -34,7 +35,7 @@ class LeastSeconds(NamedTuple):
 class ModelSums:
     """Sums over ``model``, of which all that follows from the cut of its layers is left out."""
 
-    def __init__(self, model: Pieces) -> None:
+    def __init__(self, model: ModelParts) -> None:
         self.model = model
         kinds = {id(layer): layer for layer in model.layers}
         self._kinds = tuple(kinds.values())
@@ -109,7 +110,7 @@ class ModelSums:
         by_kind = (self._before[:, starts + again] - self._before[:, starts]).sum(axis=1)
         return self._sum(by_kind, int(again.sum()), kept)
 
-    def _sum(self, again: Array, groups: int, kept: float) -> Part:
+    def _sum(self, again: NDArray[np.float64], groups: int, kept: float) -> Part:
         """Return the sum of all layers, of which so many of each kind are computed ``again``.
 
         They are in ``groups``, each of which keeps ``kept`` bytes.
@@ -128,7 +129,7 @@ def _seconds(part: Part) -> float:
     return part.forward_seconds + part.backward_seconds - part.hidden_in_whole
 
 
-def _shortest_run(seconds: Array, count: int) -> float:
+def _shortest_run(seconds: NDArray[np.float64], count: int) -> float:
     """Return the least sum of ``count`` neighbours."""
     before = np.concatenate([[0.0], seconds.cumsum()])
     return float((before[count:] - before[: len(before) - count]).min())

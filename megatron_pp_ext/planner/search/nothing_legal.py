@@ -53,8 +53,8 @@ def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
 
 
 def _value(one: Candidate, name: str) -> int:
-    found = getattr(one, _FIELDS[name])
-    return one.tensor if found is None else int(found)
+    value = getattr(one, _FIELDS[name])
+    return one.tensor if value is None else int(value)
 
 
 def _listed(values: list[int]) -> str:

@@ -69,9 +69,9 @@ class Replays:
         if start and timed.least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
             other = self._cut(cuts, cuts.shortened(start))
             if other.pace.step_seconds < timed.pace.step_seconds:
-                found = self._estimated(other, limit, room)
-                if isinstance(found, Evaluated):
-                    return found
+                evaluated = self._estimated(other, limit, room)
+                if isinstance(evaluated, Evaluated):
+                    return evaluated
         return self._estimated(timed, limit, room)
 
     def _cut(self, cuts: CandidateCuts, cut: Cut) -> _Timed:
@@ -92,5 +92,5 @@ class Replays:
         if timed.least.total > room(timed.pace.step_seconds):
             return None
         sizes = candidate.schedule, candidate.microbatches, self.margin
-        found = estimate(timed.work, order_of(candidate), *sizes, timed.pace)
-        return Evaluated(candidate, found) if found.fullest.total <= limit else found.fullest
+        estimated = estimate(timed.work, order_of(candidate), *sizes, timed.pace)
+        return Evaluated(candidate, estimated) if estimated.fullest.total <= limit else estimated.fullest

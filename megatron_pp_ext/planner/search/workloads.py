@@ -4,16 +4,15 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.search.array_program import ArrayProgram, array_program, short_program
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
-from megatron_pp_ext.planner.step.programs import splits_backward
+from megatron_pp_ext.planner.step.programs import Prepared, short_program, splits_backward, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
-from megatron_pp_ext.planner.system import System
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -84,9 +83,9 @@ def _is_split(candidate: Candidate) -> bool:
     return candidate.schedule == FLEX or splits_backward(candidate.schedule)
 
 
-def order_of(candidate: Candidate, most: int | None = None) -> ArrayProgram:
+def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
-    made = array_program if most is None else short_program
+    made = whole_program if most is None else short_program
     return made(candidate.schedule, *sizes)

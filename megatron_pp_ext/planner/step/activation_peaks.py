@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pp_ext.planner.step.action_arrays import ActionArrays, F, I, S, T, W
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.schedule.columns import as_list
+from megatron_pp_ext.schedule.program import F, I, Program, S, T, W
 
 
 class InFlight:
@@ -22,9 +22,9 @@ class InFlight:
     microbatches between S and T.
     """
 
-    def __init__(self, placement: Placement, actions: ActionArrays) -> None:
-        self._placement = placement
-        self._moments = [_moments(placement, actions, rank) for rank in range(placement.ranks)]
+    def __init__(self, program: Program) -> None:
+        self._placement = program.placement
+        self._moments = [_moments(program, rank) for rank in range(len(program.orders))]
 
     def peaks(self, parts: Sequence[Part], from_s_to_t: float = 0.0) -> tuple[float, ...]:
         """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``.
@@ -52,18 +52,18 @@ class InFlight:
         return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
 
 
-def _moments(placement: Placement, actions: ActionArrays, rank: int) -> Any:
+def _moments(program: Program, rank: int) -> Any:
     """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
-    chunks, own = placement.chunks, actions.of_rank(rank)
+    placement, own = program.placement, slice(program.bounds[rank], program.bounds[rank + 1])
+    chunks = placement.chunks
     now = [0] * (4 * chunks + 1)
     seen: set[tuple[int, ...]] = {tuple(now)}
-    chunk_of = actions.stage[own] // placement.ranks
-    for chunk, kind in zip(chunk_of.tolist(), actions.kind[own].tolist(), strict=True):
+    for stage, kind in zip(as_list(program.stage[own]), as_list(program.kind[own]), strict=True):
         if kind in (S, T):
             now[-1] += 1 if kind == S else -1
             seen.add(tuple(now))
             continue
-        at = 4 * chunk
+        at = 4 * (stage // placement.ranks)
         if kind == F:
             now[at] += 1
             seen.add(tuple(now))

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from megatron_pp_ext.planner.system import System
+from megatron_pp_ext.costs.system import System
 
 DENSE, FP8, EXPERTS, SMALL, A100 = (
     "dense",

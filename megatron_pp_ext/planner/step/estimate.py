@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
+from megatron_pp_ext.costs.state import ModelState
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job import replicas, updates
+from megatron_pp_ext.job.csv_schedule import require_microbatches
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
-from megatron_pp_ext.planner.step.model_state import ModelState
-from megatron_pp_ext.planner.step.programs import Prepared, Program, program
+from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.planner.system import System
-from megatron_pp_ext.request import replicas, updates
-from megatron_pp_ext.request.csv_schedule import require_microbatches
-from megatron_pp_ext.request.pipeline import Request
-from megatron_pp_ext.request.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Placement
@@ -187,16 +187,16 @@ def estimate(
 
     ``paced`` is what ``pace`` returned for the same, where that is known.
     """
-    found = paced or pace(work, order, name, microbatches)
+    taken = paced or pace(work, order, name, microbatches)
     args = work.args
     gpus = work.gpus
     dtype = ("fp8" if args.fp8 else "bf16") if args.bf16 or args.fp16 else "fp32"
     tokens = args.seq_length * args.micro_batch_size * work.data * microbatches
-    seconds = found.step_seconds
+    seconds = taken.step_seconds
     return Estimate(
         step_seconds=seconds,
-        pipeline_seconds=found.pipeline_seconds,
-        bubble=found.bubble,
+        pipeline_seconds=taken.pipeline_seconds,
+        bubble=taken.bubble,
         utilisation=work.operations(microbatches) / (seconds * gpus * work.system.peak(dtype)),
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
@@ -226,21 +226,21 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
     if name == FLEX or request.vocabulary is not None:
         source = requested_source(request, costs_of)
         schedule = source.build(microbatches, None)
-        found = estimate(work_on(schedule.placement), Program(schedule), name, microbatches, margin)
-        return replace(found, note=source.note)
+        estimated = estimate(work_on(schedule.placement), Prepared(schedule), name, microbatches, margin)
+        return replace(estimated, note=source.note)
     placement = request.placement
     if request.from_file is not None:
         require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)
-        order = Program(request.from_file)
+        order = Prepared(request.from_file)
     else:
         order = program(name, request.ranks, microbatches, placement.chunks, is_paired=request.is_paired)
     work = work_on(placement)
-    found = estimate(work, order, name, microbatches, margin)
+    estimated = estimate(work, order, name, microbatches, margin)
     if request.updates is not None:
         stage, least = Unflushed(work, request.updates).busiest
-        each = found.step_seconds / microbatches
-        return replace(found, note=_LONG_RUN.format(each, stage, least / microbatches))
-    return replace(found, note=_UNPROVED.format(work.costs.pair)) if request.is_paired else found
+        each = estimated.step_seconds / microbatches
+        return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
+    return replace(estimated, note=_UNPROVED.format(work.costs.pair)) if request.is_paired else estimated
 
 
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:

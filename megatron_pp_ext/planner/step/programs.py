@@ -1,67 +1,37 @@
 """Schedules prepared for the estimates of time and memory; each is built once."""
 
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from typing import Protocol
+from functools import cached_property, lru_cache, partial
 
-from megatron_pp_ext.planner.step.action_arrays import action_arrays
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.names import FLUSH_FREE, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
-from megatron_pp_ext.schedule.simulate import peak_messages
-from megatron_pp_ext.schedule.timing import CriticalPath, ScheduleTimer, Span
+from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
 
 
-class Timer(Protocol):
-    """What times a schedule with the costs of its stages."""
+class Prepared:
+    """A schedule with all that an estimate derives from it, of which each is made once.
 
-    def spans(self, costs: Costs) -> tuple[Span, ...]:
-        """Return every rank's span."""
+    With ``is_repeated`` compiled loops make it, for a search.  Raises InvalidSchedule when the ranks wait for
+    each other.
+    """
 
-    def critical_path(self, costs: Costs) -> CriticalPath:
-        """Return the critical path."""
-
-
-class Prepared(Protocol):
-    """A schedule with all that an estimate derives from it: its timer, and what its ranks keep."""
-
-    @property
-    def timer(self) -> Timer:
-        """The schedule's timer."""
-
-    @property
-    def in_flight(self) -> InFlight:
-        """The activations in flight."""
-
-    @property
-    def peak_messages(self) -> tuple[int, ...]:
-        """The most message buffers that each rank holds at one time."""
-
-
-class Program:
-    """A schedule that is prepared for few estimates; ``search.array_program`` prepares them for many."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, is_repeated: bool = False) -> None:
+        self.timer = ScheduleTimer(schedule, is_repeated)
 
     @cached_property
     def in_flight(self) -> InFlight:
         """The activations in flight."""
-        return InFlight(self._schedule.placement, action_arrays(self._schedule.orders))
-
-    @cached_property
-    def timer(self) -> ScheduleTimer:
-        """The schedule's timer."""
-        return ScheduleTimer(self._schedule)
+        return InFlight(self.timer.walk.program)
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
         """The most message buffers that each rank holds at one time."""
-        return peak_messages(self._schedule)
+        return most_buffers(self.timer.walk)
 
 
 def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Placement:
@@ -77,19 +47,6 @@ def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = F
 def splits_backward(name: str) -> bool:
     """Whether schedule ``name`` has backwards in two halves; ValueError for an unknown name."""
     return name not in (NO_PIPELINE, *FLUSH_FREE) and catalog.entry(name).splits_backward
-
-
-@lru_cache(maxsize=512)
-def program(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    shares_vocabulary: bool = False,
-    is_paired: bool = False,
-) -> Program:
-    """Return schedule ``name``, prepared for few estimates; the rest is as for ``scheduled``."""
-    return Program(scheduled(name, ranks, microbatches, chunks, shares_vocabulary, is_paired))
 
 
 def scheduled(
@@ -110,3 +67,27 @@ def scheduled(
     if shares_vocabulary:
         return share(lambda count: build(ranks, count, chunks), microbatches)
     return build(ranks, microbatches, chunks, is_paired)
+
+
+def _prepared(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    shares_vocabulary: bool = False,
+    is_paired: bool = False,
+    is_repeated: bool = True,
+) -> Prepared:
+    """Return schedule ``name``, prepared; the rest is as for ``scheduled``."""
+    order = scheduled(name, ranks, microbatches, chunks, shares_vocabulary, is_paired)
+    return Prepared(order, is_repeated)
+
+
+program = lru_cache(maxsize=512)(partial(_prepared, is_repeated=False))
+"""Programs that are prepared for few estimates."""
+
+whole_program = lru_cache(maxsize=128)(_prepared)
+"""The programs of whole steps, of which a search goes back to the latest only."""
+
+short_program = lru_cache(maxsize=4096)(_prepared)
+"""The programs of a few microbatches, which many candidates of a search have in common."""

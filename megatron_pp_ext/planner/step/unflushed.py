@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_pp_ext.planner.step.action_arrays import action_arrays
+from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.request.updates import Updates
+from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import SENDS_AHEAD, most_buffers
-from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, launched
 from megatron_pp_ext.schedule.running import seconds_of_an_update
 
 
@@ -79,12 +78,12 @@ class Unflushed:
 
 
 @lru_cache(maxsize=8)
-def _full(replicas: Replicas) -> tuple[InFlight, list[int]]:
+def _full(replicas: Replicas) -> tuple[InFlight, tuple[int, ...]]:
     """Return what is in flight on every rank, and its message buffers, in a run that fills the pipeline.
 
     It is as long as it takes every rank to have its most in flight, and to have sent as many messages as may
     be under way.
     """
     orders = round_robin.orders(replicas, (replicas.ranks + SENDS_AHEAD) * max(replicas.counts))
-    in_flight = InFlight(linear(replicas.ranks), action_arrays(orders))
-    return in_flight, most_buffers(orders, replicas.stages, replicas.rank_of)
+    walk = launched(orders, replicas.stages)
+    return InFlight(walk.program), most_buffers(walk)

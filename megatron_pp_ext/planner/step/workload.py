@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from megatron_pp_ext.planner.step.frameworks import divides_messages
-from megatron_pp_ext.planner.step.kernel_seconds import SystemKernelSeconds
-from megatron_pp_ext.planner.step.layer_costs import LayerCosts
-from megatron_pp_ext.planner.step.model_part import Part
-from megatron_pp_ext.planner.step.model_state import (
+from megatron_pp_ext.costs.frameworks import divides_messages
+from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import (
     ModelState,
     Sharing,
     gradient_size,
@@ -21,17 +20,16 @@ from megatron_pp_ext.planner.step.model_state import (
     padded_vocabulary,
     weight_size,
 )
+from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
 from megatron_pp_ext.planner.step.stage_parts import (
-    Pieces,
     every_token,
-    pieces,
     shared_vocabulary,
     stage_parts,
     vocabulary_part,
 )
-from megatron_pp_ext.planner.system import Link, System
-from megatron_pp_ext.request import replicas
-from megatron_pp_ext.request.layers import by_stage
 from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -75,9 +73,9 @@ def hop_seconds(args: Namespace, system: System, link: Link, size: float) -> flo
     return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
 
 
-def model_on(args: Namespace, system: System) -> Pieces:
+def model_on(args: Namespace, system: System) -> ModelParts:
     """Return the parts of ``args``'s model with the seconds that they take on ``system``."""
-    return pieces(args, LayerCosts(args, SystemKernelSeconds(system, args)), padded_vocabulary(args))
+    return model_parts(args, SystemKernelSeconds(system, args))
 
 
 class Workload:
@@ -98,7 +96,7 @@ class Workload:
         placement: Placement,
         data: int,
         layers_by_stage: Sequence[int] | None = None,
-        model: Pieces | None = None,
+        model: ModelParts | None = None,
         is_split: bool = True,
     ) -> None:
         self.args, self.system, self.placement, self.data = args, system, placement, data

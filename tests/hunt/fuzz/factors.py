@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from megatron_pp_ext.request import pairs
+from megatron_pp_ext.job import pairs
 from tests.support import frozen
 
 Row = Mapping[str, str]

@@ -7,7 +7,7 @@ A name is that of the catalogue, with a number of chunks where it is not the usu
 from collections.abc import Iterator
 from random import Random
 
-from megatron_pp_ext.request import pairs
+from megatron_pp_ext.job import pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Shape

@@ -6,32 +6,19 @@ Each file in ``planted`` lists the defects of one room.  With words, only those 
 file, symbol or change has one of them, and nothing is written to the page of results.
 """
 
-import compileall
-import os
-import py_compile
-import shutil
-import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
 
 from benchmarks.report import table
 from tests.hunt.mutants import report
+from tests.hunt.mutants.copies import PACKAGE, ROOT, copies
 from tests.hunt.mutants.symbols import Place, places
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "megatron_pp_ext"
 PLANTED = Path(__file__).parent / "planted"
-COPIED = ("megatron_pp_ext", "tests", "benchmarks", "reference", "docs", "examples", "scripts")
-FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")
-TIMEOUT = 1800.0
-"""Seconds after which tests count as failed; ranks that a defect makes hang end by themselves before."""
 
 
 @dataclass(frozen=True)
@@ -101,63 +88,21 @@ def all_defects() -> list[Defect]:
     ]
 
 
-def copied(folder: Path) -> None:
-    """Copy to ``folder`` what tests need; bytecode there is checked by its source, whatever the time."""
-    for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, folder / name)
-    checked = py_compile.PycInvalidationMode.CHECKED_HASH
-    compileall.compile_dir(folder, quiet=1, invalidation_mode=checked)
-
-
-def failure(folder: Path, tests: Sequence[str]) -> str:
-    """Run ``tests`` in the copy; return the end of what they say if one fails or cannot be run, else ""."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        run = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT:g} seconds"
-    return f"exit status {run.returncode}:\n{run.stdout[-2000:]}" if run.returncode else ""
-
-
 def noticed(defects: Sequence[Defect]) -> Iterator[tuple[Defect, bool]]:
     """Plant each of ``defects`` by itself and yield it with whether its tests fail, in the order of the list.
 
-    As many are tried at once as there are cores.  ValueError if a test fails without any defect.
+    ValueError if a test fails without any defect.
     """
-    at_once = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(at_once) as threads:
-        folders: SimpleQueue[Path] = SimpleQueue()
-        for number in range(at_once):
-            folder = Path(name, str(number))
-            copied(folder)
-            folders.put(folder)
+    with copies() as made:
         tests = list(dict.fromkeys(test for defect in defects for test in defect.located_tests))
-        if problem := failure(folder, tests):
+        if problem := made.failure(tests):
             raise ValueError(f"tests of the list fail without a defect; mend them first; {problem}")
 
         def is_noticed(defect: Defect) -> bool:
-            folder = folders.get()
-            file = folder / defect.path
-            source = file.read_text(encoding="utf-8")
-            file.write_text(defect.applied(source), encoding="utf-8")
-            try:
-                return bool(failure(folder, defect.located_tests))
-            finally:
-                file.write_text(source, encoding="utf-8")
-                folders.put(folder)
+            source = (ROOT / defect.path).read_text(encoding="utf-8")
+            return bool(made.failure(defect.located_tests, defect.path, defect.applied(source)))
 
-        yield from zip(defects, threads.map(is_noticed, defects), strict=True)
+        yield from zip(defects, made.each(is_noticed, defects), strict=True)
 
 
 def main(words: Sequence[str]) -> int:

@@ -5,12 +5,11 @@ Texts are left as they are, and so are annotations and decorators.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 
@@ -28,8 +27,6 @@ class Mutant:
 class _Places(cst.CSTVisitor):
     """Collects (node, what an operator puts in its place) for the whole of a module."""
 
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[cst.CSTNode, cst.CSTNode]] = []
@@ -43,21 +40,21 @@ class _Places(cst.CSTVisitor):
         return True
 
 
-def mutants(root: Path, file: str, chosen: Iterator[int] | None = None) -> list[Mutant]:
+def mutants(root: Path, file: str, chosen: Sequence[int] | None = None) -> list[Mutant]:
     """Return the mutants of ``file`` below ``root``, or those of the ``chosen`` numbers."""
     source = (root / file).read_text(encoding="utf-8")
-    wrapper = MetadataWrapper(cst.parse_module(source))
+    module = cst.parse_module(source)
     places = _Places()
-    wrapper.visit(places)
+    module.visit(places)
     numbers = range(len(places.found)) if chosen is None else chosen
-    made = (wrapper.module.deep_replace(*places.found[number]) for number in numbers)
-    return [_mutant(file, source, module.code) for module in made]
+    made = (module.deep_replace(*places.found[number]) for number in numbers)
+    return [_mutant(file, source, other.code) for other in made]
 
 
 def count(root: Path, file: str) -> int:
     """Return the number of mutants of ``file``."""
     places = _Places()
-    MetadataWrapper(cst.parse_module((root / file).read_text(encoding="utf-8"))).visit(places)
+    cst.parse_module((root / file).read_text(encoding="utf-8")).visit(places)
     return len(places.found)
 
 

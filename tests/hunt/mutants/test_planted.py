@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.hunt.mutants import defects, report
-from tests.hunt.mutants.defects import ROOT, Defect
+from tests.hunt.mutants.copies import ROOT
+from tests.hunt.mutants.defects import Defect
 from tests.hunt.mutants.symbols import places
 
 

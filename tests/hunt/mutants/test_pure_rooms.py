@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("mutmut", reason="mutants are made by mutmut: install the dev extra")
 
 from tests.hunt.mutants.mutations import count, mutants
-from tests.hunt.mutants.noticing import Reached
-from tests.hunt.mutants.pure_rooms import equivalents
+from tests.hunt.mutants.pure_rooms import Reached, equivalents
 
 SOURCE = '''"""Text."""
 
@@ -35,15 +34,15 @@ def test_changes_are_single_and_leave_texts_alone(tmp_path: Path) -> None:
     assert all('"text"' in one or "None" in one for one in after)
     for one in found:
         compile(one.source, "size.py", "exec")
-    (chosen,) = mutants(tmp_path, "size.py", iter([1]))
+    (chosen,) = mutants(tmp_path, "size.py", [1])
     assert chosen == found[1]
 
 
 def test_the_tests_that_reach_a_line_run_shortest_first(tmp_path: Path) -> None:
     (tmp_path / "size.py").write_text(SOURCE)
     table, *_, inside = mutants(tmp_path, "size.py")
-    seconds = {"slow": 1.5, "quick": 0.1, "other": 0.5}
-    reached = Reached({"size.py": {3: [""], 9: ["", "slow", "quick", "too slow"]}}, seconds)
+    seconds = {"slow": 1.5, "quick": 0.1, "other": 0.5, "long": 3.0}
+    reached = Reached({"size.py": {"3": [""], "9": ["", "slow", "quick", "long"]}}, seconds)
     assert reached.tests(table) == ["quick", "other", "slow"]
     assert reached.tests(inside) == ["quick", "slow"]
 

@@ -1,6 +1,6 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
+from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import SharedOutput
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
@@ -90,7 +91,7 @@ class RecordingGroup:
 
 
 class NamedKernels:
-    """An ``executor.Stage`` that launches one kernel for each action."""
+    """A ``rank.Stage`` that launches one kernel for each action."""
 
     def __init__(self, stage: int, recording: Recording, output: torch.Tensor) -> None:
         self._stage, self._recording, self._output = stage, recording, output
@@ -118,10 +119,10 @@ class RecordedExchanges(Exchanges):
     def __init__(self, recording: Recording, ranks: int) -> None:
         self._recording, self._ranks = recording, tuple(range(ranks))
 
-    def spread(self, tensor: torch.Tensor, home: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, home: int) -> Any:
         return self._launch()
 
-    def sum_up(self, tensor: torch.Tensor, home: int) -> Any:
+    def reduce(self, tensor: torch.Tensor, home: int) -> Any:
         return self._launch()
 
     def gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -132,42 +133,45 @@ class RecordedExchanges(Exchanges):
         return RecordedWork(self._recording, self._recording.add(entry), False, False)
 
 
-class RecordedVocabulary(SharedVocabulary):
-    """The product's own part of a shared vocabulary on tiny tensors, with a kernel for each action."""
+class RecordedOutput(SharedOutput):
+    """The product's own part of a shared output layer on tiny tensors, with a kernel for each action."""
 
-    def __init__(self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]]) -> None:
-        exchanges = RecordedExchanges(recording, len(plans_of_ranks))
-        rows = Rows(2 * rank, 2, lambda: torch.ones(2, 1), lambda gradient: None)
-
-        def holder(is_end: Callable[[RankPlan, int], bool]) -> int:
-            has_end = [
-                any(is_end(plan, step.action.stage) for step in plan.steps if step.action.kind is Kind.F)
-                for plan, *_ in plans_of_ranks
-            ]
-            return has_end.index(True) if any(has_end) else 0
-
-        first, last = (
-            holder(lambda plan, stage: stage == 0),
-            holder(lambda plan, stage: stage == plan.loss_stage),
-        )
-        head = _Head() if last == rank else None
-        tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
-        super().__init__(
-            SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), exchanges, first, tokens),
-            SharedOutput(rows, torch.Size((1, 1)), exchanges, last, head),
-        )
+    def __init__(self, recording: Recording, rank: int, *about: Any) -> None:
+        super().__init__(*about)
         self._recording, self._rank = recording, rank
 
     def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
         super().keep(microbatch, hidden.reshape(1, 1))
 
-    def scores(self, microbatch: int) -> None:
-        super().scores(microbatch)
+    def logits(self, microbatch: int) -> None:
+        super().logits(microbatch)
         self._recording.add(Kernel(f"{self._rank}S{microbatch}"))
 
     def weight_gradient(self, microbatch: int) -> None:
         super().weight_gradient(microbatch)
         self._recording.add(Kernel(f"{self._rank}T{microbatch}"))
+
+
+class RecordedVocabulary(SharedVocabulary):
+    """The product's own part of a shared vocabulary on tiny tensors."""
+
+    def __init__(self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]]) -> None:
+        exchanges = RecordedExchanges(recording, len(plans_of_ranks))
+        rows = Rows(2 * rank, 2, lambda: torch.ones(2, 1), lambda gradient: None)
+
+        forwards = [
+            (action.stage, number)
+            for number, (plan, *_) in enumerate(plans_of_ranks)
+            for action in plan.actions
+            if action.kind is Kind.F
+        ]
+        (_, first), (_, last) = min(forwards, default=(0, 0)), max(forwards, default=(0, 0))
+        head = _Head() if last == rank else None
+        tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
+        super().__init__(
+            SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), exchanges, first, tokens),
+            RecordedOutput(recording, rank, rows, torch.Size((1, 1)), exchanges, last, head),
+        )
 
 
 class _Head:
@@ -181,12 +185,16 @@ class _Head:
 
 
 def plans(steps: Sequence[Schedule]) -> list[list[RankPlan]]:
-    """Return the plans for ``steps``, of rank r at ``[r]``."""
-    return [[plan_rank(schedule, rank) for schedule in steps] for rank in range(steps[0].ranks)]
+    """Return the plans for ``steps``, of rank r at ``[r]``; only the last step flushes."""
+    ends = [*(False for _ in steps[1:]), True]
+    return [
+        [plan_rank(schedule, rank, flushes) for schedule, flushes in zip(steps, ends, strict=True)]
+        for rank in range(steps[0].ranks)
+    ]
 
 
 def record(steps: Sequence[Schedule], **options: Any) -> tuple[Launches, ...]:
-    """Return the launches of all ranks in ``steps``, of which only the last flushes; see ``record_plans``."""
+    """Return the launches of all ranks in ``steps``; see ``plans`` and ``record_plans``."""
     return record_plans(plans(steps), **options)
 
 
@@ -198,7 +206,7 @@ def record_plans(
     synchronized_between: bool = False,
     reduced_between: Sequence[Sequence[int]] = (),
 ) -> tuple[Launches, ...]:
-    """Return the launches of all ranks; of the steps of rank r, ``plans_of_ranks[r]``, only the last flushes.
+    """Return the launches of all ranks; ``plans_of_ranks[r]`` are the steps of rank r.
 
     With ``sends_shapes`` every message sends its shape ahead.  With ``synchronized_between`` the device is
     synchronized between two steps.  Behind every step each of the groups ``reduced_between`` has a
@@ -224,13 +232,12 @@ def record_plans(
                 output.dtype,
                 output.device,
             )
-            stages = {step.action.stage for plan in steps for step in plan.steps}
+            stages = {action.stage for plan in steps for action in plan.actions}
             kernels: Any = {stage: NamedKernels(stage, recording, output) for stage in stages}
             for number, plan in enumerate(steps):
                 if number and synchronized_between:
                     recording.add(HostWait())
-                shared = vocabulary if plan.loss_stage is not None else None
-                execute(plan, kernels, channels, flush=number + 1 == len(steps), vocabulary=shared)
+                execute(plan, Rank(kernels, channels, vocabulary=vocabulary))
                 for ranks in reduced_between:
                     if rank in ranks:
                         recording.add(Collective(str(ranks), tuple(ranks), "gradients", is_waited_for=True))

@@ -18,7 +18,9 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.runners import flush_free, flushed
-from megatron_pp_ext.runtime import executor
+from megatron_pp_ext.runtime.operations.operation import Recorded
+from megatron_pp_ext.runtime.operations.pair import Pair
+from megatron_pp_ext.runtime.rank import Rank
 from tests.support import training
 from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
 from tests.support.ranks import run_ranks
@@ -151,9 +153,8 @@ def _recorded(recording: _Recording) -> Iterator[None]:
                 replace(module, name, _synchronous)
             replace(module, "new_group", _rendezvous)
         replace(token_dispatcher, "maybe_move_tensor_to_cpu", _read_on_host)
-        replace(executor, "_perform", _perform)
-        replace(executor, "_perform_part", _perform)
-        replace(executor, "_run_pair", _run_pair)
+        replace(Recorded, "run", _run_action)
+        replace(Pair, "run", _run_pair)
         for runner in (flushed, flush_free):
             replace(runner, "execute", _execute)
         yield
@@ -237,20 +238,20 @@ def _read_on_host(recording: _Recording, original: Callable) -> Callable:
     return read
 
 
-def _perform(recording: _Recording, original: Callable) -> Callable:
-    def perform(action: Any, *args: Any) -> Any:
-        recording.go_to(str(action))
-        return original(action, *args)
+def _run_action(recording: _Recording, original: Callable) -> Callable:
+    def run(operation: Recorded, rank: Rank) -> None:
+        recording.go_to(str(operation.action))
+        original(operation, rank)
 
-    return perform
+    return run
 
 
 def _run_pair(recording: _Recording, original: Callable) -> Callable:
     """Let the launches of both halves of a pair belong to it; its messages stand behind it."""
 
-    def run(steps: Any, *args: Any) -> None:
-        recording.go_to("+".join(str(step.action) for step in steps))
-        original(steps, *args)
+    def run(pair: Pair, rank: Rank) -> None:
+        recording.go_to(f"{pair.forward.action}+{pair.backward.action}")
+        original(pair, rank)
 
     return run
 

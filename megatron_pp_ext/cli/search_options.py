@@ -1,0 +1,208 @@
+"""The options of ``mpp search``, in groups, each of which checks what it was given."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_pp_ext.cli import options as ask
+from megatron_pp_ext.cli.estimate import Margin, SystemName
+from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
+from megatron_pp_ext.files import require_folder
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.cli.measure import Where
+    from megatron_pp_ext.costs.system import System
+    from megatron_pp_ext.planner.search.best_first import Compiles
+    from megatron_pp_ext.planner.search.configurations import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be trained."""
+
+    flags: Flags = None
+    model: Model = None
+    print_only: PrintFlags = False
+    global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step.")] = None
+    seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None
+
+    def described(self) -> tuple[Namespace, list[str]]:
+        """Return its arguments and flags; ValueError where it has no batch, or has replicas."""
+        sizes = {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
+        args, words = described(self.flags, self.model, sizes)
+        if not args.global_batch_size:
+            raise ValueError("no batch: give --global-batch-size")
+        if args.pipeline_replicas is not None:
+            raise ValueError(
+                f"--pipeline-replicas {args.pipeline_replicas}: a search gives all stages as many: leave it "
+                "out; mpp partition finds replicas, and mpp estimate tells what they take"
+            )
+        return args, words
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """On what it is to be trained, and how many answers are wanted."""
+
+    gpus: Annotated[int, typer.Option(help="How many GPUs there are.")] = 8
+    system: SystemName = "h100"
+    memory: Annotated[float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: all]")] = (
+        None
+    )
+    margin: Margin = 0.05
+    top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10
+
+    def check(self) -> None:
+        """Raise ValueError for a number that is too small."""
+        ask.require_at_least("--gpus", self.gpus, 1)
+        ask.require_at_least("--top", self.top, 1)
+        ask.require_at_least("--memory", 1 if self.memory is None else self.memory, 1)
+        ask.require_at_least("--margin", self.margin, 0)
+
+    def described(self) -> "System":
+        """Return the description of the machines."""
+        from megatron_pp_ext.costs import system
+
+        return system.read(self.system)
+
+    def limit(self, system: "System") -> float:
+        """Return the bytes of a GPU of ``system`` that may be used."""
+        from megatron_pp_ext.planner.search.best_first import HEADROOM
+
+        return self.memory or (1 - HEADROOM) * system.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What is tried beside all parallel sizes."""
+
+    schedules: Annotated[
+        str | None, typer.Option(help="Families, with commas between; flex compiles.  [default: all]")
+    ] = None
+    layout: Annotated[
+        str,
+        typer.Option(help="How layers are spread over stages: auto, as makes the step shortest, or even."),
+    ] = "auto"
+
+    def check(self) -> None:
+        """Raise ValueError for a schedule that is unknown."""
+        _known(self.schedules)
+
+    def space(
+        self, args: Namespace, words: Sequence[str], gpus: int, gpus_per_node: int
+    ) -> "tuple[Space, Compiles]":
+        """Return the configurations of the job ``args``, whose flags are ``words``, and what is compiled.
+
+        ValueError for flags that leave nothing to search for, or contradict the options.
+        """
+        from megatron_pp_ext.job import vocabulary_flag
+        from megatron_pp_ext.job.layers import stages_flag
+        from megatron_pp_ext.planner.search.best_first import Compiles
+        from megatron_pp_ext.planner.search.candidate import settled_in
+        from megatron_pp_ext.planner.search.configurations import Space
+        from megatron_pp_ext.planner.step.model_description import changed
+
+        names, compiles = self._schedules(args)
+        flag = stages_flag(args)
+        if flag is not None:
+            raise ValueError(
+                f"{flag} describes the stages, which a search changes: leave "
+                f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
+            )
+        is_uneven = self._is_uneven(args)
+        fixed = settled_in(words)
+        if compiles is Compiles.ONLY:
+            fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
+        if "pipeline_model_parallel_size" in fixed:
+            vocabulary_flag.refuse(changed(args, pipeline_schedule=names[0]))
+        space = Space(args, gpus, gpus_per_node, args.global_batch_size, names, fixed, is_uneven)
+        return space, compiles
+
+    def _schedules(self, args: Namespace) -> "tuple[Sequence[str], Compiles]":
+        """Return the families to try, and whether to have schedules compiled."""
+        from megatron_pp_ext.job.pipeline import permitted
+        from megatron_pp_ext.planner.search.best_first import Compiles
+        from megatron_pp_ext.schedule import catalog
+        from megatron_pp_ext.schedule.names import FLEX
+
+        given, flag = self.schedules, args.pipeline_schedule
+        if given and flag:
+            raise ValueError(
+                f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
+            )
+        names = permitted(args, _known(given or flag) or [*catalog.NAMES, FLEX])
+        families = [name for name in names if name != FLEX]
+        if not families:
+            return catalog.NAMES, Compiles.ONLY
+        return families, Compiles.TOO if FLEX in names else Compiles.NEVER
+
+    def _is_uneven(self, args: Namespace) -> bool:
+        """Whether stages may differ; those of a hybrid model, whose pattern takes no layout, are even."""
+        from megatron_pp_ext.job import layers
+
+        if self.layout not in ("auto", "even"):
+            raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
+        for part in ("embedding", "loss"):
+            if self.layout == "auto" and getattr(args, f"account_for_{part}_in_pipeline_split"):
+                raise ValueError(
+                    f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
+                    "finds: leave it out, or add --layout even"
+                )
+        return self.layout == "auto" and layers.pattern(args) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs(ask.Pictures):
+    """The files to write."""
+
+    json: ask.Json = None
+    html: Annotated[Path | None, typer.Option(help="Write a page.", metavar="FILE")] = None
+    sbatch: Annotated[
+        Path | None, typer.Option(help="Write a script for each that submits it to SLURM.", metavar="DIR")
+    ] = None
+
+    def check(self) -> None:
+        """Raise ValueError for a file that cannot be written."""
+        for output in (self.json, self.html, *self.paths):
+            if output is not None:
+                require_folder(output)
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Whether the best are run, where, and for how long."""
+
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the best for a few steps, and rank them by that.")
+    ] = False
+    jobs: Annotated[
+        Path, typer.Option(help="Where --measure keeps its runs, to go on if interrupted.", metavar="DIR")
+    ] = Path("mpp-jobs")
+    submit: Annotated[str, typer.Option(help="Where --measure runs them: local or slurm.")] = "local"
+    script: ask.Script = None
+    steps: Annotated[int, typer.Option(help="Steps that --measure times in each.")] = 5
+    timeout: Annotated[float, typer.Option(help="Seconds that --measure gives each.")] = 900.0
+
+    def where(self, gpus: int, gpus_per_node: int) -> "Where":
+        """Return where jobs on so many GPUs run."""
+        from megatron_pp_ext.cli.measure import Where
+
+        return Where(self.submit, gpus, gpus_per_node, self.script)
+
+    def check(self, gpus: int, gpus_per_node: int) -> None:
+        """Raise ValueError where jobs on so many GPUs cannot run."""
+        ask.require_at_least("--timeout", self.timeout, 0)
+        self.where(gpus, gpus_per_node).check(self.steps, self.timeout)
+
+
+def _known(schedules: str | None) -> list[str]:
+    """Return the names in --schedules; ValueError for one that is unknown."""
+    from megatron_pp_ext.schedule import catalog
+    from megatron_pp_ext.schedule.names import FLEX
+
+    named = [name.strip() for name in (schedules or "").split(",") if name.strip()]
+    return [FLEX if catalog.canonical(name) == FLEX else catalog.entry(name).name for name in named]

@@ -1,0 +1,1 @@
+"""What it takes to train a model: the seconds and bytes of its layers, a file for each kind of layer."""

@@ -1,0 +1,203 @@
+"""Estimates the seconds that the kernels and the collectives of a layer take.
+
+``KernelSeconds`` counts operations only and serves where ratios are enough, as for compiling a schedule.
+``SystemKernelSeconds`` is for a machine: a product runs at the rate of its shape, unless reading and writing
+its operands takes longer; it also counts copies, and collectives of the tensor-, context- and expert-parallel
+groups.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import weight_size
+from megatron_pp_ext.costs.system import System
+
+_SECONDS_PER_OPERATION = 1e-15
+"""Where only ratios matter any constant will do; this one is a petaflop a second."""
+
+_FUSED_RATE = 0.7
+"""The rate of fused attention as a fraction of a plain product's.
+
+FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequences of 2k and more: some
+170 to 200 TFLOP/s on an A100, where plain products reach 268."""
+
+_FUSED_BACKWARD = 2.5
+"""The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
+
+
+class KernelSeconds:
+    """Seconds in proportion to operations; everything else takes none."""
+
+    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
+        """Return the seconds of a product of m x k with k x n, which ``adds`` to fp32 numbers if true.
+
+        ``is_output`` is for the output layer, which Megatron never computes in FP8.
+        """
+        return 2 * m * n * k * _SECONDS_PER_OPERATION
+
+    def attention(
+        self, operations: float, scores: float, is_fused: bool, length: float
+    ) -> tuple[float, float]:
+        """Return the seconds of attention itself, without its projections: of its forward and its backward.
+
+        The forward has so many ``operations`` over sequences of ``length``, and its probabilities are
+        ``scores`` bytes.
+        """
+        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
+
+    def cast(self, numbers: float) -> float:
+        """Return the seconds to make so many ``numbers`` the operands of FP8 products."""
+        return 0.0
+
+    def addition(self, numbers: float) -> float:
+        """Return the seconds to add so many ``numbers`` to as many."""
+        return numbers * _SECONDS_PER_OPERATION
+
+    def copy(self, size: float) -> float:
+        """Return the seconds of reading and writing ``size`` bytes of device memory in all."""
+        return 0.0
+
+    def gather(self, size: float) -> float:
+        """Return the seconds to gather ``size`` bytes in a tensor-parallel group, or to reduce-scatter."""
+        return 0.0
+
+    def behind(self, collective: float, product: float) -> float:
+        """Return what of a tensor-parallel ``collective`` its ``product`` does not hide, in seconds."""
+        return collective
+
+    def shuffle(self, size: float) -> float:
+        """Return the seconds of sending ``size`` bytes to the experts, or back."""
+        return 0.0
+
+    def ring(self, seconds: float, size: float, results: float) -> float:
+        """Return the seconds of attention, which takes ``seconds``, among context-parallel ranks.
+
+        ``size`` bytes of keys and values go around, and ``results`` numbers of each part are added up.
+        """
+        return seconds
+
+    def launched(self, part: Part, kernels: float) -> Part:
+        """Return ``part`` with the least seconds in which a host starts the ``kernels`` of its forward."""
+        return part
+
+
+class SystemKernelSeconds(KernelSeconds):
+    """Seconds on ``system`` for the parallel sizes and the number format in ``args``.
+
+    Megatron's ranks count tensor, context, data and pipeline parallelism from the inside outwards, so
+    tensor-parallel neighbours are 1 apart and context-parallel ones a tensor-parallel size.
+    """
+
+    def __init__(self, system: System, args: Namespace) -> None:
+        self._system = system
+        is_half = args.bf16 or args.fp16
+        self._half = "bf16" if is_half else "fp32"
+        self._dtype = "fp8" if args.fp8 and is_half else self._half
+        self._bytes = weight_size(args)
+        self._tensor = args.tensor_model_parallel_size
+        self._overlaps = bool(args.tp_comm_overlap) and args.sequence_parallel
+        self._context = args.context_parallel_size
+        self._expert = args.expert_model_parallel_size
+        self._expert_tensor = args.expert_tensor_parallel_size or self._tensor
+        self._drops = args.attention_dropout > 0
+        self._sends_once = args.moe_token_dispatcher_type == "flex"
+        self._chosen = args.moe_router_topk
+
+    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
+        """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
+        dtype = self._half if is_output else self._dtype
+        rate = self._system.rate(dtype, m, n, k)
+        written = m * n * (8 if adds else self._bytes)
+        read = (1 if dtype == "fp8" else self._bytes) * (m * k + k * n)
+        return max(2 * m * n * k / rate, self.copy(read + written))
+
+    def attention(
+        self, operations: float, scores: float, is_fused: bool, length: float
+    ) -> tuple[float, float]:
+        """Return the seconds at the measured rate of fused attention, else at a share of a product's.
+
+        Fused kernels skip what the causal mask hides; unfused attention computes it and passes over all
+        scores.
+        """
+        rate = self._system.rate(self._half, *(3 * [operations ** (1 / 3)]))
+        if is_fused:
+            sustained = self._system.sustained.get(self._half, 1.0)
+            forward, backward = (
+                sustained * (self._system.attention_rate(which, length) or _FUSED_RATE * rate / sustained)
+                for which in ("forward", "backward")
+            )
+            return operations / 2 / forward, _FUSED_BACKWARD * operations / 2 / backward
+        # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
+        # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
+        dropping = 2.5 if self._drops else 0.0
+        forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
+        return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
+
+    def cast(self, numbers: float) -> float:
+        """Return the seconds to read them, and to write them by rows and by columns, a byte for each."""
+        return self.copy((self._bytes + 2) * numbers) if self._dtype == "fp8" else 0.0
+
+    def addition(self, numbers: float) -> float:
+        """Return the seconds to read both and to write the sums."""
+        return self.copy(3 * self._bytes * numbers)
+
+    def copy(self, size: float) -> float:
+        """Return the seconds at the rate of device memory."""
+        return size / (self._system.copy_bytes_per_second * self._system.sustained.get("copy", 1.0))
+
+    def gather(self, size: float) -> float:
+        """Return the seconds of the collective, with tensor-parallel ranks next to each other."""
+        return self._system.gather_seconds(size, self._tensor)
+
+    def behind(self, collective: float, product: float) -> float:
+        """Return the whole collective, or under --tp-comm-overlap one rank's part and what is longer.
+
+        There the product runs in as many parts as ranks, and one part is never hidden.
+        """
+        if not self._overlaps:
+            return collective
+        return max(collective - product, 0.0) + min(collective, product) / self._tensor
+
+    def shuffle(self, size: float) -> float:
+        """Return the seconds of the all-to-all, with ranks an expert's tensor-parallel size apart.
+
+        A dispatcher that sends a token once to each node takes less of the network.
+        """
+        ranks, stride = self._expert, self._expert_tensor
+        if self._sends_once:
+            nodes = ranks * stride / self._system.gpus_per_node
+            size *= _copies_sent(self._chosen, nodes) / self._chosen
+        return self._system.all_to_all_seconds(size, ranks, stride)
+
+    def ring(self, seconds: float, size: float, results: float) -> float:
+        """Return the seconds of a part for every rank, of which all but the first wait for a message.
+
+        Parts are equally long, as Megatron deals out the causal mask (arXiv 2310.01889; Megatron's
+        cp_comm_type p2p).  A message travels during the part before.
+        """
+        others, part = self._context - 1, seconds / self._context
+        if not others:
+            return seconds
+        message = self._system.link(self._context, self._tensor).seconds(size)
+        return part + others * (max(part, message) + self.addition(results))
+
+    def launched(self, part: Part, kernels: float) -> Part:
+        """Return ``part``, none of whose actions is shorter than its launches.
+
+        A backward has two kernels for one of the forward: those of I, and fewer of W.
+        """
+        least = kernels * self._system.kernel_seconds
+        return replace(
+            part,
+            forward_seconds=max(part.forward_seconds, least),
+            input_gradient_seconds=max(part.input_gradient_seconds, 1.5 * least),
+            weight_gradient_seconds=max(part.weight_gradient_seconds, 0.5 * least),
+        )
+
+
+def _copies_sent(chosen: int, nodes: float) -> float:
+    """Return the nodes that a token's ``chosen`` experts are on, where they are spread evenly."""
+    if nodes <= 1:
+        return float(chosen)
+    return nodes * (1 - (1 - 1 / nodes) ** chosen)

@@ -1,0 +1,115 @@
+"""The costs of a product with a weight, and of the tensor-parallel collectives before and behind it."""
+
+from argparse import Namespace
+
+from megatron_pp_ext.costs.frameworks import fuses_gradients, hides_sums
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.state import gradient_size, uses_fp8, weight_size
+
+
+class ActivationSizes:
+    """The sizes of the activations of one microbatch on a tensor-parallel rank.
+
+    A number has ``bytes``, and ``waiting`` times as many where it is kept as the operand of a product.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
+        self.bytes = weight_size(args)
+        self.waiting = 1 / self.bytes if uses_fp8(args) else 1.0
+        self.share = args.tensor_model_parallel_size
+        self.hidden = args.hidden_size
+        self.whole = self.tokens * self.hidden * self.bytes
+        self.hidden_bytes = self.whole / (self.share if args.sequence_parallel else 1)
+
+    def cut(self, width: float) -> float:
+        """Return the bytes of an activation of ``width`` that tensor parallelism divides."""
+        return self.tokens * width * self.bytes / self.share
+
+
+class ProductCosts:
+    """Products of the hidden size with other widths, for the flags in ``args``.
+
+    ``copies`` stand for as many times the tokens, which ``experts`` of the rank share.
+    """
+
+    def __init__(self, args: Namespace, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
+        self._sizes, self._kernels = sizes, kernels
+        self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
+        self._is_fp8 = uses_fp8(args)
+        self._hides_sums, self._fuses = hides_sums(args), fuses_gradients(args)
+        self._gradient = gradient_size(args)
+
+    def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
+        """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
+
+        Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
+        is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
+        """
+        return self._in_column(self._product(width, copies, experts), copies)
+
+    def output(self, vocabulary: int) -> Part:
+        """Return the output layer, which has no bias and is not computed in FP8."""
+        return self._in_column(self._product(vocabulary, 1, 1, is_output=True), 1)
+
+    def row(self, width: int, copies: int = 1, experts: int = 1) -> Part:
+        """Return the product from a share of ``width`` to the hidden size, with the sum of its results."""
+        product = self._product(width, copies, experts, is_row=True)
+        gathering = self._gathering(copies)
+        if not self._is_cut:
+            return product + Part(forward_seconds=2 * gathering)
+        return product + Part(
+            forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
+            input_gradient_seconds=self._kernels.behind(gathering, product.input_gradient_seconds),
+        )
+
+    def _in_column(self, product: Part, copies: int) -> Part:
+        gathering = self._gathering(copies)
+        summing = gathering if self._is_cut else 2 * gathering
+        hidden = min(summing, product.weight_gradient_seconds)
+        if not self._is_cut:
+            hidden = hidden if self._hides_sums else 0.0
+            return product + Part(input_gradient_seconds=summing, hidden_in_whole=hidden)
+        again = max(0.0, gathering - product.input_gradient_seconds)
+        return product + Part(
+            forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
+            input_gradient_seconds=again + summing,
+            hidden_in_whole=hidden,
+        )
+
+    def _gathering(self, copies: int) -> float:
+        return self._kernels.gather(copies * self._sizes.whole) if self._sizes.share > 1 else 0.0
+
+    def _product(
+        self, width: int, copies: int, experts: int, is_row: bool = False, is_output: bool = False
+    ) -> Part:
+        """Return the product with a weight of hidden size times ``width``, in either direction.
+
+        The activations that it keeps between F and I are counted with the layers around it.
+        """
+        sizes, kernels = self._sizes, self._kernels
+        tokens, inner, hidden = copies * sizes.tokens, width / sizes.share, sizes.hidden
+        read, made = (inner, hidden) if is_row else (hidden, inner)
+        each = tokens / experts
+        seconds = (
+            kernels.product(each, made, read, is_output=is_output),
+            kernels.product(each, read, made, is_output=is_output),
+            kernels.product(read, made, each, adds=self._fuses, is_output=is_output),
+        )
+        # A gradient that its product does not add is read with the buffer, which is written.
+        adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
+        # F casts the input, I the gradient of the output; W finds both.
+        casts = (0.0, 0.0) if is_output else (kernels.cast(tokens * read), kernels.cast(tokens * made))
+        waiting = 1.0 if is_output else sizes.waiting
+        bias = 0.0 if is_output or not self._has_biases else hidden if is_row else inner
+        kept = sizes.whole if is_row else sizes.hidden_bytes
+        return Part(
+            weight_operations=2 * tokens * hidden * inner,
+            forward_seconds=experts * seconds[0] + casts[0],
+            input_gradient_seconds=experts * seconds[1] + casts[1],
+            weight_gradient_seconds=experts * (seconds[2] + adding),
+            after_input_gradient=copies * (kept + sizes.cut(width)) * waiting,
+            parameters=hidden * inner + bias,
+            fp8_parameters=hidden * inner if self._is_fp8 and not is_output else 0.0,
+        )

@@ -1,0 +1,259 @@
+"""Descriptions of the machines that a model may run on: the speed of products, copies and messages.
+
+A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
+``costs/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
+serve only to compute the utilisation.
+
+    {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
+     "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
+     "node": {"bytes_per_second": 3.7e11, "latency_seconds": 3.4e-6},
+     "network": {"bytes_per_second": 5e10, "latency_seconds": 1.4e-5},
+     "sources": {"memory_bytes": "data sheet"}}
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, ClassVar, Self
+
+from megatron_pp_ext.costs.product_shapes import efficiency
+from megatron_pp_ext.files import read_text
+from megatron_pp_ext.json_input import (
+    STRICT,
+    above,
+    at_least,
+    did_you_mean,
+    naming,
+    of_length,
+    one_of,
+    parse_as,
+)
+
+_SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
+
+DTYPES = ("bf16", "fp32", "fp8")
+"""The number formats of ``matrix_rates``; fp16 counts as bf16."""
+
+type _Dtype = Annotated[str, one_of(*DTYPES)]
+type _Direction = Annotated[str, one_of("forward", "backward")]
+type _Sustained = Annotated[str, one_of(*DTYPES, "copy", "network")]
+type _Positive = Annotated[float, above(0)]
+type _NotNegative = Annotated[float, at_least(0)]
+type _Count = Annotated[int, at_least(1)]
+type _CountOrNone = Annotated[int, at_least(0)]
+type _MatrixRate = Annotated[Sequence[_Positive], of_length(4)]
+type _AttentionRate = Annotated[Sequence[_Positive], of_length(2)]
+type _AllReduce = Annotated[Sequence[_Positive], of_length(3)]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One GPU's share of a link in one direction: bytes a second, and the seconds of an empty message."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    bytes_per_second: _Positive
+    latency_seconds: _NotNegative = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds that a message of ``size`` bytes takes."""
+        return self.latency_seconds + size / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
+
+    ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
+    m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
+    there are none, the best of ``matrix_rates`` stands for them.  ``copy_bytes_per_second`` is of device
+    memory, reading plus writing.  ``all_reduce`` has rows of (ranks, bytes, seconds) where it was measured;
+    elsewhere a ring on the links is assumed.
+
+    ``processors`` are the SMs or compute units, 0 where product shapes make no difference;
+    ``attention_rates`` has for "forward" and "backward" rows of (tokens, operations a second) of fused causal
+    attention; ``kernel_seconds`` is what a host takes to start a kernel.  ``sustained`` has the share of
+    these rates that training keeps up, 1 where it is left out: of "bf16", "fp32" and "fp8" products, of
+    "copy" and of "network".  ``reserved_bytes`` of the memory are the driver's and the communicators'.
+    ``sources`` has for each field where it was read or how it was measured.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    gpus_per_node: _Count
+    memory_bytes: _Positive
+    matrix_rates: Mapping[_Dtype, Sequence[_MatrixRate]]
+    copy_bytes_per_second: _Positive
+    node: Link
+    network: Link
+    processors: _CountOrNone = 0
+    attention_rates: Mapping[_Direction, Sequence[_AttentionRate]] = field(default_factory=dict)
+    kernel_seconds: _NotNegative = 0.0
+    sustained: Mapping[_Sustained, _Positive] = field(default_factory=dict)
+    reserved_bytes: _NotNegative = 0.0
+    peak_rates: Mapping[_Dtype, _Positive] = field(default_factory=dict)
+    all_reduce: Sequence[_AllReduce] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
+            raise ValueError(f"system {self.name}: matrix_rates has neither bf16 nor fp32: give one a row")
+
+    def rate(self, dtype: str, m: float, n: float, k: float) -> float:
+        """Return the operations a second of a product of m x k with k x n in a training step.
+
+        What a row reaches of its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
+        the number of operations, so that it is exact at a row, times the share that is ``sustained``.
+        """
+        near = best = 0.0
+        smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
+        here = efficiency(m, n, k, self.processors) * self.sustained.get(dtype, 1.0)
+        for *shape, rate in self._rates(dtype):
+            scale = rate / efficiency(*shape, self.processors)
+            distance = (smallest - math.log(min(shape))) ** 2 + (size - math.log(math.prod(shape))) ** 2
+            if distance < 1e-12:
+                return here * scale
+            near += 1 / distance
+            best += scale / distance
+        return here * best / near
+
+    def attention_rate(self, which: str, length: float) -> float | None:
+        """Return the operations a second of fused causal attention over ``length`` tokens.
+
+        ``which`` is "forward" or "backward", and masked operations are not counted.  None where it is not
+        known.
+        """
+        rows = self.attention_rates.get(which)
+        if not rows:
+            return None
+        points = sorted((math.log(row[0]), row[1]) for row in rows)
+        at = min(max(math.log(length), points[0][0]), points[-1][0])
+        for (low, slow), (high, fast) in pairwise(points):
+            if at <= high:
+                return slow + (fast - slow) * (at - low) / (high - low)
+        return points[-1][1]
+
+    def peak(self, dtype: str) -> float:
+        """Return the rate whose full use is a utilisation of 1."""
+        return self.peak_rates.get(dtype) or max(row[3] for row in self._rates(dtype))
+
+    def _rates(self, dtype: str) -> Sequence[Sequence[float]]:
+        rows = self.matrix_rates.get(dtype) or ()
+        if not rows:
+            known = " and ".join(name for name in DTYPES if self.matrix_rates.get(name))
+            raise ValueError(f"system {self.name} has no matrix rate for {dtype}, only {known}: add rows")
+        return rows
+
+    def link(self, ranks: int, stride: int) -> Link:
+        """Return one GPU's share of the links in a group of ``ranks`` that are ``stride`` ranks apart.
+
+        A group within a node is as fast as the node.  In a group across nodes, members on one node use
+        all of their network links together, since rings run through every link.
+        """
+        sharing = self._in_a_node(ranks, stride)
+        if sharing == ranks:
+            return self.node
+        rate = min(self.node.bytes_per_second, sharing * self.between_nodes.bytes_per_second)
+        return Link(rate, self.network.latency_seconds)
+
+    @property
+    def between_nodes(self) -> Link:
+        """One GPU's share of the network, at the rate that is sustained."""
+        rate = self.network.bytes_per_second * self.sustained.get("network", 1.0)
+        return Link(rate, self.network.latency_seconds)
+
+    def message_link(self, ranks: int, stride: int) -> Link:
+        """Return the slowest link between the neighbours of a line of ``ranks``, ``stride`` ranks apart."""
+        return self.node if self._in_a_node(ranks, stride) == ranks else self.between_nodes
+
+    def all_reduce_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of an all-reduce of ``size`` bytes a rank, measured or else around a ring."""
+        if ranks < 2 or size <= 0:
+            return 0.0
+        rows = sorted((row[1], row[2]) for row in self.all_reduce if row[0] == ranks)
+        return _interpolated(rows, size) if rows else 2 * self._ring(size, ranks, stride)
+
+    def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of an all-gather into, or a reduce-scatter of, ``size`` bytes a rank.
+
+        Either is half an all-reduce.
+        """
+        return self.all_reduce_seconds(size, ranks, stride) / 2
+
+    def all_to_all_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds in which every rank sends its ``size`` bytes in equal parts to all ranks.
+
+        Parts for ranks of the same node take its links, the others the rank's own share of the network, both
+        at the same time.
+        """
+        if ranks < 2 or size <= 0:
+            return 0.0
+        near = self._in_a_node(ranks, stride)
+        links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
+        return max(link.seconds(size * others / ranks) for others, link in links if others)
+
+    def _ring(self, size: float, ranks: int, stride: int) -> float:
+        """A part of the tensor goes to all members but one, into each other node once."""
+        steps = ranks - 1
+        between = math.ceil(ranks / self._in_a_node(ranks, stride)) - 1
+        latency = between * self.network.latency_seconds + (steps - between) * self.node.latency_seconds
+        return latency + size * steps / ranks / self.link(ranks, stride).bytes_per_second
+
+    def _in_a_node(self, ranks: int, stride: int) -> int:
+        """Return how many of a group's ``ranks``, ``stride`` apart, are on one node."""
+        if (ranks - 1) * stride < self.gpus_per_node:
+            return ranks
+        return min(ranks, max(1, self.gpus_per_node // stride))
+
+    def to_json(self) -> str:
+        """Return the description in the form that ``read`` reads."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Self:
+        """Return the system that ``text`` describes; ValueError, naming ``where``, for anything else."""
+        with naming(where):
+            return parse_as(cls, text, "write what mpp calibrate writes")
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the systems that come with this package."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _SHIPPED.iterdir()))
+
+
+def read(name: str) -> System:
+    """Return the system ``name``, which is a shipped one's name or a path; ValueError if it is neither."""
+    if name.lower() in shipped():
+        # Tests have checked it, and the check takes longer than many a command.
+        content = json.loads((_SHIPPED / f"{name.lower()}.json").read_text(encoding="utf-8"))
+        return System(**{**content, "node": Link(**content["node"]), "network": Link(**content["network"])})
+    if not Path(name).is_file():
+        guess = did_you_mean(name.lower(), shipped())
+        hint = f" ({guess})" if guess else ""
+        raise ValueError(
+            f"--system {name} is neither a file nor known{hint}: give one of {', '.join(shipped())}, "
+            "or a JSON written by mpp calibrate"
+        )
+    try:
+        return System.from_json(read_text(Path(name)), name)
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: not a text: write what mpp calibrate writes") from None
+
+
+def _interpolated(rows: Sequence[tuple[float, float]], size: float) -> float:
+    """Return the seconds for ``size`` bytes, given rows of (bytes, seconds) that rise.
+
+    They are interpolated between two rows, and proportional to the last row above it.
+    """
+    if size <= rows[0][0]:
+        return rows[0][1]
+    for (low, before), (high, after) in pairwise(rows):
+        if size <= high:
+            return before + (after - before) * (size - low) / (high - low)
+    return rows[-1][1] * size / rows[-1][0]

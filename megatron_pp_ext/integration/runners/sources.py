@@ -1,0 +1,63 @@
+"""Sources of schedules: which one the next step runs."""
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.model_vocabulary import has_frozen_output
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.vocabulary import without_weight_gradients
+
+
+class Source(Protocol):
+    """Gives the schedules of training steps, or of evaluations.
+
+    All ranks of the job ask in the same steps and in the same order, so it may communicate, as long as it
+    does so on every rank.
+    """
+
+    def phase(self, inputs: StepInputs) -> Hashable:
+        """Return a value whose change, in the same step on all ranks, asks for another schedule."""
+
+    def schedule(self, inputs: StepInputs) -> Schedule:
+        """Return the schedule of the step that is about to run, with the pipeline's placement.
+
+        It must be the same on all ranks of the job, which compare digests.  Called once for each number of
+        microbatches and ``phase``.
+        """
+
+
+class Evaluations:
+    """Forwards alone, whichever schedule trains."""
+
+    def __init__(self, pipeline: requested.Pipeline) -> None:
+        self._placement = pipeline.placement
+
+    def phase(self, inputs: StepInputs) -> Hashable:
+        """See ``Source``."""
+        return None
+
+    def schedule(self, inputs: StepInputs) -> Schedule:
+        """See ``Source``."""
+        return catalog.forward_only(self._placement, inputs.microbatches)
+
+
+class Requested:
+    """The requested schedule; behind the first step it may be made for the memory that is free then."""
+
+    def __init__(self, pipeline: requested.Pipeline) -> None:
+        assert pipeline.source is not None
+        self._source = pipeline.source
+
+    def phase(self, inputs: StepInputs) -> Hashable:
+        """See ``Source``."""
+        return inputs.training_steps > 0
+
+    def schedule(self, inputs: StepInputs) -> Schedule:
+        """See ``Source``."""
+        free_bytes = free_bytes_by_rank if inputs.training_steps else None
+        schedule = self._source.build(inputs.microbatches, free_bytes)
+        return without_weight_gradients(schedule) if has_frozen_output(inputs.model) else schedule

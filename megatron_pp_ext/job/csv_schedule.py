@@ -1,0 +1,116 @@
+"""A schedule from a file, and whether Megatron can train with it."""
+
+from argparse import Namespace
+from collections import defaultdict
+from pathlib import Path
+
+from megatron_pp_ext.job import sizes
+from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.check import require_one_forward_order
+
+
+def read_csv(path: Path, args: Namespace) -> Schedule:
+    """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
+
+    Raises ValueError if the file is not a valid schedule for the pipeline ranks of ``args``, if its ranks
+    share the vocabulary, if its stages take the microbatches forward in different orders, or if the layers
+    of ``args`` cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
+    """
+    schedule, ranks = csv_file.read(path), args.pipeline_model_parallel_size
+    if schedule.ranks != ranks:
+        raise ValueError(
+            f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
+            "set one to the other"
+        )
+    if schedule.placement.shares_vocabulary:
+        raise ValueError(
+            f"the ranks of {path} share the vocabulary, which mpp simulates but training cannot do; write "
+            "the schedule without --shared-vocabulary"
+        )
+    require_one_forward_order(schedule)
+    if args.transformer_impl == "transformer_engine":
+        require_first_first(schedule)
+    if _recomputes_scaled(args):
+        require_backwards_in_order(schedule)
+    return schedule
+
+
+def _recomputes_scaled(args: Namespace) -> bool:
+    """Whether layers compute again what they quantized by scales of earlier steps (delayed scaling)."""
+    is_delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed"
+    recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
+    return bool(is_delayed and recomputes)
+
+
+def require_batches(args: Namespace, schedule: Schedule, data: int) -> None:
+    """ValueError unless every step of ``args`` on ``data`` ranks has the microbatches of ``schedule``."""
+    each = args.micro_batch_size * data
+    if any(batch // each != schedule.microbatches for batch in sizes.batches(args)):
+        flag = "--step-batch-size-schedule"
+        growing = args.global_batch_size is None
+        given = f"{flag} {getattr(args, 'step_batch_size_schedule', None)}"
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} has {schedule.microbatches} microbatches in every "
+            f"step, but {given if growing else f'--global-batch-size {args.global_batch_size}'} requests "
+            f"others; {f'leave {flag} out and ' if growing else ''}set --global-batch-size "
+            f"{schedule.microbatches * each}"
+        )
+
+
+def require_microbatches(schedule: Schedule, path: str, microbatches: int) -> None:
+    """ValueError unless the schedule of the file ``path`` is for ``microbatches`` microbatches."""
+    if microbatches != schedule.microbatches:
+        raise ValueError(
+            f"{path} is a schedule for {schedule.microbatches} microbatches, but this step has "
+            f"{microbatches}; set --global-batch-size accordingly"
+        )
+
+
+def require_backwards_in_order(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage takes the microbatches backward as it took them forward.
+
+    Where a module of Transformer Engine is to be computed again, it puts the scales of delayed scaling into
+    a queue of its own at each forward, and takes them out first in, first out (``FP8GlobalStateManager``).
+    In another order a microbatch would be computed again with the scales of another.
+    """
+    orders: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for action in schedule:
+        if action.kind in (Kind.F, Kind.I, Kind.B):
+            orders[action.stage, action.kind is Kind.F].append(action.microbatch)
+    for stage in range(schedule.placement.stages):
+        forward, backward = orders[stage, True], orders[stage, False]
+        for first, here in zip(forward, backward, strict=True):
+            if first != here:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: stage {stage} takes microbatch {here} backward where "
+                    f"{first} is the next that it took forward, but with --fp8-recipe delayed Transformer "
+                    "Engine computes microbatches again in that order; give the backwards the order of the "
+                    "forwards, choose another --fp8-recipe, or recompute nothing"
+                )
+
+
+def require_first_first(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage begins with microbatch 0, its forwards and its weight gradients.
+
+    Under Transformer Engine ``is_first_microbatch`` is true of a module's first forward ever and, where
+    layers quantize (FP8, FP4, --te-precision-config-file), of microbatch 0's in every step.  That forward
+    casts the weights, which later ones rely on; and where accumulation is fused its weight gradient
+    overwrites ``main_grad``, to which those of others are added (``accumulate`` in Transformer Engine's
+    module/linear.py, layernorm_linear.py and grouped_linear.py, the same from 2.3 to 2.18; Megatron's
+    extensions/transformer_engine.py).
+    """
+    for rank, order in enumerate(schedule.orders):
+        begun: set[tuple[int, bool]] = set()
+        for action in order:
+            is_forward = action.kind is Kind.F
+            if action.kind is Kind.I or (action.stage, is_forward) in begun:
+                continue
+            begun.add((action.stage, is_forward))
+            if action.microbatch != 0:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "
+                    f"{'forward' if is_forward else 'weight gradient'}, but Transformer Engine "
+                    f"{'casts weights' if is_forward else 'overwrites earlier gradients'} in the latter; put "
+                    "microbatch 0 first, or add --transformer-impl local"
+                )

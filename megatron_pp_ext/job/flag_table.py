@@ -1,0 +1,166 @@
+"""Megatron's flags by release, as a table: by it a command reads flags without importing Megatron.
+
+``megatron_flags.json`` is written by ``scripts/flag_table.py`` from Megatron's own parser.  Each of its
+``rows`` has the ``flags`` that set one argument, and of the argument its name ``dest`` where that is not the
+first flag's, its ``default`` where it has one, and either the value that a flag ``sets`` by itself, or the
+``type``, number (``nargs``, in argparse's words) and ``choices`` of the values behind it.  ``releases`` are
+those whose parser has the row, where not all do.  ``counted`` names, by hand, the arguments that the costs of
+a step or the rules for a pipeline depend on.
+"""
+
+import json
+import re
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_pp_ext.job import flag_hint, our_flags
+
+FILE = Path(__file__).with_name("megatron_flags.json")
+
+Row = dict[str, Any]
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise the error in one line, where argparse would end the process."""
+        raise ValueError(f"in the model's flags: {message}: correct it")
+
+
+def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = False) -> Namespace:
+    """Return ``start`` with what ``words``, a command line, set, and the defaults of all other arguments.
+
+    ValueError for flags that the installed Megatron lacks, unless ``has_others`` for those of a training
+    script, and for values that it does not accept.
+    """
+    args, others = parser().parse_known_args(list(words), Namespace(**start))
+    if others and not has_others:
+        raise ValueError(f"in the model's flags: {_about_unknown(others[0])}")
+    return args
+
+
+def _about_unknown(word: str) -> str:
+    if not word.startswith("--"):
+        return f"{word} stands behind no flag that takes it: leave it out"
+    flag = word.partition("=")[0]
+    known = [known for known in parser()._option_string_actions if known.startswith("--")]
+    return f"{flag} is none of Megatron's: {flag_hint.hint(flag, known, "see Megatron's --help")}"
+
+
+@cache
+def parser() -> ArgumentParser:
+    """Return a parser of the installed Megatron's flags and this package's."""
+    found = _Parser(allow_abbrev=False, add_help=False)
+    for row in installed():
+        _add(found, row)
+    our_flags.add_flags(found)
+    return found
+
+
+@cache
+def _flags() -> dict[tuple[str, object], str]:
+    """Return the first flag of each argument, by the value that it sets, or ... where one follows it."""
+    having: dict[tuple[str, object], str] = {}
+    for action in parser()._actions:
+        having.setdefault((action.dest, action.const if action.nargs == 0 else ...), action.option_strings[0])
+    return having
+
+
+def flag_of(name: str, value: object) -> str | None:
+    """Return the flag that gives the argument ``name`` this ``value``; None where no flag does."""
+    return _flags().get((name, value if isinstance(value, bool) else ...))
+
+
+def _add(parser: ArgumentParser, row: Row) -> None:
+    about = {key: value for key, value in row.items() if key not in ("flags", "sets", "type")}
+    if "sets" in row:
+        parser.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
+    else:
+        parser.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
+
+
+def pattern(text: str) -> int | list[int]:
+    """Return a number, or the list that an expression such as ``([0]*1+[1]*3)*2`` makes."""
+    if "[" not in text:
+        return int(text)
+    if re.search(r"[^,\d\[\]()+*]", text):
+        raise ValueError(f"{text} has more than brackets, numbers, commas, + and *")
+    try:
+        return eval(text)  # nothing but lists of numbers can be written in these characters
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"{text} is no list") from error
+
+
+_TYPES: dict[str | None, Callable[[str], Any]] = {
+    None: str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "pattern": pattern,
+}
+
+
+def installed() -> list[Row]:
+    """Return the rows of the installed Megatron; of the newest where there is none, or one unknown here."""
+    releases = by_release()
+    try:
+        release = ".".join(version("megatron-core").split(".")[:2])
+    except PackageNotFoundError:
+        release = ""
+    return releases.get(release, [*releases.values()][-1])
+
+
+@cache
+def by_release() -> dict[str, list[Row]]:
+    """Return the rows of every release, oldest first, with all keys that argparse needs."""
+    table = _table()
+    rows = [{"dest": _name(row["flags"][0]), "default": None} | row for row in table["rows"]]
+    return {
+        release: [
+            {key: value for key, value in row.items() if key != "releases"}
+            for row in rows
+            if release in row.get("releases", (release,))
+        ]
+        for release in table["releases"]
+    }
+
+
+@cache
+def counted() -> Mapping[str, Action]:
+    """Return the arguments that costs and rules depend on, this package's included, by their names."""
+    names = {*_table()["counted"], *our_flags.names()}
+    return {action.dest: action for action in parser()._actions if action.dest in names}
+
+
+def written(releases: Mapping[str, Sequence[Row]]) -> str:
+    """Return the content of ``FILE`` for the rows of ``releases``; a row is a line."""
+    having: dict[str, list[str]] = {}
+    for release, rows in releases.items():
+        for row in rows:
+            having.setdefault(json.dumps(_short(row)), []).append(release)
+    lines = []
+    for line, names in sorted(having.items()):
+        few = {} if len(names) == len(releases) else {"releases": names}
+        lines.append(json.dumps({**json.loads(line), **few}))
+    head = json.dumps({"releases": [*releases], "counted": _table()["counted"]}, indent=1)
+    return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+
+def _short(row: Row) -> Row:
+    """Return ``row`` without what ``by_release`` fills in, its keys in one order."""
+    derived = {"dest": _name(row["flags"][0])}
+    keys = ("flags", "dest", "sets", "type", "nargs", "choices", "default")
+    return {key: row[key] for key in keys if row.get(key) not in (None, derived.get(key, ...))}
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found

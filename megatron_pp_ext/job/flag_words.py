@@ -1,0 +1,50 @@
+"""Command lines of Megatron's flags as words: taken apart, written, and put over one another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from megatron_pp_ext.job import flag_table
+
+_EXCLUSIVE = {"bf16": "fp16", "fp16": "bf16", "hybrid_layer_pattern": "num_layers"}
+"""Arguments that take the place of another."""
+
+
+def by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag of a command line with the words behind it; a word without a flag goes by itself."""
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while rest:
+        behind = list(takewhile(lambda word: not word.startswith("--"), rest[1:]))
+        yield rest[0], behind
+        rest = rest[1 + len(behind) :]
+
+
+def by_argument(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words behind the last flag of each argument that ``words``, a command line, set."""
+    known = flag_table.parser()._option_string_actions
+    return {known[name].dest: behind for name, behind in by_name(words) if name in known}
+
+
+def spelled(values: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line; None, and a default that no flag sets, is left out."""
+    words = []
+    for name, value in values.items():
+        flag = None if value is None else flag_table.flag_of(name, value)
+        if flag is not None:
+            words += [flag, *_behind(name, value)]
+    return words
+
+
+def _behind(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return []
+    if name == "moe_layer_freq":
+        return [str(value).replace(" ", "")]  # Megatron reads a list as one word
+    return [str(one) for one in (value if isinstance(value, list) else [value])]
+
+
+def overridden(values: Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:
+    """Return ``values`` without the arguments that ``by``, a command line, sets or rules out."""
+    given = by_argument(by)
+    ruled_out = {_EXCLUSIVE.get(name) for name in given}
+    return {name: value for name, value in values.items() if name not in given and name not in ruled_out}

@@ -1,0 +1,199 @@
+"""The source of a training run's schedules, with a vocabulary that all ranks share where it is requested."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
+from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.source import FreeBytes, Source, compile_once, source_of
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO, FLEX, SHARED
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.vocabulary import share
+
+_WORTH_SHARING = 0.01
+"""The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
+
+_ATTEMPTS = 8
+"""The limits tried for what a compiled schedule keeps beside its ranks' parts of the vocabulary."""
+
+
+class CostsOf(Protocol):
+    """The costs to compile from."""
+
+    def __call__(self, stages: int, shares_vocabulary: bool) -> Costs:
+        """Return those of ``stages`` stages; they may count a vocabulary that the ranks share."""
+
+
+def requested_source(request: Request, costs_of: CostsOf) -> Source:
+    """Return the source of ``request``'s schedules.
+
+    Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
+    """
+    if request.vocabulary == SHARED:
+        return _sharing(request, costs_of)
+    if request.vocabulary == AUTO:
+        return _shorter_of_both(request, costs_of)
+    return source_of(request, partial(costs_of, shares_vocabulary=False))
+
+
+def _sharing(request: Request, costs_of: CostsOf) -> Source:
+    """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
+    if request.schedule in (FLEX, AUTO):
+        whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
+        return compiled_beside_vocabulary(request, whole, costs)
+    plain = source_of(request, partial(costs_of, shares_vocabulary=True))
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return share(lambda count: plain.build(count, free_bytes), microbatches)
+
+    return replace(
+        plain, placement=replace(plain.placement, shares_vocabulary=True), build=build, limits=None
+    )
+
+
+def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
+    """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
+    alone = source_of(request, partial(costs_of, shares_vocabulary=False))
+    try:
+        sources = alone, _sharing(request, costs_of)
+    except InfeasibleLimit:
+        return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
+    separate, shared = (
+        simulate(
+            source.build(request.microbatches, None),
+            costs_of(request.finest.stages, bool(is_shared)).merged(source.placement.stages),
+        ).makespan
+        for is_shared, source in enumerate(sources)
+    )
+    gain = 1 - shared / separate
+    if gain < _WORTH_SHARING:
+        return replace(sources[0], note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
+    return replace(sources[1], note=f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
+
+
+def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, trials: int = TRIALS) -> Source:
+    """Return the source of ``flex`` or ``auto`` with a shared vocabulary, whose parts count in the limit.
+
+    ``costs`` are those of the stages of ``request.finest`` without a vocabulary, and of the parts; each
+    compilation tries ``trials`` orders.  A fraction as limit is one of what 1F1B keeps without sharing, where
+    the stages cost what ``whole`` has.  Under ``auto`` each rank has the limit of what it has free.
+    Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
+    """
+    is_auto = request.schedule == AUTO
+    limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
+    limits = limit if isinstance(limit, tuple) else (limit,) * request.ranks
+    compiler = _Beside(replace(costs, message=counted.message), request.ranks, trials)
+    if is_auto:
+        placement, ordinary = request.placement, None
+    else:
+        ordinary = _shortest_feasible(
+            request.placements,
+            lambda placement: compiler.within(limits, request.microbatches, placement),
+            compiler.costs,
+        )
+        placement = replace(ordinary.placement, shares_vocabulary=False)
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        if not is_auto:
+            return compiler.within(limits, microbatches, placement)
+        least = compiler.least(microbatches, placement)
+        if free_bytes is None:
+            return least
+        free = tuple(map(max, compiler.needed(least), free_bytes()))
+        return compiler.within(free, microbatches, placement)
+
+    shared = replace(placement, shares_vocabulary=True)
+    return Source(request.schedule, shared, True, build, known=ordinary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """Compiles beside the ranks' parts of a vocabulary; ``costs`` are those of the finest stages."""
+
+    costs: Costs
+    ranks: int
+    trials: int
+
+    def within(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
+        """Return a schedule that keeps every rank's limit, parts included; InfeasibleLimit without one.
+
+        It is no longer than the one for the least limit on all ranks: more memory on some of them does not
+        always lead the compiler to a shorter schedule.
+        """
+        own = self._keeping(limits, microbatches, placement)
+        if len(set(limits)) == 1:
+            return own
+        with suppress(InfeasibleLimit):
+            alike = self._keeping((min(limits),) * self.ranks, microbatches, placement)
+            return min(own, alike, key=lambda one: self._simulated(one).makespan)
+        return own
+
+    def _keeping(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
+        """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
+
+        What the parts keep is known once they are in the order, so the limits of the stages are lowered by
+        what was too much.  The last try is the order that keeps least.
+        """
+        rooms = list(limits)
+        with suppress(InfeasibleLimit):
+            for _ in range(_ATTEMPTS):
+                schedule = self._shared(rooms, microbatches, placement)
+                excess = [needed - limit for needed, limit in zip(self.needed(schedule), limits, strict=True)]
+                if max(excess) <= 0:
+                    return schedule
+                rooms = [room - max(0.0, more) for room, more in zip(rooms, excess, strict=True)]
+                if min(rooms) <= 0:
+                    break
+        least = self.least(microbatches, placement)
+        needs = self.needed(least)
+        rank, limit, needed = max(
+            zip(range(self.ranks), limits, needs, strict=True), key=lambda one: one[2] - one[1]
+        )
+        if needed <= limit:
+            return least
+        raise InfeasibleLimit(
+            f"a memory limit of {limit:.6g} on rank {rank} has no room for the parts of a shared vocabulary, "
+            f"with which the order that keeps least keeps {needed:.6g} there; raise --pipeline-memory-limit, "
+            "or leave --pipeline-vocabulary out"
+        )
+
+    def least(self, microbatches: int, placement: Placement) -> Schedule:
+        """Return the schedule whose stages keep least on every rank."""
+        return self._shared(least_limits(self.ranks, self.costs, placement), microbatches, placement)
+
+    def needed(self, schedule: Schedule) -> tuple[float, ...]:
+        """Return the memory of each rank."""
+        return self._simulated(schedule).peak_memory
+
+    def _simulated(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.costs.merged(schedule.placement.stages))
+
+    def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
+        def build(count: int) -> Schedule:
+            return compile_once(self.ranks, count, self.costs, rooms, [placement], self.trials)
+
+        return share(build, microbatches)
+
+
+def _shortest_feasible(
+    placements: Sequence[Placement], build: Callable[[Placement], Schedule], costs: Costs
+) -> Schedule:
+    """Return the shortest of the schedules that ``build`` returns; InfeasibleLimit where it never does."""
+    found, reason = [], InfeasibleLimit()
+    for placement in placements:
+        try:
+            schedule = build(placement)
+            found.append((simulate(schedule, costs.merged(placement.stages)).makespan, schedule))
+        except InfeasibleLimit as error:
+            reason = error
+    if not found:
+        raise reason
+    return min(found, key=lambda one: one[0])[1]

@@ -1,0 +1,182 @@
+"""Moves single items between stages as long as a cut gets better by it.
+
+``climb`` is the loop.  Whoever uses it says what a cut is worth, and which moves promise a better one:
+
+levelled   the ranks take equally long, as far as whole items allow
+fitted     no rank needs more memory than there is
+shortened  the pipeline of a schedule is short
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_pp_ext.planner.layout.balance import balanced
+from megatron_pp_ext.planner.layout.cut import Array, Cut, Moves, Seconds, moved, times, work_of_ranks
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.timing import CriticalPath
+
+REPLAYS = 48
+"""The replays that a cut is shortened with at most."""
+
+_FITTED = 64
+"""The cuts whose memory is looked at; a model that fits nearly needs a few."""
+
+_LEVELLED = 10_000
+"""More moves than any model needs to level its ranks."""
+
+_WORTH = 1e-4
+"""The part of the makespan that a move has to save at least."""
+
+_ROUNDING = 1e-9
+"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+
+
+class Stages(Protocol):
+    """Stages that are cut from a row of items."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are."""
+
+    @property
+    def items(self) -> int:
+        """The number of items."""
+
+    @property
+    def least(self) -> Cut:
+        """The fewest items of each stage."""
+
+    @property
+    def seconds(self) -> Seconds:
+        """What returns the seconds of F, I and W of a stage with the items first, ..., end - 1."""
+
+
+class Climbed(NamedTuple):
+    """A cut with its value, and the number of cuts whose value was asked for."""
+
+    cut: Cut
+    value: float
+    looked_at: int
+
+
+def climb(
+    cut: Cut,
+    value: Callable[[Cut], float],
+    promising: Callable[[Cut, float], Iterable[Cut]],
+    most: int,
+    worth: float,
+) -> Climbed:
+    """Return ``cut`` after moves that each lower its value by the part ``worth`` of it, until none does.
+
+    ``promising`` yields the cuts a move away whose value may be below a given one, the most promising first.
+    At most ``most`` cuts are looked at, and none twice.
+    """
+    best, seen = value(cut), {cut}
+    while len(seen) < most:
+        below = best * (1 - worth)
+        other = next((other for other in promising(cut, below) if other not in seen), None)
+        if other is None:
+            break
+        seen.add(other)
+        now = value(other)
+        if now < below:
+            cut, best = other, now
+    return Climbed(cut, best, len(seen))
+
+
+def levelled(stages: Stages, least: Cut) -> Cut:
+    """Return the cut of equally long stages, with items moved until no move evens out the ranks.
+
+    A rank with several stages makes up for a long one by short others, as the first rank of a V does, which
+    has both ends of the model.  ``least`` are the fewest items of each stage.
+    """
+    start, loads = balanced(stages.items, stages.seconds, least), _Loads(stages, least)
+
+    def promising(cut: Cut, below: float) -> Iterator[Cut]:
+        return (moved(cut, *move) for move in _rising(loads.after_moves(cut), below))
+
+    return climb(start, loads.squares, promising, _LEVELLED, _ROUNDING).cut
+
+
+def fitted(stages: Stages, cut: Cut, totals: Callable[[Cut], Sequence[float]], limit: float) -> Cut | None:
+    """Return ``cut`` with items moved until no rank needs more than ``limit``; None where that is not found.
+
+    ``totals`` returns the bytes of every rank.  An item of the fullest rank goes where the ranks' seconds
+    stay most even, among the places that have memory left for it.
+    """
+    totals, loads, rank_of = cache(totals), _Loads(stages, stages.least), stages.placement.rank_of
+
+    def excess(cut: Cut) -> float:
+        return sum(max(0.0, total - limit) for total in totals(cut))
+
+    def promising(cut: Cut, below: float) -> Iterator[Cut]:
+        now = totals(cut)
+        fullest = int(np.argmax(now))
+        for source, target in _rising(loads.after_moves(cut), np.inf) if below else ():
+            if rank_of(source) == fullest != rank_of(target) and now[rank_of(target)] < limit:
+                yield moved(cut, source, target)
+
+    last = climb(cut, excess, promising, _FITTED + 1, 0.0)
+    return None if last.value else last.cut
+
+
+def shortened(
+    stages: Stages,
+    cut: Cut,
+    microbatches: int,
+    replay: Callable[[Cut], CriticalPath],
+    fits: Callable[[Cut], bool] = lambda cut: True,
+    replays: int = REPLAYS,
+) -> Climbed:
+    """Return ``cut`` after moves that each shorten the pipeline, until none does or ``replays`` are over.
+
+    ``replay`` returns the critical path of a cut under the schedule, and ``fits`` whether a cut is allowed.
+    Only a move that shortens every path known so far is worth a replay; see ``critical_paths``.
+    """
+    # Numba takes a while to import, and most jobs and estimates choose no layout.
+    from megatron_pp_ext.planner.layout.critical_paths import CriticalPaths
+
+    fits = cache(fits)
+    moves = Moves(stages.seconds, stages.least)
+    paths = CriticalPaths(microbatches * work_of_ranks(stages.placement), moves)
+
+    def makespan(cut: Cut) -> float:
+        return paths.add(replay(cut), times(cut, stages.seconds))
+
+    def promising(cut: Cut, below: float) -> Iterator[Cut]:
+        after = paths.after_moves(cut, times(cut, stages.seconds))
+        others = (moved(cut, *move) for move in _rising(after, below))
+        return filter(fits, others)
+
+    return climb(cut, makespan, promising, replays, _WORTH)
+
+
+class _Loads:
+    """The seconds of a microbatch on each rank: how even they are, under a cut and after each move."""
+
+    def __init__(self, stages: Stages, least: Cut) -> None:
+        self._seconds, self._work = stages.seconds, work_of_ranks(stages.placement)
+        self._moves = Moves(stages.seconds, least)
+
+    def squares(self, cut: Cut) -> float:
+        """Return the sum of the squares, which is least where all ranks take equally long."""
+        return float((self._of(cut) ** 2).sum())
+
+    def after_moves(self, cut: Cut) -> Array:
+        """Return the sum of the squares after each move: source x target, infinite for none."""
+        changes = self._moves.changes(self._work, cut)
+        return ((self._of(cut)[:, None, None] + changes) ** 2).sum(axis=0)
+
+    def _of(self, cut: Cut) -> Array:
+        return np.einsum("psk,sk->p", self._work, times(cut, self._seconds))
+
+
+def _rising(values: Array, below: float) -> Iterator[tuple[int, int]]:
+    """Yield the moves (source, target) with ``values`` below ``below``, the least value first."""
+    flat = values.ravel()
+    (places,) = np.nonzero(flat < below)
+    for at in places[np.argsort(flat[places], kind="stable")]:
+        yield divmod(int(at), len(values))

@@ -1,0 +1,122 @@
+"""The parts of a whole model, from Megatron's arguments: its layers in order, and what is around them."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field, replace
+
+from megatron_pp_ext.costs import ends
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.state import padded_vocabulary
+from megatron_pp_ext.job.layers import pattern
+
+_KINDS = {"*": attention, "-": mlp, "E": experts}
+"""The layers whose costs are known, by their letters in --hybrid-layer-pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of a whole model, from which any number of stages can be cut.
+
+    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
+    ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
+    ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
+    layers, ``loss_workspace`` the temporary bytes of the loss.
+    ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
+    ``kinds`` tells layers apart: equal ones have the same number.
+    """
+
+    layers: tuple[Part, ...]
+    other: Part
+    table: Part
+    positions: Part
+    last_norm: Part
+    output: Part
+    prediction: Part
+    hidden_bytes: float
+    loss_workspace: float
+    stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
+    kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(map(id, self.layers)))
+
+    @property
+    def head(self) -> Part:
+        """The end of the model: the last norm, the output layer and the loss."""
+        return self.last_norm + self.output
+
+
+def model_parts(
+    args: Namespace, kernels: KernelSeconds | None = None, vocabulary: int | None = None
+) -> ModelParts:
+    """Return the parts of ``args``'s model; ValueError for layers whose costs are not known.
+
+    Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
+    embedding, which follow from ``args`` if it is left out.
+    """
+    costs = LayerCosts(args, kernels)
+    rows = padded_vocabulary(args) if vocabulary is None else vocabulary
+    return ModelParts(
+        layers=tuple(_layers(args, costs)),
+        other=costs.other(),
+        table=ends.table(costs, rows),
+        positions=ends.positions(costs),
+        last_norm=costs.norm(),
+        output=ends.output(costs, rows),
+        prediction=ends.prediction(costs),
+        hidden_bytes=costs.hidden_bytes,
+        loss_workspace=ends.loss_workspace(costs, rows),
+    )
+
+
+def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
+    """Return the layers of the model in order; equal ones are one object."""
+    letters = pattern(args)
+    if letters is None:
+        has_experts = _experts_by_layer(args)
+        front = attention(costs)
+        behind = {kind: (experts if kind else mlp)(costs) for kind in set(has_experts)}
+        made = {
+            kind: front + replace(one, hidden_in_pair=hidden_in_pair(front, one))
+            for kind, one in behind.items()
+        }
+        return [made[kind] for kind in has_experts]
+    unknown = sorted(set(letters) - set(_KINDS) - {"|"})
+    if unknown:
+        raise ValueError(
+            f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
+            "and give --pipeline-costs"
+        )
+    parts = {letter: _KINDS[letter](costs) for letter in set(letters) - {"|"}}
+    return [parts[letter] for letter in letters if letter != "|"]
+
+
+def hidden_in_pair(attention: Part, mlp: Part) -> float:
+    """Return the seconds that a pair of a forward and a backward of one layer hides.
+
+    Megatron runs an exchange of tokens beside each of four computations: the attention of the forward, the
+    experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
+    megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
+    hidden.
+    """
+    exchange = mlp.exchanged_seconds
+    computations = (
+        attention.forward_seconds,
+        mlp.forward_seconds - 2 * exchange,
+        mlp.backward_seconds - 2 * exchange,
+        attention.backward_seconds,
+    )
+    return sum(min(exchange, max(0.0, seconds)) for seconds in computations)
+
+
+def _experts_by_layer(args: Namespace) -> list[bool]:
+    if not args.num_experts:
+        return [False] * args.num_layers
+    every = args.moe_layer_freq
+    if isinstance(every, list):
+        return [bool(has_experts) for has_experts in every]
+    return [layer % every == 0 for layer in range(args.num_layers)]

@@ -1,0 +1,1 @@
+"""What a rank can do in a step: one class an operation, which runs itself (``operation.Operation``)."""

@@ -1,0 +1,37 @@
+"""The work of a stage on a microbatch."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pp_ext.runtime.operations.operation import Recorded
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Recorded):
+    """An F, I, W or B: takes the tensor of ``source``, if any, and leaves that of ``target``, if any."""
+
+    source: Message | None = None
+    target: Message | None = None
+
+    def perform(self, rank: Rank) -> None:
+        """See ``Recorded``."""
+        rank.leave(self.target, self._produced(rank))
+
+    def _produced(self, rank: Rank) -> torch.Tensor | None:
+        number, kind, microbatch = self.action
+        stage = rank.stages[number]
+        match kind:
+            case Kind.F:
+                return stage.forward(microbatch, rank.take(self.source))
+            case Kind.B:
+                return stage.backward(microbatch, rank.take(self.source))
+            case Kind.I:
+                return stage.backward_input(microbatch, rank.take(self.source))
+            case Kind.W:
+                stage.backward_weight(microbatch)
+                return None
+        raise ValueError(f"{self.action} is no work of a stage")

@@ -1,0 +1,54 @@
+"""Messages between ranks.  What a stage hands to another one of its rank needs none of these."""
+
+from dataclasses import dataclass
+
+from megatron_pp_ext.runtime.operations.operation import Operation
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.schedule.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Post(Operation):
+    """Post the receive of a message, for an action that may come much later."""
+
+    peer: int
+    message: Message
+
+    def run(self, rank: Rank) -> None:
+        """See ``Operation``."""
+        rank.channels.post(self.peer, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(Operation):
+    """Let what is computed next wait for a message whose receive is posted."""
+
+    peer: int
+    message: Message
+
+    def run(self, rank: Rank) -> None:
+        """See ``Operation``."""
+        rank.tensors[self.message] = rank.channels.receive(self.peer, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Operation):
+    """Begin to send what an action has made for another rank."""
+
+    peer: int
+    message: Message
+
+    def run(self, rank: Rank) -> None:
+        """See ``Operation``."""
+        tensor = rank.take(self.message)
+        assert tensor is not None
+        rank.channels.send(self.peer, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Operation):
+    """End a step that flushes: wait until every message has left."""
+
+    def run(self, rank: Rank) -> None:
+        """See ``Operation``."""
+        rank.channels.close()

@@ -1,0 +1,106 @@
+"""What the operations of one rank work with: its stages, its channels, and what one leaves for the next."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
+from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.messages import Message
+
+
+class Stage(Protocol):
+    """One stage of the model on this rank.
+
+    Tensors that pass between stages are detached: a stage makes its input require a gradient
+    itself and keeps what its backward will need, by microbatch.
+    """
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage on ``activation``, or on the stage's own data where it is None, on the first stage.
+
+        Return the input of the next stage; the last stage's output goes nowhere.
+        """
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run both halves of the backward at once.
+
+        ``gradient`` is that of the stage's output (None on the last stage).  Return that of its
+        input (None on the first).
+        """
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Compute the gradient of the input only, and leave the weights' for ``backward_weight``."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the gradient of the weights that ``backward_input`` left."""
+
+
+class Pairs(Protocol):
+    """Runs the two actions of a pair together."""
+
+    def run(
+        self,
+        forward: Action,
+        activation: torch.Tensor | None,
+        backward: Action,
+        gradient: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Do ``forward`` on ``activation`` and ``backward`` (I or B) with ``gradient``.
+
+        The tensors are those of ``Stage.forward``, ``Stage.backward`` and ``Stage.backward_input``.  Return
+        the output of the forward and the gradient of the input of the backward's stage.
+        """
+
+
+class Recorder(Protocol):
+    """Is notified of every action; ``runtime.recorder`` has one that keeps their times and bytes."""
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context for the computation of ``action``, its messages excluded."""
+
+
+class Unrecorded:
+    """A ``Recorder`` that keeps nothing."""
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        """See ``Recorder``."""
+        return nullcontext()
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank in one training step.
+
+    ``stages`` maps the numbers of this rank's stages to the stages.  ``vocabulary`` is the rank's part of it
+    where ranks share it.  ``pairs`` runs the pairs of the plan; without it their actions run, and are
+    recorded, one after the other.  ``tensors`` are those that one operation has left for another.
+    """
+
+    stages: Mapping[int, Stage]
+    channels: Channels
+    recorder: Recorder = field(default_factory=Unrecorded)
+    pairs: Pairs | None = None
+    vocabulary: SharedVocabulary | None = None
+    tensors: dict[Message, torch.Tensor | None] = field(default_factory=dict)
+
+    def take(self, message: Message | None) -> torch.Tensor | None:
+        """Return the tensor of ``message``, which this rank no longer holds then; None for no message.
+
+        RuntimeError where the stage that should have made it produced nothing.
+        """
+        if message is None:
+            return None
+        tensor = self.tensors.pop(message)
+        if tensor is None:
+            raise RuntimeError(f"stage {message.sender} produced nothing for {message}")
+        return tensor
+
+    def leave(self, message: Message | None, tensor: torch.Tensor | None) -> None:
+        """Keep ``tensor`` for the operation that takes ``message``; drop it where there is no message."""
+        if message is not None:
+            self.tensors[message] = None if tensor is None else tensor.detach()

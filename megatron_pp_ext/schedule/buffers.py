@@ -1,0 +1,77 @@
+"""The most message buffers that every rank holds at one time."""
+
+from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, in_line
+from megatron_pp_ext.schedule.program import HOP, T
+from megatron_pp_ext.schedule.walk import Walk
+
+
+def most_buffers(walk: Walk) -> tuple[int, ...]:
+    """Return the most message buffers that every rank of ``walk`` holds at one time.
+
+    Its orders must flush: every message in them is sent and taken.  Two kinds of buffers are counted.
+
+    * Receives, from where they are posted until an action takes the message.  A forward makes it an
+      activation of its stage as soon as it starts; a backward needs it until its end, before which nothing
+      else is posted.
+    * Sent messages that may be unfinished: ``SENDS_AHEAD`` whenever the rank continues, and for a moment the
+      one that it has just sent.  When each of them is done is known on the machine alone, so that many are
+      counted from beginning to end, but no more than the rank sends.
+
+    This is an upper bound of what a rank's channels keep: receives are posted and taken in no other places,
+    and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
+    """
+    program, columns = walk.program, walk.program.columns
+    count, ranks = len(program.actions), len(program.orders)
+    given = program.kind, program.rank, program.bounds, program.begins, program.needed, program.wires
+    _, line = in_line(walk)
+    sizes = count, count, count + ranks, ranks, ranks, ranks
+    *kept, most = map(columns.zeros, sizes)
+    _count_buffers(*given, line, SENDS_AHEAD + 1, *kept, most)
+    return tuple(as_list(most))
+
+
+@Loop
+def _count_buffers(
+    kind: Column,
+    rank_of: Column,
+    bounds: Column,
+    begins: Column,
+    needed: Column,
+    wires: Column,
+    line: Column,
+    ahead: int,
+    receiver: Column,
+    takes: Column,
+    posted: Column,
+    launched: Column,
+    sent: Column,
+    most: Column,
+) -> None:
+    """Count the ``most`` buffers of every rank, with the actions launched as they stand in ``line``.
+
+    ``receiver`` is that of an action's message, plus 1, and 0 where it sends none; ``takes`` is 1 where it
+    takes one.  Rank r posts receives in front of each of its actions, and behind the last: at
+    ``bounds[r] + r`` in ``posted`` and on.
+    """
+    for action in range(len(kind)):
+        for entry in range(begins[action], begins[action + 1]):
+            is_remote = rank_of[needed[entry]] != rank_of[action]
+            if is_remote and wires[entry] == HOP and kind[action] != T:
+                receiver[needed[entry]] = rank_of[action] + 1
+                takes[action] = 1
+    for action in line:
+        rank = rank_of[action]
+        launched[rank] += 1
+        if receiver[action]:
+            other = receiver[action] - 1
+            posted[bounds[other] + other + launched[other]] += 1
+            sent[rank] += 1
+    for rank in range(len(most)):
+        waiting = 0
+        for action in range(bounds[rank], bounds[rank + 1]):
+            waiting += posted[action + rank]
+            most[rank] = max(most[rank], waiting)
+            waiting -= takes[action]
+        most[rank] += min(sent[rank], ahead)

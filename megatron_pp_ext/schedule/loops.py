@@ -1,0 +1,112 @@
+"""The loops that a search repeats: Python that numba compiles to machine code when it first runs.
+
+Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
+compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times more
+slowly, but at once, which is quicker for what is done a single time.
+
+The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
+of a loop, and not at what it takes from other files.  Nothing relies on the files.  Code that cannot be read
+is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
+compiled.  Numba is imported by the first loop that is compiled, and not by this module.
+"""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, cast
+
+from megatron_pp_ext.files import user_folder
+
+_PACKAGE = Path(__file__).parents[1]
+
+FIRST_TIME = "compiling inner loops for this machine, which takes about ten seconds the first time"
+"""Logged for each loop without code, by whose module goes who is told; all loops of a room take so long."""
+
+
+def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
+    """Compile ``function`` into each loop that calls it; its module imports numba, if there is one."""
+    return function if _numba() is None else cast(Function, _numba().njit(function))
+
+
+class Loop:
+    """A function that is compiled when it is first called with an array; other loops cannot call it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the function, as Python if its first argument is a list; arrays have one type in all calls."""
+        if isinstance(arguments[0], list) or _numba() is None or _numba().config.DISABLE_JIT:
+            return self._function(*arguments)
+        if self._compiled is None:
+            if not _has_code(self._function):
+                logging.getLogger(self._function.__module__).info(FIRST_TIME)
+            self._compiled = _kept(self._function)
+        try:
+            return self._compiled(*arguments)
+        except Exception:
+            # Damaged files and full disks have errors of many kinds, all of which come before the loop runs.
+            shutil.rmtree(_folder(_source(self._function)), ignore_errors=True)
+            self._compiled = _numba().njit(self._function)
+            return self._compiled(*arguments)
+
+
+@cache
+def _numba() -> Any:
+    """Return the compiler, which takes a while to import, or None where it is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    return numba
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its code kept on disk, or where that cannot be, in memory alone."""
+    njit, config = _numba().njit, _numba().config
+    folder, before = _folder(_source(function)), config.CACHE_DIR
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError:  # numba would look for another folder, in which code of older sources may be
+        return cast(Callable[..., Any], njit(function))
+    config.CACHE_DIR = str(folder)
+    try:
+        return cast(Callable[..., Any], njit(cache=True)(function))
+    finally:
+        config.CACHE_DIR = before
+
+
+def _has_code(function: Callable[..., Any]) -> bool:
+    """Whether the code of ``function`` is kept on disk, for one type of each argument."""
+    index = f"*.{function.__qualname__}-*.nbi"
+    return next(_folder(_source(function)).rglob(index), None) is not None
+
+
+def _source(function: Callable[..., Any]) -> Path:
+    return Path(function.__code__.co_filename)
+
+
+@cache
+def _folder(source: Path) -> Path:
+    """Return the folder of the code for loops in ``source``: in NUMBA_CACHE_DIR, or else in the user's own.
+
+    It goes by all sources of the room (the package's folder) that ``source`` is in.
+    """
+    import llvmlite.binding as llvm
+
+    room = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
+    state = hashlib.sha256()
+    for one in sorted(room.rglob("*.py")):
+        state.update(one.read_bytes())
+    config = _numba().config
+    for part in (_numba().__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
+        state.update(part.encode())
+    base = Path(config.CACHE_DIR) if config.CACHE_DIR else user_folder() / "loops"
+    return base / state.hexdigest()[:16]

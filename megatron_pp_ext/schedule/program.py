@@ -1,0 +1,165 @@
+"""A program: what all ranks launch, in their order, and what each of these actions waits for, as numbers.
+
+An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
+column has a number for each action.  What an action waits for is said by ``actions.needs`` alone, of which
+``_waits`` is a table.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, repeat
+
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, needs
+from megatron_pp_ext.schedule.columns import Arrays, Column, Lists, as_list
+from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.placement import Placement
+
+KINDS = (*OF_STAGES, Kind.S, Kind.T)
+F, I, W, B, S, T = range(len(KINDS))
+"""The codes of the kinds of actions."""
+
+_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
+"""What actions wait for; a whole backward delivers what its I would."""
+
+WIRES = HOP, HIDDEN, SUMS, OWN = range(4)
+"""The wires over which an output comes.
+
+They lead from stage to stage, from the last stage to a rank's part of a shared vocabulary, from all of these
+to the backward of the last stage, and there from the one of the same rank.
+"""
+
+NO_WORK, PAIRS = 2, 3
+"""Places of durations behind those of the stages, S and T: that of no work, and that of the first pair."""
+
+type Orders = Sequence[Sequence[Action]]
+"""One list of actions a rank."""
+
+
+class Program:
+    """The actions of ``orders`` for stages as in ``placement``, whose ranks need not be those of ``orders``.
+
+    ``stage``, ``kind`` (a code), ``microbatch`` (counted from the first one) and ``rank`` are columns.  Rank
+    r has the actions from ``bounds[r]`` to ``bounds[r + 1]``.  ``place`` is that of the action's duration:
+    four for each stage, then S, T, no work and the different ``pairs``, each with the places of its two; the
+    first action of a pair has the pair's.
+
+    Action a waits for the actions in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One
+    that is not in ``orders`` has the number behind the last and never ends; where ``is_open``, it was done
+    before, and nobody waits for it.  With ``is_repeated`` columns are arrays.
+    """
+
+    def __init__(
+        self,
+        orders: Orders,
+        placement: Placement,
+        paired: frozenset[Action] = frozenset(),
+        *,
+        is_open: bool = False,
+        is_repeated: bool = False,
+    ) -> None:
+        self.orders, self.placement = orders, placement
+        self.columns = columns = Arrays() if is_repeated else Lists()
+        stages, kinds, microbatches = zip(*self.actions, strict=True) if self.actions else ((), (), ())
+        first = min(microbatches, default=0)
+        self.stage = columns.of(stages)
+        self.kind = columns.of(map(_CODE.__getitem__, kinds))
+        self.microbatch = columns.of(one - first for one in microbatches)
+        self.rank = columns.of(chain.from_iterable(map(repeat, range(len(orders)), map(len, orders))))
+        self.bounds = columns.of([0, *accumulate(map(len, orders))])
+        self.place = columns.zeros(len(self.actions))
+        self._wait(is_open)
+        self.pairs = self._pair(paired) if paired else {}
+
+    @classmethod
+    def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
+        """Return the program of ``schedule``."""
+        return cls(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """The actions by their numbers."""
+        return list(chain.from_iterable(self.orders))
+
+    @property
+    def no_work(self) -> int:
+        """The place of the duration of no work."""
+        return len(OF_STAGES) * self.placement.stages + NO_WORK
+
+    def _pair(self, paired: frozenset[Action]) -> dict[tuple[int, int], int]:
+        """Give first actions the places of their pairs; return these by the places of the halves."""
+        pairs: dict[tuple[int, int], int] = {}
+        for first, action in enumerate(self.actions):
+            if action in paired:
+                halves = int(self.place[first]), int(self.place[first + 1])
+                self.place[first] = pairs.setdefault(halves, self.no_work + 1 + len(pairs))
+        return pairs
+
+    def _wait(self, is_open: bool) -> None:
+        """Enter the place of every action, and what it waits for."""
+        columns = self.columns
+        count, stages = len(self.actions), self.placement.stages
+        microbatches = 1 + max(as_list(self.microbatch), default=0)
+        made = columns.of(repeat(count, len(_DELIVERED) * stages * microbatches))
+        most = 2 * count + self.placement.shares_vocabulary * self.placement.ranks * microbatches
+        self.begins = columns.zeros(count + 1)
+        self.needed, self.wires = columns.zeros(most), columns.zeros(most)
+        given = self.kind, self.stage, self.microbatch, *map(columns.of, _waits(self.placement))
+        found = self.place, made, self.begins, self.needed, self.wires
+        _find(*given, stages, microbatches, is_open, *found)
+
+
+@lru_cache(maxsize=256)
+def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
+    """Return what actions of every stage and kind, the stage's kinds in a row, wait for.
+
+    These are columns of where the needs of each begin, of what they are (three rows of stages, by
+    ``_DELIVERED``), and of the wires.
+    """
+    begins, needed, wires = [0], [], []
+    for stage in range(placement.stages):
+        for kind in KINDS:
+            for need in needs(Action(stage, kind, 0), placement):
+                needed.append(_DELIVERED[need.kind] * placement.stages + need.stage)
+                is_sums = need.kind is Kind.S and kind is not Kind.T
+                wires.append(HIDDEN if kind is Kind.S else SUMS if is_sums else HOP)
+            begins.append(len(needed))
+    return begins, needed, wires
+
+
+@Loop
+def _find(
+    kind: Column,
+    stage: Column,
+    microbatch: Column,
+    table_begins: Column,
+    table_needed: Column,
+    table_wires: Column,
+    stages: int,
+    microbatches: int,
+    is_open: bool,
+    place: Column,
+    made: Column,
+    begins: Column,
+    needed: Column,
+    wires: Column,
+) -> None:
+    """Fill the last five columns; ``made`` is the action that makes what is needed of a stage or rank."""
+    count = len(kind)
+    for action in range(count):
+        code = kind[action]
+        is_of_stage = code <= B
+        place[action] = 4 * stage[action] + code if is_of_stage else 4 * stages + code - S
+        row = 0 if code == F else 2 if code == S else -1 if code in (W, T) else 1
+        if row >= 0:
+            made[(row * stages + stage[action]) * microbatches + microbatch[action]] = action
+    filled = 0
+    for action in range(count):
+        work = 6 * stage[action] + kind[action]
+        for entry in range(table_begins[work], table_begins[work + 1]):
+            need = made[table_needed[entry] * microbatches + microbatch[action]]
+            if need < count or not is_open:
+                needed[filled] = need
+                wires[filled] = table_wires[entry]
+                filled += 1
+        begins[action + 1] = filled

@@ -1,0 +1,214 @@
+"""The walk: all ranks go through a program, each in its order, and no action before what it waits for.
+
+It is the one loop in which the ranks run.  Without a clock it finds the steps of a program, in an order in
+which each follows all that it waits for, or the places at which the ranks wait for each other.  What an
+action waits for does not depend on costs, so the steps are found once, and timed with as many costs as there
+are: a step starts as soon as the step before it on its rank has ended and its input has arrived.  Messages
+never queue for a wire.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.program import OWN, SUMS, Program
+
+
+class Walk:
+    """The steps of ``program``, counted from 1; each follows those that it waits for, and 0 is no step.
+
+    A step is an action or a pair.  It follows the step ``before`` it on its rank and the one that ``sends``
+    its input, which comes over ``wire``; it takes the duration at ``place``.  One with several inputs follows
+    steps without work, each of which waits for one of them.  ``step_of`` is the step of every action, 0 where
+    it was not reached, and ``at[r]`` the action at which rank r ended.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, columns = program, program.columns
+        count, ranks = len(program.actions), len(program.orders)
+        self.step_of = columns.zeros(count + 1)
+        self.at = columns.of(program.bounds[:-1])
+        # Beside an action's own, a step for each further input, which the backward behind an S alone has.
+        steps = [columns.zeros(1 + len(program.needed) - count) for _ in range(4)]
+        given = program.bounds, program.rank, program.place, program.begins, program.needed, program.wires
+        kept = columns.zeros(count + 1), columns.zeros(ranks), columns.of(range(ranks)), columns.zeros(ranks)
+        filled = _walk(*given, program.no_work, *kept, self.at, self.step_of, *steps)
+        self.before, self.sends, self.wire, self.place = (column[: filled + 1] for column in steps)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks reached their end."""
+        return as_list(self.at) == as_list(self.program.bounds)[1:]
+
+    @property
+    def line(self) -> list[int]:
+        """The actions in the order of their steps, of a walk that is complete."""
+        return as_list(self.program.columns.order(self.step_of[:-1]))
+
+    def times(
+        self, durations: Column, delays: Sequence[float], place: Column | None = None
+    ) -> tuple[Column, Column]:
+        """Return the starts and the ends of all steps by their numbers; both are 0 for no step.
+
+        ``durations`` are by place, where the steps have theirs or another ``place``, and ``delays`` by wire.
+        """
+        column, steps = self.program.columns.of, len(self.before)
+        starts, ends = self.program.columns.zeros(steps, float), self.program.columns.zeros(steps, float)
+        places = self.place if place is None else place
+        costs = column(durations, float), column(delays, float)
+        _time(self.before, self.sends, self.wire, places, *costs, starts, ends)
+        return starts, ends
+
+    def times_of_each(
+        self,
+        seconds: Sequence[float],
+        delays: Sequence[float],
+        of_pair: Callable[[float, float], float] = max,
+    ) -> tuple[Column, Column]:
+        """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part."""
+        durations, latest = [0.0] * len(self.before), 0
+        for action, step in enumerate(as_list(self.step_of)[:-1]):
+            own = seconds[action]
+            durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
+            latest = step
+        return self.times(durations, delays, self.program.columns.of(range(len(durations))))
+
+    def critical(self, starts: Column, ends: Column, pair: float) -> tuple[float, list[float]]:
+        """Return the last end, and how often the duration at each place is on the critical path.
+
+        On it are the steps that follow each other without a wait up to the last end, by the results of
+        ``times``; among several such paths, the one that stays on its ranks.  An action in a pair counts as
+        ``pair``.
+        """
+        program, columns = self.program, self.program.columns
+        halves = columns.of(chain.from_iterable(program.pairs))
+        counts = columns.zeros(program.no_work + 1, float)
+        end = _follow(self.before, self.sends, self.place, starts, ends, halves, pair, counts)
+        return end, as_list(counts)
+
+
+@Loop
+def _walk(
+    bounds: Column,
+    rank_of: Column,
+    place_of: Column,
+    begins: Column,
+    needed: Column,
+    wires: Column,
+    no_work: int,
+    last_waiting: Column,
+    next_waiting: Column,
+    runnable: Column,
+    latest: Column,
+    at: Column,
+    step_of: Column,
+    before: Column,
+    sends: Column,
+    wire: Column,
+    place: Column,
+) -> int:
+    """Fill the last six columns; return how many steps there are.
+
+    The ranks that wait for an action form a circle: ``next_waiting`` leads from the last of them, which is
+    ``last_waiting`` of the action, plus 1, to the one that has waited longest.
+    """
+    filled, able = 0, len(runnable)
+    while able:
+        able -= 1
+        rank = runnable[able]
+        while at[rank] < bounds[rank + 1]:
+            first = at[rank]
+            behind = first + 2 if place_of[first] > no_work else first + 1
+            missing = -1
+            for entry in range(begins[first], begins[behind]):
+                if not step_of[needed[entry]]:
+                    missing = needed[entry]
+                    break
+            if missing >= 0:
+                last = last_waiting[missing] - 1
+                if last < 0:
+                    next_waiting[rank] = rank
+                else:
+                    next_waiting[rank] = next_waiting[last]
+                    next_waiting[last] = rank
+                last_waiting[missing] = rank + 1
+                break
+            own, sender, over = latest[rank], 0, 0
+            for entry in range(begins[first], begins[behind]):
+                need, by = needed[entry], wires[entry]
+                if rank_of[need] == rank:
+                    if by != SUMS:
+                        continue
+                    by = OWN
+                if sender:
+                    filled += 1
+                    before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, no_work
+                    own = filled
+                sender, over = step_of[need], by
+            filled += 1
+            before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, place_of[first]
+            latest[rank] = filled
+            at[rank] = behind
+            for action in range(first, behind):
+                step_of[action] = filled
+                last = last_waiting[action] - 1
+                if last >= 0:
+                    waiting = next_waiting[last]
+                    while waiting != last:
+                        runnable[able] = waiting
+                        able += 1
+                        waiting = next_waiting[waiting]
+                    runnable[able] = last
+                    able += 1
+    return filled
+
+
+@Loop
+def _time(
+    before: Column,
+    sends: Column,
+    wire: Column,
+    place: Column,
+    durations: Column,
+    delays: Column,
+    starts: Column,
+    ends: Column,
+) -> None:
+    """Fill ``starts`` and ``ends``."""
+    for step in range(1, len(before)):
+        start = ends[before[step]]
+        if sends[step]:
+            arrival = ends[sends[step]] + delays[wire[step]]
+            if arrival > start:
+                start = arrival
+        starts[step] = start
+        ends[step] = start + durations[place[step]]
+
+
+@Loop
+def _follow(
+    before: Column,
+    sends: Column,
+    place: Column,
+    starts: Column,
+    ends: Column,
+    halves: Column,
+    pair: float,
+    counts: Column,
+) -> float:
+    """Count the durations on the critical path, and return its end."""
+    step = 0
+    for other in range(1, len(ends)):
+        if ends[other] > ends[step]:
+            step = other
+    end = ends[step]
+    while step:
+        at = place[step] - len(counts)
+        if at < 0:
+            counts[at] += 1
+        else:
+            counts[halves[2 * at]] += pair
+            counts[halves[2 * at + 1]] += pair
+        step = before[step] if ends[before[step]] == starts[step] else sends[step]
+    return end

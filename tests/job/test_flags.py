@@ -1,0 +1,66 @@
+"""Command lines that are read without Megatron's parser, and written."""
+
+import pytest
+
+from megatron_pp_ext.job import flag_table, flag_words
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--num-layers 8 --hidden-dropout 0.25", {"num_layers": 8, "hidden_dropout": 0.25}),
+        ("--bf16 --num-layers=8", {"bf16": True, "num_layers": 8}),
+        ("--recompute-modules mlp core_attn", {"recompute_modules": ["mlp", "core_attn"]}),
+        (
+            "--pipeline-vocabulary auto --pipeline-schedule ZBV",
+            {"pipeline_vocabulary": "auto", "pipeline_schedule": "v-zb"},
+        ),
+        ("--lr 0.01 --train-iters 5 --mock-data", {"lr": 0.01, "train_iters": 5, "mock_data": True}),
+        ("--moe-layer-freq ([0]*1+[1]*2)*2", {"moe_layer_freq": [0, 1, 1, 0, 1, 1]}),
+        ("--moe-layer-freq 2 --disable-bias-linear", {"moe_layer_freq": 2, "add_bias_linear": False}),
+    ],
+)
+def test_what_is_given_is_read_and_the_rest_is_as_it_was(words: str, found: dict[str, object]) -> None:
+    start = {"num_layers": 3, "hidden_size": 64}
+    defaults = vars(flag_table.parse([], {}))
+    assert vars(flag_table.parse(words.split(), start)) == {**defaults, **start, **found}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--bf16 yes", "yes stands behind no flag that takes it"),
+        ("--num-layers", "--num-layers: expected one argument"),
+        ("--num-layers 8 9", "9 stands behind no flag"),
+        ("--num-layer=8", "--num-layer is none of Megatron's: did you mean '--num-layers'"),
+        ("word", "word stands behind no flag"),
+        ("--pipeline-vocabulary all", "invalid choice: 'all'"),
+        ("--num-layers eight", "invalid int value: 'eight'"),
+        ("--lr fast", "invalid float value: 'fast'"),
+        ("--moe-layer-freq [1,x]", "invalid pattern value"),
+        ("--moe-layer-freq [1,,]", "invalid pattern value"),
+    ],
+)
+def test_what_megatron_does_not_accept_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match="in the model's flags: ") as error:
+        flag_table.parse(words.split(), {})
+    assert message in str(error.value)
+
+
+def test_a_script_s_own_flags_are_passed_over() -> None:
+    assert flag_table.parse(["--mine", "3", "--num-layers", "8"], {}, has_others=True).num_layers == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_layers": 8, "bf16": True, "fp16": False, "hidden_dropout": None}, "--num-layers 8 --bf16"),
+        ({"moe_layer_freq": [0, 1, 1]}, "--moe-layer-freq [0,1,1]"),
+        ({"recompute_modules": ["mlp", "core_attn"]}, "--recompute-modules mlp core_attn"),
+        ({"add_bias_linear": False}, "--disable-bias-linear"),
+        ({"add_bias_linear": True}, ""),
+        ({"fp8": "hybrid", "layernorm_epsilon": 3}, "--fp8-format hybrid --norm-epsilon 3"),
+    ],
+)
+def test_arguments_are_spelled_as_they_are_read(values: dict[str, object], words: str) -> None:
+    assert flag_words.spelled(values) == words.split()
