@@ -17,7 +17,7 @@ from megatron.training import training
 
 from benchmarks.runtime import device
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.planner.step.stage_parts import hidden_in_pair
+from megatron_pp_ext.planner.step.model_parts import hidden_in_pair
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.costs import Costs
 

@@ -1,5 +1,6 @@
 """The commands of ``mpp``, one function each."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.names import ALIASES, CSV_PREFIX, FLEX, OTHERS
+from megatron_pp_ext.schedule.names import ALIASES, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
 
@@ -40,11 +41,12 @@ def list_schedules() -> None:
     """List the schedules that --pipeline-schedule accepts."""
     from megatron_pp_ext.view import terminal
 
-    rows = [
+    rows: list[Sequence[str]] = [
         (entry.name, entry.summary, entry.shape, entry.chunks_phrase, entry.paper)
         for entry in catalog.ENTRIES.values()
     ]
-    console.print(terminal.schedule_table([*rows, *OTHERS]))
+    rows += [(other.name, other.summary, other.placement, other.chunks, other.source) for other in OTHERS]
+    console.print(terminal.schedule_table(rows))
     aliases = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     console.print(f"Elsewhere called: {aliases}", style="dim")
 
@@ -87,11 +89,12 @@ def schedule(
     each, and a chunk takes its part of them.
     """
     name = catalog.canonical(name)
+    can = catalog.abilities(name)
     if times.pair_time is not None and shared_vocabulary:
         raise ValueError("--pair-time and --shared-vocabulary do not go together: leave one out")
-    if name == FLEX and shared_vocabulary:
+    if can.takes_limit and shared_vocabulary:
         raise ValueError("--shared-vocabulary is for named schedules, not for flex: leave one out")
-    if name == FLEX:
+    if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
@@ -101,8 +104,8 @@ def schedule(
             report(compiled.timeline, compiled.lower_bound, times.units, files)
         console.print(f"found by: {compiled.origin}")
         return
-    if name.startswith(CSV_PREFIX):
-        raise ValueError(f"{name} is a file: look at it with mpp simulate {name.removeprefix(CSV_PREFIX)}")
+    if can.file is not None:
+        raise ValueError(f"{name} is a file: look at it with mpp simulate {can.file}")
     if memory_limit is not None:
         raise ValueError(f"--memory-limit is for flex, {name} has its own memory: leave it out, or use flex")
     if trials is not None:

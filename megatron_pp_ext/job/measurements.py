@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE
+from megatron_pp_ext.schedule import catalog
 
 _STEPS = "--pipeline-profile-steps"
 
@@ -36,7 +36,8 @@ def profile_steps(args: Namespace) -> ProfileSteps | None:
     given, name = args.pipeline_profile_steps, args.pipeline_schedule
     if given is None:
         return None
-    if name is None or name in FLUSH_FREE or name.startswith(CSV_PREFIX):
+    can = catalog.abilities(name)
+    if name is None or not can.flushes or can.file is not None:
         schedule = f"--pipeline-schedule {name}" if name else "Megatron's own schedule"
         raise ValueError(
             f"{_STEPS} {given} compiles a schedule to go on with, which {schedule} leaves no room for; "
@@ -89,13 +90,14 @@ def refuse_rehearsal(args: Namespace) -> None:
     if args.rehearse_pipeline is None:
         return
     name = args.pipeline_schedule
+    can = catalog.abilities(name)
     _refuse_first(
         "a rehearsal cannot go with",
         (
-            ("--pipeline-schedule auto", name == AUTO, "choose flex, and give it the limit"),
+            ("--pipeline-schedule auto", can.measures_memory, "choose flex, and give it the limit"),
             (
                 f"--pipeline-schedule {name}, which never flushes",
-                name in FLUSH_FREE,
+                not can.flushes,
                 "choose another schedule",
             ),
             ("--pipeline-trace", args.pipeline_trace is not None, "leave it out"),

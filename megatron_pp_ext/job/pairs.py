@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from megatron_pp_ext.job.refusals import Refusal, refuse_first
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 
@@ -60,19 +59,14 @@ def requested(args: Namespace) -> bool:
     return bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
 
 
-def has_no_pairs(name: str) -> bool:
-    """Whether schedule ``name`` is of the catalogue and has no order with pairs."""
-    is_named = name != FLEX and not name.startswith(CSV_PREFIX)
-    return is_named and catalog.entry(name).make_paired is None
-
-
 def with_pairs(args: Namespace, names: Sequence[str]) -> list[str]:
     """Return those of ``names`` that a search may run in pairs; ValueError where none is left.
 
     ``flex`` is left out, since training would need a file of costs.  So are the conditions on sizes, which a
     search chooses.
     """
-    found = [name for name in names if name != FLEX and not has_no_pairs(name)]
+    able = ((name, catalog.abilities(name)) for name in names)
+    found = [name for name, can in able if can.has_pairs and not can.is_compiled]
     if not found:
         raise ValueError(f"{FLAG} leaves none of {', '.join(names)}: {_choice()}")
     refuse_first(args, [one for one in REFUSED if not one.flag.startswith("--expert-model")], by=FLAG)
@@ -100,12 +94,13 @@ def refuse(args: Namespace, name: str, from_file: Schedule | None = None) -> Non
             f"{FLAG} needs pairs, and --pipeline-schedule {name} has none; write (3F1;3B0)OVERLAP_F_B for "
             "two actions that run together, or leave the flag out"
         )
-    if name == FLEX and args.pipeline_costs is None:
+    can = catalog.abilities(name)
+    if can.takes_limit and args.pipeline_costs is None:
         raise ValueError(
             f"{FLAG} with --pipeline-schedule {name} needs to know what a pair takes; give --pipeline-costs "
             'a file with a "pair", the part of the sum of its two actions, or leave the flag out'
         )
-    if name in (AUTO, *FLUSH_FREE) or has_no_pairs(name):
+    if not can.has_pairs:
         raise ValueError(
             f"{FLAG} does not support --pipeline-schedule {name}, whose order has no pairs; {_choice()}"
         )

@@ -7,7 +7,6 @@ come from and in what the stages cost; what the flags mean is the same for all o
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
@@ -20,7 +19,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE, NO_PIPELINE
+from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v, wave
 
 _COMPILED_CHUNKS = 2
@@ -91,9 +90,10 @@ def named(
     name, for chunks that the schedule does not accept, and for a limit that it has no use for or lacks.
     """
     require_ranks(name, ranks, microbatches)
-    if name != FLEX and limit is not None:
+    can = catalog.abilities(name)
+    if not can.takes_limit and limit is not None:
         raise ValueError(f"a memory limit has no meaning for {name}: leave it out, or choose {FLEX}")
-    if name == FLEX:
+    if can.takes_limit:
         if limit is None:
             raise ValueError(
                 f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak, such as 0.5, or an amount"
@@ -101,10 +101,10 @@ def named(
         finest = Placement(Shape.LOOP, ranks, chunks or _COMPILED_CHUNKS)
         placements = placements_of(ranks, Costs.unit(finest))
         return Request(name, placements, microbatches, splits_backward=True, limit=limit)
-    if name == AUTO:
+    if can.measures_memory:
         placement = linear(ranks) if (chunks or _COMPILED_CHUNKS) % 2 else v(ranks)
         return Request(name, (placement,), microbatches, splits_backward=True)
-    if name in FLUSH_FREE:
+    if not can.flushes:
         return Request(name, (linear(ranks),), microbatches, splits_backward=False)
     entry = catalog.entry(name)
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
@@ -147,7 +147,7 @@ def read(args: Namespace, data: int, engine: str | None = None) -> Request:
     request = replace(
         request, data=data, layers=_layers(args, request), vocabulary=vocabulary_flag.requested(args)
     )
-    if request.schedule in FLUSH_FREE:
+    if not catalog.abilities(request.schedule).flushes:
         return replace(request, updates=updates.read(args, microbatches))
     updates.refuse_flags(args)
     return request
@@ -162,7 +162,7 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
     if pairs.requested(args):
         names = pairs.with_pairs(args, names)
     for name in names:
-        request = named(name, 2, 1, limit=1.0 if name == FLEX else None)
+        request = named(name, 2, 1, limit=1.0 if catalog.abilities(name).takes_limit else None)
         described = Namespace(
             **{**vars(args), "pipeline_schedule": name, "pipeline_model_parallel_size": request.ranks}
         )
@@ -196,10 +196,11 @@ def require_pipeline(flag: str, args: Namespace) -> None:
 def _require_meaning(args: Namespace) -> None:
     """ValueError for a flag of compiled schedules that is missing, or given beside another schedule."""
     name, limit = args.pipeline_schedule, args.pipeline_memory_limit
+    can = catalog.abilities(name)
     # Beside a layout, costs serve to choose it and to predict the step.
-    has_costs_use = name in (FLEX, AUTO) or layers.layout(args) is not None
+    has_costs_use = can.is_compiled or layers.layout(args) is not None
     for flag, value in (
-        ("--pipeline-memory-limit", limit if name != FLEX else None),
+        ("--pipeline-memory-limit", limit if not can.takes_limit else None),
         ("--pipeline-costs", args.pipeline_costs if not has_costs_use else None),
     ):
         if value is not None:
@@ -207,12 +208,12 @@ def _require_meaning(args: Namespace) -> None:
                 f"{flag} {value} has no meaning for --pipeline-schedule {name}; leave it out, or choose "
                 f"{FLEX}"
             )
-    if name == FLEX and limit is None:
+    if can.takes_limit and limit is None:
         raise ValueError(
             "--pipeline-schedule flex needs --pipeline-memory-limit; give a fraction of 1F1B's peak, such "
             "as 0.5, or a number of bytes, or choose auto"
         )
-    if name == AUTO and args.fp16 and getattr(args, "loss_scale", None) is None:
+    if can.measures_memory and args.fp16 and getattr(args, "loss_scale", None) is None:
         raise ValueError(
             "--pipeline-schedule auto measures what memory is free after the first update, and the dynamic "
             "loss scale of --fp16 skips the first ones; use --bf16, set --loss-scale, or choose flex"
@@ -222,17 +223,18 @@ def _require_meaning(args: Namespace) -> None:
 def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Request:
     """The schedule and its placements, without what other flags add."""
     name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
-    if name in (FLEX, AUTO):
+    can = catalog.abilities(name)
+    if can.is_compiled:
         return _read_compiled(args, chunks, microbatches)
-    if name.startswith(CSV_PREFIX):
+    if can.file is not None:
         try:
-            schedule = read_csv(Path(name.removeprefix(CSV_PREFIX)), args)
+            schedule = read_csv(can.file, args)
         except OSError as error:
             raise ValueError(f"--pipeline-schedule {name}: {error}") from error
         placement = schedule.placement
         require_chunks(args, name, chunks, placement.chunks, chunks in (None, placement.chunks), "")
         return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
-    if name in FLUSH_FREE:
+    if not can.flushes:
         require_chunks(args, name, chunks, 1, chunks in (None, 1), "")
         return named(name, ranks, microbatches)
     try:
@@ -247,17 +249,18 @@ def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Re
 def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Request:
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
     name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    can = catalog.abilities(name)
     if chunks is None:
         is_uncut = layers.has_given_ends(args) or layers.pattern(args) or has_heterogeneous_layers(args)
         chunks = _COMPILED_CHUNKS if not is_uncut and layers.spread(args) % (2 * ranks) == 0 else 1
-    if name == AUTO:
+    if can.measures_memory:
         accepted = chunks <= _COMPILED_CHUNKS or layers.stages_described(args) is not None
         require_chunks(args, name, chunks, _COMPILED_CHUNKS, accepted, " or fewer")
-    limit = memory_limit.read(args.pipeline_memory_limit, ranks) if name == FLEX else None
+    limit = memory_limit.read(args.pipeline_memory_limit, ranks) if can.takes_limit else None
     request = named(name, ranks, microbatches, chunks, limit)
-    if name == AUTO and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:
+    if can.measures_memory and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:
         return replace(request, placements=(wave(ranks, chunks),))
-    if name == FLEX and (layers.stages_described(args) is not None or layers.has_given_ends(args)):
+    if can.takes_limit and (layers.stages_described(args) is not None or layers.has_given_ends(args)):
         # These fix the number of stages, and a number of layers for one end has no meaning under a V.
         given_ends = layers.has_given_ends(args)
         fixed = tuple(

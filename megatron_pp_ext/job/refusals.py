@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement
 
 FIRST_ENGINE = "2.3"
@@ -44,7 +44,8 @@ def _batches_messages(args: Namespace) -> bool:
 
 
 def _changes_order(args: Namespace) -> bool:
-    return args.pipeline_schedule == AUTO or args.pipeline_profile_steps is not None
+    can = catalog.abilities(args.pipeline_schedule)
+    return can.measures_memory or args.pipeline_profile_steps is not None
 
 
 def gathers_weights(args: Namespace, kind: str = "") -> bool:

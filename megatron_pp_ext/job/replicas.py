@@ -8,8 +8,9 @@ refused.
 from argparse import Namespace
 
 from megatron_pp_ext.job.refusals import Refusal, refuse_first
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.names import FLUSH_FREE, PIPEDREAM
+from megatron_pp_ext.schedule.names import PIPEDREAM
 
 _FLAG = "--pipeline-replicas"
 _SUMS = "it sums over a pipeline, and the ranks of a stage are in several of them"
@@ -60,7 +61,7 @@ def requested(args: Namespace) -> Replicas | None:
     given, schedule = args.pipeline_replicas, args.pipeline_schedule
     if given is None:
         return None
-    if schedule not in FLUSH_FREE:
+    if catalog.abilities(schedule).flushes:
         beside = "Megatron's own schedules" if schedule is None else f"--pipeline-schedule {schedule}"
         raise ValueError(f"{_FLAG} {given} has no meaning for {beside}; leave it out, or choose {PIPEDREAM}")
     counts = given.split("-")

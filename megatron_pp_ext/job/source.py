@@ -20,7 +20,7 @@ from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -66,15 +66,16 @@ def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
     name = request.schedule
-    if name in (FLEX, AUTO):
+    can = catalog.abilities(name)
+    if can.is_compiled:
         costs = costs_of(request.finest.stages)
         if not request.is_paired:
             costs = replace(costs, pair=1.0)
-        return _automatic(request, costs) if name == AUTO else _compiled(request, costs)
+        return _automatic(request, costs) if can.measures_memory else _compiled(request, costs)
     if request.from_file is not None:
         return _from_file(request.from_file, name)
-    if name in FLUSH_FREE:
-        return _never_flushing(name, request.placement)
+    if can.order is not None:
+        return _never_flushing(name, can.order, request.placement)
     return from_catalogue(name, request.placement, request.is_paired)
 
 
@@ -91,11 +92,11 @@ def from_catalogue(name: str, placement: Placement, is_paired: bool = False) -> 
     return Source(name, placement, catalog.entry(name).splits_backward, build, limits)
 
 
-def _never_flushing(name: str, placement: Placement) -> Source:
-    """Return 1F1B without its flush; what is built shows only the order and the microbatches in flight."""
+def _never_flushing(name: str, order: str, placement: Placement) -> Source:
+    """Return ``order`` without its flush; what is built shows only that and the microbatches in flight."""
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return catalog.build("1f1b", placement.ranks, max(microbatches, placement.ranks))
+        return catalog.build(order, placement.ranks, max(microbatches, placement.ranks))
 
     return Source(name, placement, False, build)
 

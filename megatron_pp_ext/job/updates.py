@@ -11,9 +11,10 @@ from enum import StrEnum
 
 from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.refusals import Refusal, refuse_first
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.names import PIPEDREAM, TWO_VERSIONS
+from megatron_pp_ext.schedule.names import PIPEDREAM
 
 
 class DelayCorrection(StrEnum):
@@ -136,7 +137,7 @@ def read(args: Namespace, microbatches: int) -> Updates:
 
 def described(args: Namespace, name: str, interval: int, stages: Replicas) -> Updates:
     """Return the updates of the schedule ``name`` as the other flags in ``args`` have them, unchecked."""
-    if name == TWO_VERSIONS:
+    if catalog.abilities(name).has_two_versions:
         weights = Weights.PREVIOUS
     else:
         weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
@@ -152,14 +153,15 @@ def _interval(name: str, stages: Replicas, requested: int | None, microbatches: 
     """
     if requested is not None and requested < 1:
         raise ValueError(f"--pipeline-update-interval is {requested}, but must be 1 or more")
-    interval = requested or (microbatches if name == TWO_VERSIONS else stages.full_round)
+    has_two_versions = catalog.abilities(name).has_two_versions
+    interval = requested or (microbatches if has_two_versions else stages.full_round)
     if interval != microbatches:
         raise ValueError(
             f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
             f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
             f"--pipeline-update-interval to {microbatches}"
         )
-    if name == TWO_VERSIONS and interval < stages.ranks:
+    if has_two_versions and interval < stages.ranks:
         raise ValueError(
             f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
             f"{stages.ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"

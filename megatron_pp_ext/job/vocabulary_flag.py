@@ -3,7 +3,8 @@
 from argparse import Namespace
 
 from megatron_pp_ext.job.refusals import Refusal, gathers_weights, refuse_first
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLUSH_FREE, SHARED
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, SHARED
 
 REFUSED = (
     Refusal("--mtp-num-layers", "multi-token prediction has logits of its own"),
@@ -48,13 +49,14 @@ def refuse(args: Namespace) -> None:
         raise ValueError(
             f"{flag} has no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b for example"
         )
-    if schedule in FLUSH_FREE:
+    can = catalog.abilities(schedule)
+    if not can.flushes:
         raise ValueError(
             f"{flag} does not support --pipeline-schedule {schedule}: every stage updates its weights by "
             "itself there, and the vocabulary would belong to all of them; choose a schedule that flushes, "
             "or leave the flag out"
         )
-    if schedule.startswith(CSV_PREFIX):
+    if can.file is not None:
         raise ValueError(
             f"{flag} does not support --pipeline-schedule {schedule}: the file has no place for the parts of "
             "the vocabulary; choose a schedule by name, or leave the flag out"

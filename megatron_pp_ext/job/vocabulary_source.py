@@ -11,9 +11,10 @@ from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.source import FreeBytes, Source, compile_once, source_of
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FLEX, SHARED
+from megatron_pp_ext.schedule.names import AUTO, SHARED
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.vocabulary import share
@@ -46,7 +47,7 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
     """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
-    if request.schedule in (FLEX, AUTO):
+    if catalog.abilities(request.schedule).is_compiled:
         whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
         return compiled_beside_vocabulary(request, whole, costs)
     plain = source_of(request, partial(costs_of, shares_vocabulary=True))
@@ -87,7 +88,7 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
     the stages cost what ``whole`` has.  Under ``auto`` each rank has the limit of what it has free.
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
-    is_auto = request.schedule == AUTO
+    is_auto = catalog.abilities(request.schedule).measures_memory
     limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
     limits = limit if isinstance(limit, tuple) else (limit,) * request.ranks
     compiler = _Beside(replace(costs, message=counted.message), request.ranks, trials)

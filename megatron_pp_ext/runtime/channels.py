@@ -109,12 +109,12 @@ class Channels:
         return posted.tensor.to(self._device) if self._through_host else posted.tensor
 
     def send(self, peer: int, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` to pipeline rank ``peer``.
+        """Start sending ``tensor``, which is detached, to pipeline rank ``peer``.
 
         What is computed next waits until at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The
         tensor's storage is kept until then; the caller may drop its own reference but must not write to it.
         """
-        payload = tensor.detach().contiguous()
+        payload = tensor.contiguous()
         if self._through_host:
             payload = payload.to(self._wire)
         if not self._shape:

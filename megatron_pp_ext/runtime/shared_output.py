@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.tensor_ranks import ALONE, TensorRanks
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
@@ -36,29 +37,6 @@ class Head(Protocol):
 
     def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
         """Take the loss of every token, and return the gradient of each."""
-
-
-class TensorRanks:
-    """What tensor parallelism adds; a rank without it changes nothing.
-
-    Each rank of a tensor-parallel group has a pipeline of its own, with other rows of the weight.  Under
-    sequence parallelism it has the hidden states of some tokens only.
-    """
-
-    parts = 1
-    """The parts in which the last stage's output is cut by tokens; each rank has one."""
-
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all tokens, from those that the last stage's output has here."""
-        return hidden
-
-    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum the gradient of all tokens over the group, and return what belongs to the output here."""
-        return gradient
-
-
-ALONE = TensorRanks()
-"""No tensor parallelism."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ def most_buffers(walk: Walk) -> tuple[int, ...]:
     and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
     """
     program, columns = walk.program, walk.program.columns
-    count, ranks = len(program.actions), len(program.orders)
+    count, ranks = len(program.stage), program.ranks
     given = program.kind, program.rank, program.bounds, program.begins, program.needed, program.wires
     _, line = in_line(walk)
     sizes = count, count, count + ranks, ranks, ranks, ranks

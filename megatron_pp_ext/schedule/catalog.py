@@ -4,9 +4,12 @@ A new schedule is one file under ``families`` and one ``Entry`` here, or, outsid
 of ``register``; ``docs/extending.md`` goes through an example.  The closed forms hold for unit cost.
 """
 
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from megatron_pp_ext.json_input import did_you_mean
+from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.entry import Entry, Promise
@@ -245,6 +248,18 @@ def entry(name: str) -> Entry:
     hint = did_you_mean(_plain(name), [*known, *ALIASES])
     guess = f" ({hint})" if hint else ""
     raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(known)}")
+
+
+def abilities(name: str | None) -> Abilities:
+    """Return what the schedule ``name`` can do, those of Megatron's own for None, or for an unknown name."""
+    if name in ENTRIES:
+        return ENTRIES[name].abilities
+    if name is not None and name.startswith(CSV_PREFIX):
+        return replace(_OTHERS[f"{CSV_PREFIX}FILE"], file=Path(name.removeprefix(CSV_PREFIX)))
+    return _OTHERS.get(name or "", Abilities())
+
+
+_OTHERS = {other.name: other.abilities for other in OTHERS}
 
 
 def _plain(name: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
@@ -44,6 +45,11 @@ class Entry:
     more_chunks: bool = False
     promise: Promise | None = None
     make_paired: Callable[..., Schedule] | None = None
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the schedule can do."""
+        return Abilities(self.splits_backward, has_pairs=self.make_paired is not None)
 
     def accepts(self, chunks: int) -> bool:
         """Whether a rank may have this many chunks."""

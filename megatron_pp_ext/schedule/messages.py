@@ -243,7 +243,7 @@ def launched(orders: Orders, stages: int, paired: frozenset[Action] = frozenset(
     """
     shares = any(action.kind is Kind.S for order in orders for action in order)
     placement = wave(len(orders), stages // len(orders)) if shares else linear(stages)
-    walk = Walk(Program(orders, replace(placement, shares_vocabulary=shares), paired, is_open=True))
+    walk = Walk(Program.of_orders(orders, replace(placement, shares_vocabulary=shares), paired, is_open=True))
     if not walk.is_complete:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return walk

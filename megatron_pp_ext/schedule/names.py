@@ -6,6 +6,8 @@ projects give to the entries, and the names of schedules that are not offered he
 
 from typing import NamedTuple
 
+from megatron_pp_ext.schedule.abilities import Abilities
+
 NO_PIPELINE = "none"
 """The order of a single rank, which runs one microbatch after the other; no flag requests it."""
 
@@ -21,7 +23,7 @@ SHARED = "shared"
 CSV_PREFIX = "csv:"
 """The prefix of a schedule that is read from a file; the path follows it."""
 
-FLUSH_FREE = PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
+PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
 """1F1B's order without an end: a stage updates its weights as its own backwards come in."""
 
 
@@ -33,6 +35,7 @@ class Other(NamedTuple):
     placement: str
     chunks: str
     source: str
+    abilities: Abilities
 
 
 OTHERS = (
@@ -42,17 +45,31 @@ OTHERS = (
         "any",
         "1 or more",
         "mpp schedule flex",
+        Abilities(splits_backward=True, has_pairs=True, is_compiled=True, takes_limit=True),
     ),
     Other(
-        AUTO, "flex, within the memory that the devices have free; in training only", "any", "1 or more", ""
+        AUTO,
+        "flex, within the memory that the devices have free; in training only",
+        "any",
+        "1 or more",
+        "",
+        Abilities(splits_backward=True, is_compiled=True, measures_memory=True),
     ),
-    Other(f"{CSV_PREFIX}FILE", "your own, from a file", "any", "1 or more", "mpp schedule NAME --csv FILE"),
+    Other(
+        f"{CSV_PREFIX}FILE",
+        "your own, from a file",
+        "any",
+        "1 or more",
+        "mpp schedule NAME --csv FILE",
+        Abilities(has_pairs=True),
+    ),
     Other(
         PIPEDREAM,
         "1f1b that never flushes; an update every few microbatches; in training only",
         "linear",
         "1",
         "SOSP 2019, figure 4",
+        Abilities(flushes=False, order="1f1b"),
     ),
     Other(
         TWO_VERSIONS,
@@ -60,6 +77,7 @@ OTHERS = (
         "linear",
         "1",
         "arXiv 2006.09503, section 3.1",
+        Abilities(flushes=False, has_two_versions=True, order="1f1b"),
     ),
 )
 """The names that ``--pipeline-schedule`` accepts beside those of the catalogue."""

@@ -7,7 +7,7 @@ column has a number for each action.  What an action waits for is said by ``acti
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, needs
 from megatron_pp_ext.schedule.columns import Arrays, Column, Lists, as_list
@@ -37,76 +37,92 @@ type Orders = Sequence[Sequence[Action]]
 
 
 class Program:
-    """The actions of ``orders`` for stages as in ``placement``, whose ranks need not be those of ``orders``.
+    """Actions of stages as in ``placement``, whose ranks need not be those of the program.
 
-    ``stage``, ``kind`` (a code), ``microbatch`` (counted from the first one) and ``rank`` are columns.  Rank
-    r has the actions from ``bounds[r]`` to ``bounds[r + 1]``.  ``place`` is that of the action's duration:
-    four for each stage, then S, T, no work and the different ``pairs``, each with the places of its two; the
-    first action of a pair has the pair's.
+    ``stage``, ``kind`` (a code), ``microbatch`` and ``rank`` are columns.  Rank r has the actions from
+    ``bounds[r]`` to ``bounds[r + 1]``.  ``place`` is that of the action's duration: four for each stage, then
+    S, T, no work and the different ``pairs``, each with the places of its two; the first action of a pair has
+    the pair's.
 
     Action a waits for the actions in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One
-    that is not in ``orders`` has the number behind the last and never ends; where ``is_open``, it was done
-    before, and nobody waits for it.  With ``is_repeated`` columns are arrays.
+    that is not here has the number behind the last and never ends; where ``is_open``, it was done before, and
+    nobody waits for it.
     """
 
     def __init__(
         self,
+        placement: Placement,
+        stage: Column,
+        kind: Column,
+        microbatch: Column,
+        bounds: Column,
+        firsts: Sequence[int] = (),
+        is_open: bool = False,
+    ) -> None:
+        """Take columns, which are all lists or all arrays, and the numbers of actions that begin pairs."""
+        self.columns = Lists() if isinstance(stage, list) else Arrays()
+        self.placement, self.bounds = placement, bounds
+        self.stage, self.kind, self.microbatch = stage, kind, microbatch
+        sizes = (end - begin for begin, end in pairwise(as_list(bounds)))
+        self.rank = self.columns.of(chain.from_iterable(map(repeat, range(self.ranks), sizes)))
+        self.place = self.columns.zeros(len(stage))
+        self._wait(is_open)
+        self.pairs: dict[tuple[int, int], int] = {}
+        for first in firsts:
+            halves = int(self.place[first]), int(self.place[first + 1])
+            self.place[first] = self.pairs.setdefault(halves, self.no_work + 1 + len(self.pairs))
+
+    @classmethod
+    def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
+        """Return the program of ``schedule``, whose columns are arrays if ``is_repeated``."""
+        return cls.of_orders(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
+
+    @classmethod
+    def of_orders(
+        cls,
         orders: Orders,
         placement: Placement,
         paired: frozenset[Action] = frozenset(),
         *,
         is_open: bool = False,
         is_repeated: bool = False,
-    ) -> None:
-        self.orders, self.placement = orders, placement
-        self.columns = columns = Arrays() if is_repeated else Lists()
-        stages, kinds, microbatches = zip(*self.actions, strict=True) if self.actions else ((), (), ())
-        first = min(microbatches, default=0)
-        self.stage = columns.of(stages)
-        self.kind = columns.of(map(_CODE.__getitem__, kinds))
-        self.microbatch = columns.of(one - first for one in microbatches)
-        self.rank = columns.of(chain.from_iterable(map(repeat, range(len(orders)), map(len, orders))))
-        self.bounds = columns.of([0, *accumulate(map(len, orders))])
-        self.place = columns.zeros(len(self.actions))
-        self._wait(is_open)
-        self.pairs = self._pair(paired) if paired else {}
+    ) -> "Program":
+        """Return the program of ``orders``, of whose actions ``paired`` begin pairs."""
+        of = Arrays().of if is_repeated else Lists().of
+        actions = list(chain.from_iterable(orders))
+        stages, kinds, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
+        columns = of(stages), of(map(_CODE.__getitem__, kinds)), of(microbatches)
+        firsts = [number for number, action in enumerate(actions) if action in paired] if paired else []
+        return cls(placement, *columns, of([0, *accumulate(map(len, orders))]), firsts, is_open)
 
-    @classmethod
-    def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
-        """Return the program of ``schedule``."""
-        return cls(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.bounds) - 1
 
     @cached_property
     def actions(self) -> list[Action]:
         """The actions by their numbers."""
-        return list(chain.from_iterable(self.orders))
+        kinds = map(KINDS.__getitem__, as_list(self.kind))
+        return list(map(Action, as_list(self.stage), kinds, as_list(self.microbatch)))
 
     @property
     def no_work(self) -> int:
         """The place of the duration of no work."""
         return len(OF_STAGES) * self.placement.stages + NO_WORK
 
-    def _pair(self, paired: frozenset[Action]) -> dict[tuple[int, int], int]:
-        """Give first actions the places of their pairs; return these by the places of the halves."""
-        pairs: dict[tuple[int, int], int] = {}
-        for first, action in enumerate(self.actions):
-            if action in paired:
-                halves = int(self.place[first]), int(self.place[first + 1])
-                self.place[first] = pairs.setdefault(halves, self.no_work + 1 + len(pairs))
-        return pairs
-
     def _wait(self, is_open: bool) -> None:
         """Enter the place of every action, and what it waits for."""
-        columns = self.columns
-        count, stages = len(self.actions), self.placement.stages
-        microbatches = 1 + max(as_list(self.microbatch), default=0)
+        columns, count, stages = self.columns, len(self.stage), self.placement.stages
+        numbers = set(as_list(self.microbatch)) or {0}
+        first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
         made = columns.of(repeat(count, len(_DELIVERED) * stages * microbatches))
         most = 2 * count + self.placement.shares_vocabulary * self.placement.ranks * microbatches
         self.begins = columns.zeros(count + 1)
         self.needed, self.wires = columns.zeros(most), columns.zeros(most)
         given = self.kind, self.stage, self.microbatch, *map(columns.of, _waits(self.placement))
         found = self.place, made, self.begins, self.needed, self.wires
-        _find(*given, stages, microbatches, is_open, *found)
+        _find(*given, stages, first, microbatches, is_open, *found)
 
 
 @lru_cache(maxsize=256)
@@ -136,6 +152,7 @@ def _find(
     table_needed: Column,
     table_wires: Column,
     stages: int,
+    first: int,
     microbatches: int,
     is_open: bool,
     place: Column,
@@ -152,12 +169,12 @@ def _find(
         place[action] = 4 * stage[action] + code if is_of_stage else 4 * stages + code - S
         row = 0 if code == F else 2 if code == S else -1 if code in (W, T) else 1
         if row >= 0:
-            made[(row * stages + stage[action]) * microbatches + microbatch[action]] = action
+            made[(row * stages + stage[action]) * microbatches + microbatch[action] - first] = action
     filled = 0
     for action in range(count):
         work = 6 * stage[action] + kind[action]
         for entry in range(table_begins[work], table_begins[work + 1]):
-            need = made[table_needed[entry] * microbatches + microbatch[action]]
+            need = made[table_needed[entry] * microbatches + microbatch[action] - first]
             if need < count or not is_open:
                 needed[filled] = need
                 wires[filled] = table_wires[entry]

@@ -38,7 +38,7 @@ def on_own_cores(step: RecordedStep) -> RecordedStep:
                 )
             seconds[event.action] = event.processor_seconds
     orders = [[event.action for event in record.events] for record in step.records]
-    walk = Walk(Program(orders, step.placement, is_open=True))
+    walk = Walk(Program.of_orders(orders, step.placement, is_open=True))
     alone = [seconds[action] for action in walk.program.actions]
     starts, ends = walk.times_of_each(alone, [0.0] * len(WIRES))
     steps = iter(walk.step_of)

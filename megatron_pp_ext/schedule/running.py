@@ -79,7 +79,7 @@ class _Running:
         replicas, stages = self._replicas, self._replicas.stages
         # So many updates are still to come that none lacks a forward.
         orders = pipedream.step(replicas, self._interval, update, update + replicas.ranks + 1)
-        program = Program(orders, linear(stages), is_open=True)
+        program = Program.of_orders(orders, linear(stages), is_open=True)
         for number in Walk(program).line:
             rank, action = program.rank[number], program.actions[number]
             made_by = giver(action, stages)

@@ -26,7 +26,7 @@ class Walk:
 
     def __init__(self, program: Program) -> None:
         self.program, columns = program, program.columns
-        count, ranks = len(program.actions), len(program.orders)
+        count, ranks = len(program.stage), program.ranks
         self.step_of = columns.zeros(count + 1)
         self.at = columns.of(program.bounds[:-1])
         # Beside an action's own, a step for each further input, which the backward behind an S alone has.
@@ -47,16 +47,20 @@ class Walk:
         return as_list(self.program.columns.order(self.step_of[:-1]))
 
     def times(
-        self, durations: Column, delays: Sequence[float], place: Column | None = None
+        self,
+        durations: Column,
+        delays: Sequence[float],
+        place: Column | None = None,
+        kind: type = float,
     ) -> tuple[Column, Column]:
         """Return the starts and the ends of all steps by their numbers; both are 0 for no step.
 
-        ``durations`` are by place, where the steps have theirs or another ``place``, and ``delays`` by wire.
+        ``durations`` are by place, where the steps have theirs or another ``place``, and ``delays`` by wire;
+        all are of this ``kind``, int or float.
         """
-        column, steps = self.program.columns.of, len(self.before)
-        starts, ends = self.program.columns.zeros(steps, float), self.program.columns.zeros(steps, float)
-        places = self.place if place is None else place
-        costs = column(durations, float), column(delays, float)
+        columns, places = self.program.columns, self.place if place is None else place
+        starts, ends = (columns.zeros(len(self.before), kind) for _ in range(2))
+        costs = columns.of(durations, kind), columns.of(delays, kind)
         _time(self.before, self.sends, self.wire, places, *costs, starts, ends)
         return starts, ends
 

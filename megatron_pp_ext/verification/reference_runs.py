@@ -15,7 +15,6 @@ from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
 from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.verification import run_record
 from megatron_pp_ext.verification.run_record import RunRecord
@@ -72,12 +71,13 @@ def schedule_of(flags: Sequence[str]) -> str:
     name = last(words, "--pipeline-schedule")
     if not name:
         raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME behind --")
-    if name in FLUSH_FREE:
+    can = catalog.abilities(name)
+    if not can.flushes:
         raise ValueError(
             f"{name} never flushes, so its microbatches meet older weights than stock's and its losses "
             "differ by design: verify a schedule that flushes"
         )
-    if name not in (FLEX, AUTO) and not name.startswith(CSV_PREFIX):
+    if not can.is_compiled and can.file is None:
         name = catalog.entry(name).name
     if whole_number(words, "--pipeline-model-parallel-size") < 2:
         raise ValueError("a schedule needs a pipeline: set --pipeline-model-parallel-size to 2 or more")

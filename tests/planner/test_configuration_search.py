@@ -20,7 +20,7 @@ from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, le
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import program, splits_backward
+from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
 from tests.support import rounding
@@ -48,7 +48,7 @@ def everything(where):
 
 def estimated(candidate, where):
     args = candidate.described(where.args)
-    is_split = splits_backward(candidate.schedule)
+    is_split = catalog.abilities(candidate.schedule).splits_backward
     work = Workload(args, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
     order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.is_paired)
@@ -111,7 +111,7 @@ def test_pairs_are_searched_as_everything_else():
         assert candidate.expert > 1 and candidate.pipeline > 1
         work, step = estimated(candidate, where)
         hidden.add(work.costs.pair < 1)
-        bound = bounds(work, candidate.microbatches)[splits_backward(candidate.schedule)]
+        bound = bounds(work, candidate.microbatches)[catalog.abilities(candidate.schedule).splits_backward]
         assert step.step_seconds >= bound * (1 - rounded)
     assert hidden == {True}
 
@@ -124,8 +124,8 @@ def test_no_step_is_below_its_bound(name):
                       pipeline_model_parallel_size=4)  # fmt: skip
         for candidate in everything(where):
             work, found = estimated(candidate, where)
-            whole, split = bounds(work, candidate.microbatches)
-            assert found.step_seconds >= (split if splits_backward(name) else whole) * (1 - rounded)
+            bound = bounds(work, candidate.microbatches)[catalog.abilities(name).splits_backward]
+            assert found.step_seconds >= bound * (1 - rounded)
 
 
 def test_flex_fits_and_is_no_slower_than_a_family_of_its_layout(tmp_path, monkeypatch):
@@ -312,8 +312,8 @@ def test_no_candidate_that_shares_is_below_its_bounds(name, batch):
     for candidate in everything(where):
         assert candidate.shares_vocabulary
         work, found = estimated(candidate, where)
-        whole, split = bounds(work, candidate.microbatches)
-        assert found.step_seconds >= (split if splits_backward(name) else whole) * (1 - rounded)
+        bound = bounds(work, candidate.microbatches)[catalog.abilities(name).splits_backward]
+        assert found.step_seconds >= bound * (1 - rounded)
         least = least_memory(work, candidate.microbatches, 0.05).total
         at_least = least_memory_sharing(work, name, candidate.microbatches, 0.05).total
         assert max(least, at_least) <= found.fullest.total * (1 + rounded)

@@ -9,8 +9,8 @@ from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_parts import hidden_in_pair
 from megatron_pp_ext.planner.step.programs import placement_of
-from megatron_pp_ext.planner.step.stage_parts import hidden_in_pair
 from megatron_pp_ext.planner.step.workload import Workload
 
 FLAG = "overlap_moe_expert_parallel_comm"

@@ -11,7 +11,8 @@ from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.programs import program, splits_backward
+from megatron_pp_ext.planner.step.programs import program
+from megatron_pp_ext.schedule import catalog
 from tests.support import rounding
 
 ROUNDED = rounding.relative(eps=rounding.FLOAT64)
@@ -64,7 +65,8 @@ def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
     candidate = candidate_of(model, recompute, name, shares)
     placement, microbatches = candidate.placement, candidate.microbatches
     mean = workloads.mean(candidate, placement)
-    least, bound = mean.memory(microbatches, 0.05), mean.bounds(microbatches)[splits_backward(name)]
+    is_split = catalog.abilities(name).splits_backward
+    least, bound = mean.memory(microbatches, 0.05), mean.bounds(microbatches)[is_split]
     order = program(name, 3, microbatches, candidate.chunks, shares, candidate.is_paired)
     stages = workloads.stages(candidate, placement)
     for _ in range(8):

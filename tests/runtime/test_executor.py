@@ -42,26 +42,26 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 2), (4, 9)])
-def test_gradients_are_those_of_one_process(name, ranks, microbatches):
-    schedule = catalog.build(name, ranks, microbatches)
+ORDERS = [(name, False) for name in catalog.NAMES]
+ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
+
+
+@pytest.mark.parametrize(("name", "paired"), ORDERS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
+def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
+    name: str, paired: bool, ranks: int, microbatches: int
+) -> None:
+    schedule = catalog.build(name, ranks, microbatches, paired=paired)
     results = run_ranks(run_schedule, ranks, schedule)
     expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
     assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
+    assert tuple(result["peak"] for result in results) == peaks
     for rank, result in enumerate(results):
         assert tuple(result["order"]) == schedule.orders[rank]
         assert result["left"] == (0, 0)
         for stage, gradients in result["gradients"].items():
             assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_measured_peak_is_the_simulated_one(name):
-    schedule = catalog.build(name, 4, 10)
-    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
-    results = run_ranks(run_schedule, 4, schedule)
-    assert tuple(result["peak"] for result in results) == peaks
 
 
 def test_a_rank_that_dies_ends_the_others(monkeypatch):
@@ -150,19 +150,3 @@ def test_a_stage_that_produces_nothing_is_named() -> None:
     plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .*receiver=2, microbatch=0"):
         execute(plan, Rank({1: watched}, watched))
-
-
-@pytest.mark.parametrize("name", [name for name, entry in catalog.ENTRIES.items() if entry.make_paired])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
-def test_pairs_give_the_same_gradients_and_the_simulated_peak(name, ranks, microbatches):
-    schedule = catalog.build(name, ranks, microbatches, paired=True)
-    results = run_ranks(run_schedule, ranks, schedule)
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
-    peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
-    assert [result["peak"] for result in results] == list(peaks)
-    for rank, result in enumerate(results):
-        assert sorted(result["order"]) == sorted(schedule.orders[rank])
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"

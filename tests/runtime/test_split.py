@@ -7,7 +7,6 @@ import torch
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE, WeightGradientStore
-from tests.support.split_linear import SplitLinear
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)
@@ -18,12 +17,6 @@ def meter() -> Iterator[ActivationMeter]:
     STORE.meter = ActivationMeter()
     yield STORE.meter
     STORE.meter = None
-
-
-def halves(loss: torch.Tensor) -> None:
-    with STORE.collecting(SLOT):
-        loss.backward()
-    STORE.run(SLOT)
 
 
 def test_all_tensors_of_a_weight_gradient_count_until_it_ran(meter: ActivationMeter) -> None:
@@ -90,24 +83,6 @@ def test_a_backward_that_fails_collects_no_longer() -> None:
     done: list[int] = []
     store.defer(lambda: done.append(0))
     assert done == [0] and not store.is_collecting
-
-
-def test_a_frozen_weight_gets_no_gradient() -> None:
-    layer = SplitLinear(WIDTH, OUT)
-    layer.weight.requires_grad_(False)
-    input = torch.randn(ROWS, WIDTH, requires_grad=True)
-    halves(layer(input).square().sum())
-    assert layer.weight.grad is None
-    assert input.grad is not None and layer.bias.grad is not None
-
-
-def test_hooks_see_gradients() -> None:
-    layer = SplitLinear(WIDTH, OUT)
-    seen: list[torch.Tensor] = []
-    layer.weight.register_hook(seen.append)
-    halves(layer(torch.randn(ROWS, WIDTH)).square().sum())
-    assert len(seen) == 1 and layer.weight.grad is not None
-    assert torch.equal(seen[0], layer.weight.grad)
 
 
 def test_work_in_parts() -> None:

@@ -14,14 +14,16 @@ trillionth of the smallest limit.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.columns import Arrays, Column, Lists
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.program import B, I, Program, W
 
 TOLERANCE = 1e-9
 """The fraction by which rounding alone may take sums of fractional activations above a limit."""
@@ -110,29 +112,21 @@ class Problem:
         weight = code - self.placement.stages
         return (code,) if weight < self.stations else (self.weight_of(weight), weight)
 
+    def program(self, orders: Orders, *, is_repeated: bool) -> Program:
+        """Return ``orders`` as a program."""
+        columns, stages = (Arrays() if is_repeated else Lists()), self.placement.stages
+        bounds = columns.of([0, *accumulate(map(len, orders))])
+        codes = columns.of(chain.from_iterable(orders))
+        stage, kind, microbatch = (columns.zeros(len(codes)) for _ in range(3))
+        done, halved = columns.zeros(4 * stages), columns.zeros(stages * self.microbatches)
+        _spell(codes, stages, self.microbatches, done, halved, stage, kind, microbatch)
+        return Program(self.placement, stage, kind, microbatch, bounds)
+
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return ``orders`` as a Schedule of the given name."""
-        stages = self.placement.stages
-        meaning = [(s, Kind.F) for s in range(stages)] + [(s, Kind.I) for s in reversed(range(stages))]
-        meaning += [(s, Kind.W) for s in range(stages)] + [(s, Kind.B) for s in range(stages)]
-        following = {(s, is_forward): 0 for s in range(stages) for is_forward in (True, False)}
-        # The microbatches that have done their I and not their W.
-        split: list[deque[int]] = [deque() for _ in range(stages)]
-        spelled = []
-        for order in orders:
-            row = []
-            for code in order:
-                stage, kind = meaning[code]
-                if kind is Kind.W:
-                    microbatch = split[stage].popleft()
-                else:
-                    microbatch = following[stage, kind is Kind.F]
-                    following[stage, kind is Kind.F] += 1
-                    if kind is Kind.I:
-                        split[stage].append(microbatch)
-                row.append(Action(stage, kind, microbatch))
-            spelled.append(tuple(row))
-        return Schedule(name, self.placement, self.microbatches, tuple(spelled))
+        program = self.program(orders, is_repeated=False)
+        rows = (program.actions[first:end] for first, end in pairwise(program.bounds))
+        return Schedule(name, self.placement, self.microbatches, tuple(map(tuple, rows)))
 
     def orders(self, schedule: Schedule) -> Orders:
         """Return ``schedule`` in codes, which leaves out the names of microbatches.
@@ -146,6 +140,38 @@ class Problem:
         compute, weight, whole = map(list, codes)
         code = {Kind.F: compute, Kind.I: compute[::-1], Kind.W: weight, Kind.B: whole}
         return [[code[kind][stage] for stage, kind, _ in row] for row in schedule.orders]
+
+
+@Loop
+def _spell(
+    codes: Column,
+    stages: int,
+    microbatches: int,
+    done: Column,
+    halved: Column,
+    stage: Column,
+    kind: Column,
+    microbatch: Column,
+) -> None:
+    """Fill the last three columns with the actions that ``codes`` stand for.
+
+    ``done`` counts the F, I, W and backwards of either spelling of every stage, and ``halved`` are the
+    microbatches of its I, in their order.
+    """
+    for at in range(len(codes)):
+        row, own = codes[at] // stages, codes[at] % stages
+        if row == I:
+            own = stages - 1 - own
+        stage[at], kind[at] = own, row
+        counted = B if row == I else row
+        number = done[4 * own + counted]
+        done[4 * own + counted] += 1
+        if row == W:
+            number = halved[own * microbatches + number]
+        elif row == I:
+            halved[own * microbatches + done[4 * own + I]] = number
+            done[4 * own + I] += 1
+        microbatch[at] = number
 
 
 def with_value[Value](values: tuple[Value, ...], at: int, value: Value) -> tuple[Value, ...]:

@@ -9,7 +9,6 @@ from megatron_pp_ext.job.vocabulary_source import CostsOf
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -66,7 +65,7 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
     until = ""
     if pipeline.profile_steps is not None:
         until = f", until steps {pipeline.profile_steps} are measured"
-    elif name == AUTO:
+    elif catalog.abilities(name).measures_memory:
         until = " in the first step, then as much memory and as small a bubble as the devices allow"
     return (
         f"{shape}, m = {request.microbatches}, peak {peak} microbatch{'es' * (peak != '1')}, "
@@ -138,4 +137,5 @@ def _measured_by(pipeline: Pipeline) -> str | None:
     if pipeline.profile_steps is not None:
         return f"--pipeline-profile-steps {pipeline.profile_steps}"
     assert pipeline.source is not None
-    return f"--pipeline-schedule {AUTO}" if pipeline.source.name == AUTO else None
+    name = pipeline.source.name
+    return f"--pipeline-schedule {name}" if catalog.abilities(name).measures_memory else None

@@ -27,8 +27,8 @@ from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.stock_limits import refuse_chunks, refuse_under_any_schedule
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
 _OUR_FLAGS = (
@@ -184,7 +184,7 @@ def _settle_chunks(args: Namespace, request: Request, placement: Placement) -> N
     """Let Megatron build as many chunks a rank as the schedule has."""
     if layers.stages_described(args) is not None:
         return
-    if request.schedule in (FLEX, AUTO):
+    if catalog.abilities(request.schedule).is_compiled:
         args.num_layers_per_virtual_pipeline_stage = None
         args.num_virtual_stages_per_pipeline_rank = placement.chunks if placement.chunks > 1 else None
     elif chunks_requested(args) is None and placement.chunks > 1:

@@ -5,7 +5,6 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 """
 
 from argparse import Namespace
-from pathlib import Path
 
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.vocabulary_source import requested_source
@@ -19,7 +18,7 @@ from megatron_pp_ext.planner.step.model_description import changed
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
@@ -120,10 +119,11 @@ def _chunks(args: Namespace) -> int:
     name, given = args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank
     if given is not None:
         return int(given)
-    if name is None or name in FLUSH_FREE:
+    can = catalog.abilities(name)
+    if name is None or not can.flushes:
         return 1
-    if name in (FLEX, AUTO):
+    if can.is_compiled:
         return 2 if layers.count(args) >= 2 * args.pipeline_model_parallel_size else 1
-    if name.startswith(CSV_PREFIX):
-        return csv_file.read(Path(name.removeprefix(CSV_PREFIX))).placement.chunks
+    if can.file is not None:
+        return csv_file.read(can.file).placement.chunks
     return catalog.entry(name).chunks

@@ -22,7 +22,8 @@ from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
-from megatron_pp_ext.planner.step.programs import placement_of, splits_backward
+from megatron_pp_ext.planner.step.programs import placement_of
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -235,7 +236,7 @@ class Search:
                 is_full = False
                 whole, split = least_seconds()
                 for name in here:
-                    bound = split if splits_backward(name) else whole
+                    bound = split if catalog.abilities(name).splits_backward else whole
                     yield Bounded(bound, fullest.total, sized, name)
 
     def _least(

@@ -11,7 +11,7 @@ from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.planner.step.model_description import changed, flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
+from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, v
 
 
@@ -93,7 +93,7 @@ class Candidate:
     @property
     def placement(self) -> Placement:
         """The placement of its stages; for ``flex`` a V, until the compiler has chosen one."""
-        if self.schedule == FLEX:
+        if catalog.abilities(self.schedule).is_compiled:
             return replace(v(self.pipeline), shares_vocabulary=self.shares_vocabulary)
         return placement_of(self.schedule, self.pipeline, self.chunks, self.shares_vocabulary)
 

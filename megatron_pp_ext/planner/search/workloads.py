@@ -11,9 +11,9 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
-from megatron_pp_ext.planner.step.programs import Prepared, short_program, splits_backward, whole_program
+from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -80,7 +80,7 @@ def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:
 
 def _is_split(candidate: Candidate) -> bool:
     """Whether the candidate's backwards come in two halves."""
-    return candidate.schedule == FLEX or splits_backward(candidate.schedule)
+    return catalog.abilities(candidate.schedule).splits_backward
 
 
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:

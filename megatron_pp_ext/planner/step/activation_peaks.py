@@ -24,7 +24,7 @@ class InFlight:
 
     def __init__(self, program: Program) -> None:
         self._placement = program.placement
-        self._moments = [_moments(program, rank) for rank in range(len(program.orders))]
+        self._moments = [_moments(program, rank) for rank in range(program.ranks)]
 
     def peaks(self, parts: Sequence[Part], from_s_to_t: float = 0.0) -> tuple[float, ...]:
         """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``.

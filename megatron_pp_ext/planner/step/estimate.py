@@ -20,8 +20,9 @@ from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, CSV_PREFIX, FLEX, FLUSH_FREE
+from megatron_pp_ext.schedule.names import CSV_PREFIX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
@@ -104,7 +105,7 @@ def memory(
     work: Workload, order: Prepared, name: str, microbatches: int, margin: float = MARGIN
 ) -> tuple[RankMemory, ...]:
     """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
-    if name in FLUSH_FREE:
+    if not catalog.abilities(name).flushes:
         return tuple(
             rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
             for kept in _unflushed(work, name, microbatches).kept()
@@ -157,7 +158,7 @@ class Pace:
 
 def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
     """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
-    if name in FLUSH_FREE:
+    if not catalog.abilities(name).flushes:
         return _unflushed_pace(_unflushed(work, name, microbatches))
     spans = order.timer.spans(work.costs)
     makespan = max(span.end for span in spans)
@@ -218,12 +219,13 @@ def estimate_request(args: Namespace, system: System, request: Request, margin: 
         return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs
 
     name, microbatches = request.schedule, request.microbatches
-    if name == AUTO:
+    can = catalog.abilities(name)
+    if can.measures_memory:
         raise ValueError(
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    if name == FLEX or request.vocabulary is not None:
+    if can.is_compiled or request.vocabulary is not None:
         source = requested_source(request, costs_of)
         schedule = source.build(microbatches, None)
         estimated = estimate(work_on(schedule.placement), Prepared(schedule), name, microbatches, margin)

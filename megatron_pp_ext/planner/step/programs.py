@@ -7,7 +7,7 @@ from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
-from megatron_pp_ext.schedule.names import FLUSH_FREE, NO_PIPELINE
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
@@ -39,14 +39,9 @@ def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = F
 
     Raises ValueError for an unknown name and for chunks that the schedule does not accept.
     """
-    if ranks == 1 or name in FLUSH_FREE:
+    if ranks == 1 or not catalog.abilities(name).flushes:
         return linear(ranks)
     return replace(catalog.entry(name).placement(ranks, chunks), shares_vocabulary=shares_vocabulary)
-
-
-def splits_backward(name: str) -> bool:
-    """Whether schedule ``name`` has backwards in two halves; ValueError for an unknown name."""
-    return name not in (NO_PIPELINE, *FLUSH_FREE) and catalog.entry(name).splits_backward
 
 
 def scheduled(
@@ -61,9 +56,7 @@ def scheduled(
     if ranks == 1:
         alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
         return Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),))
-    if name in FLUSH_FREE:
-        name = "1f1b"
-    build = catalog.entry(name).build
+    build = catalog.entry(catalog.abilities(name).order or name).build
     if shares_vocabulary:
         return share(lambda count: build(ranks, count, chunks), microbatches)
     return build(ranks, microbatches, chunks, is_paired)

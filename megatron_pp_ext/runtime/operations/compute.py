@@ -19,19 +19,18 @@ class Compute(Recorded):
 
     def perform(self, rank: Rank) -> None:
         """See ``Recorded``."""
-        rank.leave(self.target, self._produced(rank))
-
-    def _produced(self, rank: Rank) -> torch.Tensor | None:
         number, kind, microbatch = self.action
         stage = rank.stages[number]
+        produced: torch.Tensor | None = None
         match kind:
             case Kind.F:
-                return stage.forward(microbatch, rank.take(self.source))
+                produced = stage.forward(microbatch, rank.take(self.source))
             case Kind.B:
-                return stage.backward(microbatch, rank.take(self.source))
+                produced = stage.backward(microbatch, rank.take(self.source))
             case Kind.I:
-                return stage.backward_input(microbatch, rank.take(self.source))
+                produced = stage.backward_input(microbatch, rank.take(self.source))
             case Kind.W:
                 stage.backward_weight(microbatch)
-                return None
-        raise ValueError(f"{self.action} is no work of a stage")
+            case _:
+                raise ValueError(f"{self.action} is no work of a stage")
+        rank.leave(self.target, produced)

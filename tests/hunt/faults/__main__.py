@@ -8,7 +8,6 @@ The exit status is 1 if a case went wrong.
 """
 
 import itertools
-import time
 import warnings
 
 # What the tests set before they import torch.
@@ -20,7 +19,7 @@ import typer
 from tests.hunt.faults.cases import drawn
 from tests.hunt.faults.report import line_of, write
 from tests.hunt.faults.trial import try_case
-from tests.hunt.options import Budget, Case, Cases, Report, Seed
+from tests.hunt.options import Budget, Case, Cases, Report, Seed, chosen
 
 
 def main(
@@ -32,13 +31,9 @@ def main(
 ) -> None:
     """Try the cases, and print a line for each."""
     warnings.simplefilter("ignore")
-    end = time.monotonic() + 60 * budget
-    first, count = (0, cases) if case is None else (case, 1)
     outcomes = []
-    for number, one in enumerate(itertools.islice(drawn(seed), first, first + count), start=first):
-        if time.monotonic() > end:
-            break
-        outcomes.append(try_case(one))
+    for number in chosen(cases, case, budget):
+        outcomes.append(try_case(next(itertools.islice(drawn(seed), number, None))))
         print(f"{number}: {line_of(outcomes[-1])}", flush=True)
         if report:
             write(outcomes, report)

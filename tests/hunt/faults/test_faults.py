@@ -22,19 +22,13 @@ CASES = [
     Case("pipedream", "persistent", "evaluation", "stopped", victim=1, at=0.5),
     Case("pipedream-2bw", "sync", "step", "killed", victim=0, at=0.7),
     Case("v-zb, 2 replicas", "persistent", "step", "paused", victim=2, at=0.4),
+    Case("zb-h1", "sync", "evaluation", "killed", victim=1, at=0.5, launcher="torchrun"),
 ]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_job_ends_and_goes_on_as_if_nothing_had_happened(case: Case) -> None:
-    outcome = try_case(case)
-    assert not outcome.problems, line_of(outcome)
-
-
-@pytest.mark.wide
-def test_torchrun_ends_the_others() -> None:
-    case = Case("zb-h1", "sync", "evaluation", "killed", victim=1, at=0.5, launcher="torchrun")
     outcome = try_case(case)
     assert not outcome.problems, line_of(outcome)
 

@@ -9,7 +9,6 @@ A difference is shrunk to the least that shows it.  The exit status is 1 if ther
 
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +18,14 @@ import tests.support.ranks  # noqa: F401
 
 # isort: split
 import typer
-from rich.progress import Progress
 
 from benchmarks.report import publish
 from megatron_pp_ext.integration import install
 from tests.hunt.fuzz.draw import draw
-from tests.hunt.fuzz.factors import Row
 from tests.hunt.fuzz.report import Found, sections, told
 from tests.hunt.fuzz.shrink import shrunk
-from tests.hunt.fuzz.trial import Outcome, Trials
-from tests.hunt.options import Budget, Case, Cases, Report, Seed
+from tests.hunt.fuzz.trial import Trials
+from tests.hunt.options import Budget, Case, Cases, Report, Seed, chosen
 from tests.support.few_trials import few_trials
 
 
@@ -42,42 +39,28 @@ def main(
 ) -> None:
     """Draw, run, compare, shrink and report."""
     install()
-    numbers = range(cases) if case is None else [case]
-    end = time.monotonic() + 60 * budget
     found: list[Found] = []
-    minimal: dict[int, Row] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
         few_trials(os.path.join(folder, "compiled")),
     ):
         trials = Trials(Path(folder))
-        with Progress() as progress:
-            bar = progress.add_task("", total=len(numbers))
-            for number in numbers:
-                if time.monotonic() > end:
-                    break
-                row = draw(seed, number)
-                progress.update(bar, description=f"case {number}: {row['schedule']}")
-                outcome = trials(row)
-                found.append((number, row, outcome))
-                if outcome.kind.is_finding:
-                    if shrink:
-                        progress.update(bar, description=f"case {number}: shrinking")
-                        minimal[number] = _least(trials, row, outcome)
-                    print(told(seed, found[-1], minimal.get(number)), flush=True)
-                progress.advance(bar)
-                if not progress.console.is_terminal:
-                    print(f"case {number}: {outcome.kind}, {outcome.seconds:.1f} s", flush=True)
+        for number in chosen(cases, case, budget):
+            row = draw(seed, number)
+            outcome = trials(row)
+            print(f"case {number}: {outcome.kind}, {outcome.seconds:.1f} s", flush=True)
+            least = None
+            if outcome.kind.is_finding and shrink:
+                least = shrunk(row, lambda plainer, of=outcome: trials(plainer).is_like(of))
+            found.append(Found(number, row, outcome, least))
+            if outcome.kind.is_finding:
+                print(told(seed, found[-1]), flush=True)
     if report is not None:
         about = "Each case is a job drawn at random, trained under a schedule and under stock's 1F1B."
-        publish(report, "Random jobs against stock Megatron", about, *sections(seed, found, minimal))
-    findings = sum(outcome.kind.is_finding for _, _, outcome in found)
+        publish(report, "Random jobs against stock Megatron", about, *sections(seed, found))
+    findings = sum(one.outcome.kind.is_finding for one in found)
     print(f"{len(found)} cases of seed {seed}, {findings} to look at")
     raise typer.Exit(1 if findings else 0)
-
-
-def _least(trials: Trials, row: Row, outcome: Outcome) -> Row:
-    return shrunk(row, lambda plainer: trials(plainer).is_like(outcome))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,12 @@ def draw(seed: int, number: int) -> Row:
     return {**row, "schedule": schedule, "measures": measures, "resume": resume}
 
 
+def plain(**choices: str) -> Row:
+    """Return the row of the plainest job under V-Half, but for ``choices``."""
+    none = {"seed": "1", "schedule": "v-half", "measures": "none", "resume": "none"}
+    return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
+
+
 def _job(random: Random) -> dict[str, str]:
     row = {"seed": str(random.randrange(10**6))}
     for factor in FACTORS:

@@ -12,20 +12,29 @@ Row = Mapping[str, str]
 DATA = "{data}"
 """Stands in flags for the folder in which ``samples`` has written data."""
 
+_SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel"
+_EXPERTS = "--num-experts 4 --moe-router-topk 2"
+_ALLTOALL = f"{_EXPERTS} --moe-token-dispatcher-type alltoall"
+_SHARED = "--moe-shared-expert-intermediate-size 32"
+_LOSSES = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+_SEQUENCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+_FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+_SELECTIVE = "--recompute-granularity selective"
+_SPLIT = "--split 80,10,10"
+
 FLAGS: Mapping[str, Mapping[str, str]] = {
     "pairs": {"none": "", "all": pairs.FLAG},
     "parallel": {
         "none": "",
         "dp2": "",
         "tp2": "--tensor-model-parallel-size 2",
-        "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+        "tp2-sp": _SHARDED,
         "cp2": "--context-parallel-size 2",
         "ep2": "--expert-model-parallel-size 2",
         "dp4": "",
-        "tp2-sp-dp2": "--tensor-model-parallel-size 2 --sequence-parallel",
-        "tp2-sp-cp2": "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
-        "tp2-sp-ep2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1",
+        "tp2-sp-dp2": _SHARDED,
+        "tp2-sp-cp2": f"{_SHARDED} --context-parallel-size 2",
+        "tp2-sp-ep2": f"{_SHARDED} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     },
     "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
     "position": {
@@ -53,20 +62,14 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     },
     "experts": {
         "none": "",
-        "aux": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
-        "sequence": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-router-load-balancing-type seq_aux_loss",
-        "alltoall": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type none --moe-router-pre-softmax",
-        "alltoall-shared": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-        "--moe-shared-expert-intermediate-size 32 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001",
-        "alltoall-drops": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
-        "--moe-expert-capacity-factor 1.0",
-        "shared": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-shared-expert-intermediate-size 32",
-        "biased": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+        "aux": f"{_EXPERTS} {_LOSSES}",
+        "sequence": f"{_EXPERTS} {_SEQUENCE}",
+        "alltoall": f"{_ALLTOALL} --moe-router-load-balancing-type none --moe-router-pre-softmax",
+        "alltoall-shared": f"{_ALLTOALL} {_SHARED} {_LOSSES}",
+        "alltoall-drops": f"{_ALLTOALL} {_SEQUENCE} --moe-expert-capacity-factor 1.0",
+        "shared": f"{_EXPERTS} {_SHARED} --moe-aux-loss-coeff 0.01",
+        "biased": f"{_EXPERTS} --moe-router-load-balancing-type none --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid",
         "alternating": "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2",
     },
     "frozen": {"none": "", **{kind: f"{frozen.FLAG} {kind}" for kind in frozen.KINDS}},
@@ -87,13 +90,12 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "dropout": {"off": "", "on": "--attention-dropout 0.1 --hidden-dropout 0.2"},
     "recompute": {
         "none": "",
-        "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-        "distributed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-        "--distribute-saved-activations",
-        "core": "--recompute-granularity selective",
-        "mlp": "--recompute-granularity selective --recompute-modules mlp",
-        "experts": "--recompute-granularity selective --recompute-modules moe",
+        "uniform": f"{_FULL} uniform",
+        "block": f"{_FULL} block",
+        "distributed": f"{_FULL} uniform --distribute-saved-activations",
+        "core": _SELECTIVE,
+        "mlp": f"{_SELECTIVE} --recompute-modules mlp",
+        "experts": f"{_SELECTIVE} --recompute-modules moe",
     },
     "update": {
         "adam": "",
@@ -118,9 +120,9 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "clipping": {"off": "--clip-grad 0", "engages": "--clip-grad 0.1", "default": ""},
     "loss": {"by-microbatch": "", "by-token": "--calculate-per-token-loss"},
     "data": {
-        "random": f"--data-path {DATA}/long --split 80,10,10",
-        "short": f"--data-path {DATA}/short --split 80,10,10",
-        "blend": f"--data-path 0.3 {DATA}/long 0.7 {DATA}/short --split 80,10,10",
+        "random": f"--data-path {DATA}/long {_SPLIT}",
+        "short": f"--data-path {DATA}/short {_SPLIT}",
+        "blend": f"--data-path 0.3 {DATA}/long 0.7 {DATA}/short {_SPLIT}",
         "mock": "",
     },
     "masks": {
@@ -165,99 +167,91 @@ OTHERS = "others"
 _SPARSE = "alternating"
 _ENDS = "first last ends"
 
-FORBIDDEN: tuple[tuple[str, Mapping[str, str]], ...] = (
-    ("eight ranks are enough", {"pipeline": "3 4", "parallel": "dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2"}),
-    ("experts want --sequence-parallel", {"parallel": "tp2", "experts": OTHERS}),
-    ("expert parallelism needs experts", {"parallel": "ep2 tp2-sp-ep2", "experts": "none"}),
-    (
-        "pairs hide what experts on several ranks send",
-        {"pairs": OTHERS, "parallel": "none dp2 tp2 tp2-sp cp2 dp4 tp2-sp-dp2 tp2-sp-cp2"},
-    ),
-    (
-        "Megatron plans layers of the dispatcher alltoall",
-        {"pairs": OTHERS, "experts": "none aux sequence shared biased alternating"},
-    ),
-    ("Megatron plans layers in half precision", {"pairs": OTHERS, "precision": "fp32"}),
-    (
-        "Megatron plans layers that it takes apart",
-        {"pairs": OTHERS, "recompute": "uniform block distributed experts"},
-    ),
-    (
-        "Megatron's plans fail where an input takes no gradient",
-        {"pairs": OTHERS, "frozen": "embedding vocabulary layers"},
-    ),
-    ("a plan knows one prediction", {"pairs": OTHERS, "prediction": "two"}),
-    ("pairs have no place for the exchanges of a shared vocabulary", {"pairs": OTHERS, "sharing": OTHERS}),
-    ("experts have no biases in Megatron's local layers", {"experts": OTHERS, "biases": "yes"}),
-    ("a prediction has logits of its own", {"sharing": OTHERS, "prediction": OTHERS}),
-    ("prediction needs rotated or no positions", {"prediction": OTHERS, "position": "learned"}),
-    (
-        "Megatron cannot save tied embeddings beside a prediction's",
-        {"checkpoint": OTHERS, "embeddings": "tied", "prediction": OTHERS},
-    ),
-    (
-        "Megatron waits for the gradient of the output layer that a prediction's embeddings stand in for",
-        {
-            "buckets": "unaligned",
-            "embeddings": "tied",
-            "prediction": OTHERS,
-            "optimizer": "overlap distributed-reduce distributed-overlap",
-        },
-    ),
-    (
-        "Megatron cannot load what it saved before fp16's first step that it does not skip",
-        {"checkpoint": OTHERS, "precision": "fp16-overflows"},
-    ),
-    (
-        "Megatron cannot save the optimizer of a rank that trains nothing",
-        {"checkpoint": OTHERS, "frozen": "layers"},
-    ),
-    ("Megatron cannot load the state of SGD", {"checkpoint": OTHERS, "update": "sgd"}),
-    (
-        "Megatron cannot load SwiGLU's optimizer state on a rank without one of the groups of parameters",
-        {
-            "checkpoint": OTHERS,
-            "update": "decoupled",
-            "mlp": "swiglu",
-            "precision": "bf16 bf16-gradients fp16 fp16-fp32-gradients",
-            "optimizer": "plain overlap",
-            "pipeline": "3 4",
-        },
-    ),
-    (
-        "the distributed optimizer is for Adam",
-        {"update": "sgd", "optimizer": "distributed distributed-reduce distributed-overlap"},
-    ),
-    ("experts are there to be recomputed", {"recompute": "experts", "experts": "none"}),
-    (
-        "full recomputation brings no gradient to layers whose input needs none",
-        {"recompute": "uniform block distributed", "frozen": "embedding vocabulary layers"},
-    ),
-    ("recomputing an MLP with biases never ends", {"recompute": "mlp", "biases": "yes"}),
-    ("a layer of experts has no MLP to recompute", {"recompute": "mlp", "experts": OTHERS}),
-    (
-        "saved activations are distributed over tensor ranks, where these have whole ones",
-        {
-            "recompute": "distributed",
-            "parallel": "none dp2 tp2-sp cp2 ep2 dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2",
-        },
-    ),
-    (
-        "Megatron samples a blend's validation, which then has to have samples",
-        {"data": "blend", "evaluation": "none"},
-    ),
-    ("another vocabulary ends documents otherwise", {"vocabulary": "odd", "data": "random short blend"}),
-    (
-        "the CPU's context parallelism is for causal attention",
-        {"parallel": "cp2 tp2-sp-cp2", "attention": "window"},
-    ),
-    ("dropout follows the placement", {"dropout": "on", "chunks": "2 3 4"}),
-    ("the ends of a model count in whole layers", {"cut": _ENDS, "chunks": "3 4"}),
-    ("a layout is given for one stage a rank, or two", {"cut": "layout", "chunks": "3 4"}),
-    ("sixteen layers take too long", {"chunks": "4", "pipeline": "4"}),
-    ("layers with and without experts repeat", {"experts": _SPARSE, "cut": OTHERS}),
-    ("batches that grow are counted in samples of one", {"microbatches": "growing", "samples": "2"}),
-)
+FORBIDDEN: Mapping[str, Row] = {
+    "eight ranks are enough": {"pipeline": "3 4", "parallel": "dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2"},
+    "experts want --sequence-parallel": {"parallel": "tp2", "experts": OTHERS},
+    "expert parallelism needs experts": {"parallel": "ep2 tp2-sp-ep2", "experts": "none"},
+    "pairs hide what experts on several ranks send": {
+        "pairs": OTHERS,
+        "parallel": "none dp2 tp2 tp2-sp cp2 dp4 tp2-sp-dp2 tp2-sp-cp2",
+    },
+    "Megatron plans layers of the dispatcher alltoall": {
+        "pairs": OTHERS,
+        "experts": "none aux sequence shared biased alternating",
+    },
+    "Megatron plans layers in half precision": {"pairs": OTHERS, "precision": "fp32"},
+    "Megatron plans layers that it takes apart": {
+        "pairs": OTHERS,
+        "recompute": "uniform block distributed experts",
+    },
+    "Megatron's plans fail where an input takes no gradient": {
+        "pairs": OTHERS,
+        "frozen": "embedding vocabulary layers",
+    },
+    "a plan knows one prediction": {"pairs": OTHERS, "prediction": "two"},
+    "pairs have no place for the exchanges of a shared vocabulary": {"pairs": OTHERS, "sharing": OTHERS},
+    "experts have no biases in Megatron's local layers": {"experts": OTHERS, "biases": "yes"},
+    "a prediction has logits of its own": {"sharing": OTHERS, "prediction": OTHERS},
+    "prediction needs rotated or no positions": {"prediction": OTHERS, "position": "learned"},
+    "Megatron cannot save tied embeddings beside a prediction's": {
+        "checkpoint": OTHERS,
+        "embeddings": "tied",
+        "prediction": OTHERS,
+    },
+    "Megatron waits for the gradient of the output layer that a prediction's embeddings stand in for": {
+        "buckets": "unaligned",
+        "embeddings": "tied",
+        "prediction": OTHERS,
+        "optimizer": "overlap distributed-reduce distributed-overlap",
+    },
+    "Megatron cannot load what it saved before fp16's first step that it does not skip": {
+        "checkpoint": OTHERS,
+        "precision": "fp16-overflows",
+    },
+    "Megatron cannot save the optimizer of a rank that trains nothing": {
+        "checkpoint": OTHERS,
+        "frozen": "layers",
+    },
+    "Megatron cannot load the state of SGD": {"checkpoint": OTHERS, "update": "sgd"},
+    "Megatron cannot load SwiGLU's optimizer state on a rank without one of the groups of parameters": {
+        "checkpoint": OTHERS,
+        "update": "decoupled",
+        "mlp": "swiglu",
+        "precision": "bf16 bf16-gradients fp16 fp16-fp32-gradients",
+        "optimizer": "plain overlap",
+        "pipeline": "3 4",
+    },
+    "the distributed optimizer is for Adam": {
+        "update": "sgd",
+        "optimizer": "distributed distributed-reduce distributed-overlap",
+    },
+    "experts are there to be recomputed": {"recompute": "experts", "experts": "none"},
+    "full recomputation brings no gradient to layers whose input needs none": {
+        "recompute": "uniform block distributed",
+        "frozen": "embedding vocabulary layers",
+    },
+    "recomputing an MLP with biases never ends": {"recompute": "mlp", "biases": "yes"},
+    "a layer of experts has no MLP to recompute": {"recompute": "mlp", "experts": OTHERS},
+    "saved activations are distributed over tensor ranks, where these have whole ones": {
+        "recompute": "distributed",
+        "parallel": "none dp2 tp2-sp cp2 ep2 dp4 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2",
+    },
+    "Megatron samples a blend's validation, which then has to have samples": {
+        "data": "blend",
+        "evaluation": "none",
+    },
+    "another vocabulary ends documents otherwise": {"vocabulary": "odd", "data": "random short blend"},
+    "the CPU's context parallelism is for causal attention": {
+        "parallel": "cp2 tp2-sp-cp2",
+        "attention": "window",
+    },
+    "dropout follows the placement": {"dropout": "on", "chunks": "2 3 4"},
+    "the ends of a model count in whole layers": {"cut": _ENDS, "chunks": "3 4"},
+    "a layout is given for one stage a rank, or two": {"cut": "layout", "chunks": "3 4"},
+    "sixteen layers take too long": {"chunks": "4", "pipeline": "4"},
+    "layers with and without experts repeat": {"experts": _SPARSE, "cut": OTHERS},
+    "batches that grow are counted in samples of one": {"microbatches": "growing", "samples": "2"},
+}
 """Choices of several factors that make no job together, each with the reason.  Plain levels make one."""
 
 
@@ -271,7 +265,7 @@ FACTORS = (*SIZES, *FLAGS)
 
 def is_legal(row: Row, factor: str | None = None) -> bool:
     """Whether a row, of which factors may be missing, is not forbidden; by the rules on ``factor`` alone."""
-    rules = (choices for _, choices in FORBIDDEN if factor is None or factor in choices)
+    rules = (choices for choices in FORBIDDEN.values() if factor is None or factor in choices)
     return not any(_holds(choices, row) for choices in rules)
 
 

@@ -61,23 +61,22 @@ def stock(row: Row, data: Path) -> list[str]:
 
 def trained(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of the job under its schedule; ``folder`` is for what it writes."""
-    flags = [*_job(row, data), *_schedule(row, row["schedule"], folder)]
-    flags += _MEASURES[row["measures"]].format(folder=folder).split()
-    return flags
+    measures = _MEASURES[row["measures"]].format(folder=folder).split()
+    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures]
 
 
-def saving(row: Row, folder: Path) -> list[str]:
-    """The flags that save a checkpoint to ``folder``."""
-    if not has_checkpoint(row):
+def saving(checkpoint: str, folder: Path) -> list[str]:
+    """The flags that save a checkpoint to ``folder`` in that level's way."""
+    if checkpoint == "none":
         return []
     flags = ["--save", str(folder / "checkpoint"), "--save-interval", str(SAVED_AFTER)]
-    return [*flags, "--ckpt-format", "torch_dist", *_CHECKPOINTS[row["checkpoint"]].split()]
+    return [*flags, "--ckpt-format", "torch_dist", *_CHECKPOINTS[checkpoint].split()]
 
 
 def resumed(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of its last steps, from the checkpoint on, under the schedule that it goes on with."""
-    flags = _job(row, data)
-    flags = stock(row, data) if row["resume"] == STOCK else [*flags, *_schedule(row, row["resume"], folder)]
+    is_stock = row["resume"] == STOCK
+    flags = stock(row, data) if is_stock else [*_job(row, data), *_schedule(row, row["resume"], folder)]
     return [*flags, "--load", str(folder / "checkpoint"), "--ckpt-step", str(SAVED_AFTER)]
 
 

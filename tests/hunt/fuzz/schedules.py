@@ -7,7 +7,6 @@ A name is that of the catalogue, with a number of chunks where it is not the usu
 from collections.abc import Iterator
 from random import Random
 
-from megatron_pp_ext.job import pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Shape
@@ -21,7 +20,9 @@ LIMITS = (0.4, 1.6)
 def drawn(row: Row, random: Random) -> list[str]:
     """The schedules that the job of ``row`` can run under, in a random order."""
     has_pairs = row["pairs"] != "none"
-    names = [name for name in _of_catalogue(row) if not (has_pairs and pairs.has_no_pairs(name.split()[0]))]
+    names = [
+        name for name in _of_catalogue(row) if catalog.abilities(name.split()[0]).has_pairs or not has_pairs
+    ]
     # In pairs flex needs the costs of its stages, whose number another cut would change.
     if not has_pairs or (row["chunks"] != "1" and row["cut"] == "even"):
         for chunks in _compiled_chunks(row):

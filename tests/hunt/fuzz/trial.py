@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,9 @@ REFUSALS = (
 )
 """The refusals that a drawn case may meet, each with where the documents state it."""
 
+_KEPT = 4
+"""How many runs of stock are kept, for neighbours."""
+
 _LINE = 300
 """How much of a line is shown."""
 
@@ -89,12 +93,10 @@ class _Runs(NamedTuple):
 class Trials:
     """Tries cases one after the other, with data in a folder of its own, and keeps stock's last runs."""
 
-    _KEPT = 4
-
     def __init__(self, folder: Path, train: Callable[..., Result] = run) -> None:
         self._folder = folder
         self._train = train
-        self._stock: dict[tuple[str, ...], Result | str] = {}
+        self._stock_of = lru_cache(_KEPT)(self._run_stock)
         samples.write(folder)
 
     def __call__(self, row: Row) -> Outcome:
@@ -131,11 +133,11 @@ class Trials:
     def _runs(self, row: Row) -> _Runs:
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
             folder, ranks = Path(name), job.ranks(row)
-            theirs = self._stock_of(row)
+            theirs = self._stock_of(ranks, row["checkpoint"], *job.stock(row, self._folder))
             flags = job.trained(row, self._folder, folder)
             other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
             allowed = judge.arithmetic(flags, ranks, other_order)
-            ours = self._train(ranks, [*flags, *job.saving(row, folder)], **stores.options(row))
+            ours = self._train(ranks, [*flags, *job.saving(row["checkpoint"], folder)], **stores.options(row))
             resumed = self._resumed(row, folder) if job.has_checkpoint(row) else None
         return _Runs(allowed, ours, theirs, resumed)
 
@@ -161,28 +163,20 @@ class Trials:
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
             folder = Path(name)
             try:
-                self._train(job.ranks(row), [*job.stock(row, self._folder), *job.saving(row, folder)])
+                self._train(
+                    job.ranks(row), [*job.stock(row, self._folder), *job.saving(row["checkpoint"], folder)]
+                )
                 self._train(job.ranks(row), job.resumed(alone, self._folder, folder))
             except AssertionError as error:
                 raise _StockFailed(str(error)) from error
 
-    def _stock_of(self, row: Row) -> Result:
+    def _run_stock(self, ranks: int, checkpoint: str, *flags: str) -> Result:
         """Stock's run, which saves as well: what Megatron cannot save, nobody can resume."""
-        flags = job.stock(row, self._folder)
-        key = (str(job.ranks(row)), row["checkpoint"], *flags)
-        if key not in self._stock:
-            while len(self._stock) >= self._KEPT:
-                del self._stock[next(iter(self._stock))]
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                try:
-                    flags += job.saving(row, Path(folder))
-                    self._stock[key] = self._train(job.ranks(row), flags)
-                except AssertionError as error:
-                    self._stock[key] = str(error)
-        found = self._stock[key]
-        if isinstance(found, str):
-            raise _StockFailed(found)
-        return found
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            try:
+                return self._train(ranks, [*flags, *job.saving(checkpoint, Path(folder))])
+            except AssertionError as error:
+                raise _StockFailed(str(error)) from error
 
 
 def _differences(row: Row, runs: _Runs, noise: Noise = SILENCE) -> Iterator[str]:

@@ -1,0 +1,28 @@
+"""What a schedule can do.  All other code asks this (``catalog.abilities``), and never what it is called."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What sets a schedule apart from one that simply has its order."""
+
+    splits_backward: bool = False
+    """Whether any backward may come in two halves, so that weight gradients must be deferrable."""
+    has_pairs: bool = False
+    """Whether there may be an order in which a forward and a backward run as a pair."""
+    is_compiled: bool = False
+    """Whether the order is searched for, by costs and within a limit of memory."""
+    takes_limit: bool = False
+    """Whether the limit is whoever's who asks for the schedule."""
+    measures_memory: bool = False
+    """Whether the limit is what the devices have free, which only training can measure."""
+    flushes: bool = True
+    """Whether a step leaves no microbatch in flight; else a stage updates as its own backwards come in."""
+    has_two_versions: bool = False
+    """Whether a stage that does not flush keeps two versions of its weights at most."""
+    order: str | None = None
+    """The schedule of the catalogue whose order this one has without an end."""
+    file: Path | None = None
+    """The file that the schedule is read from."""
