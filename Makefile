@@ -60,7 +60,7 @@ test-matrix: env $(OLDER:%=test-%)
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11
 
 test-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) tests/integration $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)
 
 smoke-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) @tests/smoke.txt $(ARGS)

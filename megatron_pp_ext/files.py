@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import json
 import os
 import stat
 import tempfile
@@ -61,6 +62,11 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
+def write_json(path: Path, content: object) -> None:
+    """Write ``content`` to ``path`` as JSON that a person can read."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
 _unwritten: dict[Path, str] = {}
 """Why the last attempt to write a file failed, of those without which training goes on."""
 
@@ -94,12 +100,13 @@ def _print_once(line: str) -> None:
     print(line, flush=True)
 
 
-def require_folder(path: Path) -> None:
-    """Raise ValueError if ``path`` is a folder, or if there is no folder to hold it."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: no such folder; make it first")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give a file in it")
+def require_folder(*paths: Path | None) -> None:
+    """Raise ValueError for a folder among ``paths``, and for one without a folder to hold it; skip None."""
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: no such folder; make it first")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give a file in it")
 
 
 def require_writable(flag: str, path: Path) -> None:

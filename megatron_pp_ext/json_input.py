@@ -60,27 +60,28 @@ STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan":
 
 
 def above(least: float) -> Any:
-    """Return what ``Annotated`` takes for a number above ``least``.
+    """Return what ``Annotated`` takes for a finite number above ``least``.
 
-    Only within a ``type`` alias, which is evaluated where a file is read; see ``parse_as``.
+    Only within a ``type`` alias, which is evaluated where a file is read; see ``parse_as``.  The dataclass's
+    ``STRICT`` does not reach into an alias.
     """
-    from annotated_types import Gt
+    from pydantic import Field
 
-    return Gt(least)
+    return Field(gt=least, strict=True, allow_inf_nan=False)
 
 
 def at_least(least: float) -> Any:
-    """Return what ``Annotated`` takes for a number of ``least`` or more; see ``above``."""
-    from annotated_types import Ge
+    """Return what ``Annotated`` takes for a finite number of ``least`` or more; see ``above``."""
+    from pydantic import Field
 
-    return Ge(least)
+    return Field(ge=least, strict=True, allow_inf_nan=False)
 
 
 def of_length(count: int) -> Any:
     """Return what ``Annotated`` takes for a list of ``count`` values; see ``above``."""
-    from annotated_types import Len
+    from pydantic import Field
 
-    return Len(count, count)
+    return Field(min_length=count, max_length=count)
 
 
 def one_of(*names: str) -> Any:

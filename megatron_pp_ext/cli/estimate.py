@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import require_folder, write_whole
+from megatron_pp_ext.files import require_folder, write_json
 
 if TYPE_CHECKING:
     from megatron_pp_ext.costs.system import System
@@ -54,8 +53,7 @@ def estimate(
     ask.require_at_least("--margin", margin, 0)
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
-    if json is not None:
-        require_folder(json)
+    require_folder(json)
     machine = systems.read(system)
     args, words = described(flags, model)
     args.micro_batch_size = args.micro_batch_size or 1
@@ -83,7 +81,7 @@ def estimate(
             **asdict(estimated),
             **launch.record(),
         }
-        write_whole(json, dumps(content, indent=1) + "\n")
+        write_json(json, content)
 
 
 def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:

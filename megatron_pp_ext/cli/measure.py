@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Column, Table
 
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
 from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
@@ -91,8 +89,7 @@ def ranked(results: Mapping[str, Result]) -> list[Result]:
 
 def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
     """Print a table of measured and estimated steps; ``estimates`` are seconds by name."""
-    names = ("candidate", "state", "step s", "estimated s", "error", "peak GB")
-    table = Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
+    table = folding("candidate", "state", "step s", "estimated s", "error", "peak GB")
     for result in ranked(results):
         step, estimate = result.step_seconds, estimates[result.name]
         peak = result.device_bytes or max(result.activation_bytes or (0,))

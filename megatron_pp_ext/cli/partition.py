@@ -1,6 +1,5 @@
 """``mpp partition``: cuts a profiled model into stages."""
 
-import json as json_format
 import math
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.table import Column, Table
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import write_json
 
 if TYPE_CHECKING:
     from megatron_pp_ext.partition.partitioner import Partition
@@ -81,7 +80,7 @@ def partition(
         model, machines, cost=cost, straight=straight, memory=limit, state_per_weight=state_per_weight
     )
     if json is not None:
-        write_whole(json, json_format.dumps(best.record(model), indent=1) + "\n")
+        write_json(json, best.record(model))
     if layout:
         typer.echo(layout_of(best, model))
         if flag := replicas_flag(best):

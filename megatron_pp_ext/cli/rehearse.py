@@ -1,6 +1,5 @@
 """``mpp rehearse``: the step time and memory of a pipeline, before there are machines for it."""
 
-import json as json_format
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +18,7 @@ from megatron_pp_ext.cli.model import words_of as model_flags
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.costs import system as systems
-from megatron_pp_ext.files import require_folder, write_whole
+from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
@@ -80,9 +79,7 @@ def rehearse(
     if print_only:
         print_flags(job)
         return
-    for output in (json, costs, trace):
-        if output is not None:
-            require_folder(output)
+    require_folder(json, costs, trace)
     machine = systems.read(system) if system is not None else None
     words = words_of(job)
     size = whole_number(words, "--pipeline-model-parallel-size")
@@ -123,7 +120,7 @@ def rehearse(
     if costs is not None:
         costs_file.write(rehearsal.timeline.costs, costs)
     if json is not None:
-        write_whole(json, json_format.dumps(numbers(rehearsal, measured), indent=1) + "\n")
+        write_json(json, numbers(rehearsal, measured))
     if trace is not None:
         from megatron_pp_ext.view import trace_file
 

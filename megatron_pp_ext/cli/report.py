@@ -1,15 +1,16 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Column, Table
 
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import write_json
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.recorded import Units
@@ -20,6 +21,11 @@ console = Console(highlight=False)
 
 LARGEST = 2_000_000
 """The most actions that a command simulates: a million take one to two minutes and 0.7 GB."""
+
+
+def folding(*names: str) -> Table:
+    """Return a table whose long cells are folded."""
+    return Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
 
 
 def bound_of(timeline: Timeline) -> float:
@@ -83,7 +89,7 @@ def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None
     if files.csv is not None:
         csv_file.write(schedule, files.csv)
     if files.json is not None:
-        write_whole(files.json, json.dumps(record(timeline, bound, units), indent=1) + "\n")
+        write_json(files.json, record(timeline, bound, units))
     if files.trace is not None:
         trace_file.write_timeline(files.trace, timeline, units)
 

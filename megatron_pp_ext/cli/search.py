@@ -1,7 +1,6 @@
 """``mpp search``: which configuration of a model is fastest on so many GPUs, and fits."""
 
 from dataclasses import asdict
-from json import dumps
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,7 +11,7 @@ from megatron_pp_ext.cli.options import takes_groups
 from megatron_pp_ext.cli.progress import heard, waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.cli.search_options import Job, Machines, Measuring, Outputs, Tried
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import require_folder, write_json, write_whole
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
@@ -37,7 +36,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.candidate import strip
 
-    outputs.check()
+    require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
     system = machines.described()
     if measuring.measure:
@@ -56,7 +55,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:
-        write_whole(outputs.json, dumps(content, indent=1) + "\n")
+        write_json(outputs.json, content)
     if outputs.html is not None:
         write_whole(outputs.html, report.page())
     if outputs.sbatch is not None:

@@ -11,7 +11,6 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
-from megatron_pp_ext.files import require_folder
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
@@ -164,12 +163,6 @@ class Outputs(ask.Pictures):
     sbatch: Annotated[
         Path | None, typer.Option(help="Write a script for each that submits it to SLURM.", metavar="DIR")
     ] = None
-
-    def check(self) -> None:
-        """Raise ValueError for a file that cannot be written."""
-        for output in (self.json, self.html, *self.paths):
-            if output is not None:
-                require_folder(output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Column, Table
-
 from megatron_pp_ext.cli.estimate import show_launch
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
@@ -55,7 +52,7 @@ class Report:
             f"{result.replayed:,} were replayed; none of the others can be among the best\n"
             f"{self._room()}; 8 in 10 of {result.best[0].estimate.band}"
         )
-        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS[:-3]), box=SIMPLE_HEAD)
+        table = folding(*_COLUMNS[:-3])
         for number, name, *numbers, _, behind, alike in self._rows():
             notes = (("behind", behind), (_ALIKE, alike))
             lines = [name, *(f"  {title}: {note}" for title, note in notes if note)]

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Column, Table
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.rehearse import smallest_world
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import words_of
 
 if TYPE_CHECKING:
@@ -152,8 +150,7 @@ def _shown(path: Path) -> Path:
 def _show(verdict: "Verdict", name: str) -> None:
     from megatron_pp_ext.verification.verdict import GRADIENT, LOSS, NORM
 
-    names = ("step", "", "stock 1F1B", name, "difference", "allowed")
-    table = Table(*(Column(column, overflow="fold") for column in names), box=SIMPLE_HEAD)
+    table = folding("step", "", "stock 1F1B", name, "difference", "allowed")
     for row in sorted([*verdict.of(LOSS), *verdict.of(NORM)], key=lambda row: row.step):
         table.add_row(str(row.step), row.name, _number(row.stock), _number(row.ours), *_judged(row))
     console.print(table)

@@ -17,7 +17,7 @@ def divides_messages(args: Namespace) -> bool:
     return is_whole and bool(getattr(args, "scatter_gather_tensors_in_pipeline", False))
 
 
-def hides_sums(args: Namespace) -> bool:
+def overlaps_reduce(args: Namespace) -> bool:
     """Whether the tensor-parallel sum of an input gradient runs behind the product for the weight gradient.
 
     The fork of Megatron that trained BLOOM does not do so (Megatron-DeepSpeed, megatron/mpu/layers.py).

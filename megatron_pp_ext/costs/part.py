@@ -13,9 +13,9 @@ class Part:
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
-    backward that is not split takes ``hidden_in_whole`` less than I and W: collectives of I run behind W.
+    backward that is not split takes ``overlapped_in_whole`` less than I and W: collectives of I run behind W.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
-    an I two.  A pair of a forward and a backward (``Schedule.paired``) takes ``hidden_in_pair`` less than
+    an I two.  A pair of a forward and a backward (``Schedule.paired``) takes ``overlapped_in_pair`` less than
     both.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
@@ -34,7 +34,7 @@ class Part:
     forward_seconds: float = 0.0
     input_gradient_seconds: float = 0.0
     weight_gradient_seconds: float = 0.0
-    hidden_in_whole: float = 0.0
+    overlapped_in_whole: float = 0.0
     after_forward: float = 0.0
     after_input_gradient: float = 0.0
     brief: float = 0.0
@@ -43,7 +43,7 @@ class Part:
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
     exchanged_seconds: float = 0.0
-    hidden_in_pair: float = 0.0
+    overlapped_in_pair: float = 0.0
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -53,7 +53,7 @@ class Part:
             self.forward_seconds + other.forward_seconds,
             self.input_gradient_seconds + other.input_gradient_seconds,
             self.weight_gradient_seconds + other.weight_gradient_seconds,
-            self.hidden_in_whole + other.hidden_in_whole,
+            self.overlapped_in_whole + other.overlapped_in_whole,
             self.after_forward + other.after_forward,
             self.after_input_gradient + other.after_input_gradient,
             # Parts are recomputed one after the other.
@@ -63,7 +63,7 @@ class Part:
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
             self.exchanged_seconds + other.exchanged_seconds,
-            self.hidden_in_pair + other.hidden_in_pair,
+            self.overlapped_in_pair + other.overlapped_in_pair,
         )
 
     def times(self, count: float) -> "Part":
@@ -77,7 +77,7 @@ class Part:
             count * self.forward_seconds,
             count * self.input_gradient_seconds,
             count * self.weight_gradient_seconds,
-            count * self.hidden_in_whole,
+            count * self.overlapped_in_whole,
             count * self.after_forward,
             count * self.after_input_gradient,
             self.brief,
@@ -86,7 +86,7 @@ class Part:
             count * self.expert_parameters,
             count * self.fp8_parameters,
             count * self.exchanged_seconds,
-            count * self.hidden_in_pair,
+            count * self.overlapped_in_pair,
         )
 
     @property
@@ -120,7 +120,7 @@ class Part:
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
-            weight_gradient=self.weight_gradient_seconds - (0.0 if is_split else self.hidden_in_whole),
+            weight_gradient=self.weight_gradient_seconds - (0.0 if is_split else self.overlapped_in_whole),
             activation=activation,
             released_by_input_gradient=activation - self.after_input_gradient,
         )

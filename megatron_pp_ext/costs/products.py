@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_pp_ext.costs.frameworks import fuses_gradients, hides_sums
+from megatron_pp_ext.costs.frameworks import fuses_gradients, overlaps_reduce
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.state import gradient_size, uses_fp8, weight_size
@@ -38,7 +38,7 @@ class ProductCosts:
         self._sizes, self._kernels = sizes, kernels
         self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
         self._is_fp8 = uses_fp8(args)
-        self._hides_sums, self._fuses = hides_sums(args), fuses_gradients(args)
+        self._overlaps_reduce, self._fuses = overlaps_reduce(args), fuses_gradients(args)
         self._gradient = gradient_size(args)
 
     def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
@@ -69,13 +69,13 @@ class ProductCosts:
         summing = gathering if self._is_cut else 2 * gathering
         hidden = min(summing, product.weight_gradient_seconds)
         if not self._is_cut:
-            hidden = hidden if self._hides_sums else 0.0
-            return product + Part(input_gradient_seconds=summing, hidden_in_whole=hidden)
+            hidden = hidden if self._overlaps_reduce else 0.0
+            return product + Part(input_gradient_seconds=summing, overlapped_in_whole=hidden)
         again = max(0.0, gathering - product.input_gradient_seconds)
         return product + Part(
             forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
             input_gradient_seconds=again + summing,
-            hidden_in_whole=hidden,
+            overlapped_in_whole=hidden,
         )
 
     def _gathering(self, copies: int) -> float:

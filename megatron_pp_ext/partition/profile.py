@@ -12,7 +12,6 @@ in model order:
 ``graph.txt`` is read as well (see ``graph_txt``).
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import write_json
 from megatron_pp_ext.json_input import STRICT, parse_as
 
 MOST = 1e18
@@ -144,7 +143,7 @@ class Profile:
         content: dict[str, Any] = {"layers": rows}
         if not self.is_chain:
             content["edges"] = [[self.layers[a].name, self.layers[b].name] for a, b in self.edges]
-        write_whole(path, json.dumps(content, indent=1) + "\n")
+        write_json(path, content)
 
 
 @dataclass(frozen=True, slots=True)

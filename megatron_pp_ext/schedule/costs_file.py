@@ -11,11 +11,10 @@ object with the names of ``VocabularyCosts``.  Anything else is refused, since a
 leave a default in force.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import write_json
 from megatron_pp_ext.json_input import naming, read_as
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -23,7 +22,7 @@ from megatron_pp_ext.schedule.costs import Costs
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
     content = {name: value for name, value in asdict(costs).items() if value is not None}
-    write_whole(Path(path), json.dumps(content, indent=1) + "\n")
+    write_json(Path(path), content)
 
 
 def read(path: str | Path, stages: int | None = None) -> Costs:

@@ -62,10 +62,14 @@ def test_the_reason_of_a_failure() -> None:
     assert reason("") == "it printed nothing"
 
 
-def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are stand-ins, which record 1 s for each F and 2 s for each B."""
-    schedule = catalog.build("1f1b", 3, 6)
-    started: list[list[int]] = []
+def stand_in(schedule, started: list[list[int]], **changed: object):
+    """Return what writes the files of ranks that took 1 s for each F and 2 s for each B."""
+    measured = {
+        "schedule": schedule.name, "digest": schedule.digest, "layers": (1,) * schedule.ranks,
+        "stages": (StageCosts(1.0, 1.0, 1.0, 2.0**20),), "collectives": (), "message_bytes": 8,
+        "outside_seconds": 0.5, "peak_activation_bytes": 7 * 2**20, "weight_bytes": 2**20,
+        "gradient_bytes": 2 * 2**20, "optimizer_bytes": 4 * 2**20, **changed,
+    }  # fmt: skip
 
     def run_together(commands: dict, logs: dict) -> None:
         started.append(list(commands))
@@ -73,14 +77,15 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
             assert variables["RANK"] == str(rank)
             file = Path(words[words.index("--rehearse-pipeline") + 1])
             csv_file.write(schedule, file.with_suffix(".csv"))
-            RankRehearsal(
-                rank=rank, schedule="1f1b", digest=schedule.digest, layers=(1, 1, 1),
-                stages=(StageCosts(1.0, 1.0, 1.0, 2.0**20),), collectives=(), message_bytes=8,
-                outside_seconds=0.5, peak_activation_bytes=7 * 2**20, weight_bytes=2**20,
-                gradient_bytes=2 * 2**20, optimizer_bytes=4 * 2**20,
-            ).write(file)  # fmt: skip
+            RankRehearsal(rank=rank, **measured).write(file)
 
-    monkeypatch.setattr(command, "run_together", run_together)
+    return run_together
+
+
+def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = catalog.build("1f1b", 3, 6)
+    started: list[list[int]] = []
+    monkeypatch.setattr(command, "run_together", stand_in(schedule, started))
     files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
     result = mpp(
@@ -107,18 +112,9 @@ def test_seconds_from_a_busy_machine(accepted, mpp, tmp_path: Path, monkeypatch:
     """Bytes are shown all the same; seconds only where they are wanted, and files too."""
     schedule = catalog.build("1f1b", 2, 4)
 
-    def run_together(commands: dict, logs: dict) -> None:
-        for rank, (words, _) in commands.items():
-            file = Path(words[words.index("--rehearse-pipeline") + 1])
-            csv_file.write(schedule, file.with_suffix(".csv"))
-            RankRehearsal(
-                rank=rank, schedule="1f1b", digest=schedule.digest, layers=(1, 1),
-                stages=(StageCosts(1.0, 1.0, 1.0, 2.0**20),), collectives=(), message_bytes=8,
-                outside_seconds=0.5, peak_activation_bytes=7 * 2**20, weight_bytes=2**20,
-                gradient_bytes=2 * 2**20, optimizer_bytes=4 * 2**20, step_seconds=(15.0, 15.0), waited=0.5,
-            ).write(file)  # fmt: skip
-
-    monkeypatch.setattr(command, "run_together", run_together)
+    monkeypatch.setattr(
+        command, "run_together", stand_in(schedule, [], step_seconds=(15.0, 15.0), waited=0.5)
+    )
     files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
     options += ["--accept-noise"] if accepted else []

@@ -1,12 +1,10 @@
 """The models of memory and time against published formulas and sums by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.self_attention import attention
@@ -78,29 +76,6 @@ def test_operations_are_the_published_formula():
     assert whole.operations(1) == pytest.approx(published, rel=1e-3)
 
 
-def test_bytes_of_weights_gradients_and_optimizer():
-    whole = work(1, "none").states[0]
-    weights = whole.weights / 2
-    assert (whole.gradients, whole.optimizer) == (4 * weights, 12 * weights)
-    shared = work(1, "none", data=4, use_distributed_optimizer=True).states[0]
-    assert shared.optimizer == pytest.approx(12 * weights / 4)
-    assert shared.gradients == whole.gradients
-    plain = work(1, "none", bf16=False).states[0]
-    assert (plain.weights, plain.gradients, plain.optimizer) == (4 * weights, 4 * weights, 8 * weights)
-    assert work(1, "none", optimizer="sgd").states[0].optimizer == 8 * weights
-
-
-def test_experts_are_shared_out_with_their_state():
-    dense = work(1, "none", data=4, num_experts=8, use_distributed_optimizer=True)
-    shared = work(
-        1, "none", data=4, num_experts=8, expert_model_parallel_size=4, use_distributed_optimizer=True
-    )
-    assert shared.by_rank[0].expert_parameters == pytest.approx(dense.by_rank[0].expert_parameters / 4)
-    assert shared.by_rank[0].parameters == dense.by_rank[0].parameters
-    # Each expert weight then has one copy a replica less to share its optimizer's state with.
-    assert shared.states[0].optimizer == pytest.approx(dense.states[0].optimizer)
-
-
 def test_a_v_puts_embedding_and_output_layer_on_the_first_rank():
     line, v = work(4), work(4, "v-half", chunks=2)
     embedding = 2 * 51200 * 1024
@@ -147,29 +122,6 @@ def test_what_is_recomputed_takes_time_and_saves_memory():
     )
     assert 1.15 < again.pipeline_seconds / kept.pipeline_seconds < 1.35
     assert again.ranks[0].activations < kept.ranks[0].activations / 4
-
-
-def test_overlapping_hides_reductions():
-    waits = [
-        estimate(work(4, data=8, overlap_grad_reduce=o), program("1f1b", 4, 8, 1), "1f1b", 8).other_seconds
-        for o in (False, True)
-    ]
-    assert waits[1] < waits[0]
-
-
-def test_collectives_cost_what_their_links_take():
-    args = describe({**SMALL, "tensor_model_parallel_size": 4, "sequence_parallel": True})
-    machine = replace(A100, kernel_seconds=0.0)
-    free = LayerCosts(args, _FreeGathering(machine, args))
-    charged = LayerCosts(args, SystemKernelSeconds(machine, args))
-    one = A100.gather_seconds(2 * 2048 * 1024, 4)
-    more = attention(charged).forward_seconds - attention(free).forward_seconds
-    assert more == pytest.approx(2 * one)
-
-
-class _FreeGathering(SystemKernelSeconds):
-    def gather(self, size):
-        return 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_parts import hidden_in_pair
+from megatron_pp_ext.planner.step.model_parts import overlapped_in_pair
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.planner.step.workload import Workload
 
@@ -53,7 +53,7 @@ def test_each_exchange_hides_behind_one_computation(exchange: float, hidden: flo
         weight_gradient_seconds=5,
         exchanged_seconds=exchange,
     )
-    assert hidden_in_pair(attention, experts) == hidden
+    assert overlapped_in_pair(attention, experts) == hidden
 
 
 @pytest.mark.parametrize("network", [1e9, 1e10, 1e11])
@@ -62,7 +62,7 @@ def test_a_pair_takes_what_is_left(network: float) -> None:
     args = described(**{FLAG: True})
     work = Workload(args, machine(network), placement_of("1f1b", 2, 1), WORLD // 2)
     alone = sum(part.forward_seconds + part.backward_seconds for part in work.parts)
-    hidden = sum(part.hidden_in_pair for part in work.parts)
+    hidden = sum(part.overlapped_in_pair for part in work.parts)
     assert 0 < hidden < alone / 2
     assert work.costs.pair == pytest.approx(1 - hidden / alone)
     assert Workload(described(), machine(network), work.placement, WORLD // 2).costs.pair == 1

@@ -129,24 +129,26 @@ def test_a_stand_in_s_peak_is_the_simulated_one() -> None:
     assert rehearsal.timeline.costs.stages[1] == measured(2).stages[0]
 
 
+SYSTEM = System(
+    name="test",
+    gpus_per_node=8,
+    memory_bytes=1.0,
+    matrix_rates={"fp32": [[1, 1, 1, 1.0]]},
+    copy_bytes_per_second=1.0,
+    node=Link(1000.0, 0.5),
+    network=Link(100.0, 2.0),
+    all_reduce=[[2, 64, 0.25]],
+    sustained={"network": 0.5},
+)
+
+
 def test_a_system_adds_messages_and_collectives() -> None:
-    system = System(
-        name="test",
-        gpus_per_node=8,
-        memory_bytes=1.0,
-        matrix_rates={"fp32": [[1, 1, 1, 1.0]]},
-        copy_bytes_per_second=1.0,
-        node=Link(1000.0, 0.5),
-        network=Link(100.0, 2.0),
-        all_reduce=[[2, 64, 0.25]],
-        sustained={"network": 0.5},
-    )
     asked = (Collective(0, "F", "all_reduce", 64, 2, 1), Collective(0, "W", "gather", 64, 2, 1))
     found = {rank: replace(measured(rank), collectives=asked) for rank in range(RANKS)}
-    within = put_together(found, SCHEDULE, system, 8).timeline.costs
+    within = put_together(found, SCHEDULE, SYSTEM, 8).timeline.costs
     assert within.hop == 0.5 + 1000 / 1000
     assert within.stages[1] == StageCosts(2.25, 2, 2.125, 10.0, 4.0)
-    between = put_together(found, SCHEDULE, system, 16).timeline.costs
+    between = put_together(found, SCHEDULE, SYSTEM, 16).timeline.costs
     assert between.hop == 2.0 + 1000 / (0.5 * 100), "the rate that training keeps up"
 
 
@@ -181,16 +183,6 @@ def test_a_pair_hides_the_exchanges_of_tokens() -> None:
 
 
 def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:
-    system = System(
-        name="test",
-        gpus_per_node=8,
-        memory_bytes=1.0,
-        matrix_rates={"fp32": [[1, 1, 1, 1.0]]},
-        copy_bytes_per_second=1.0,
-        node=Link(1000.0, 0.5),
-        network=Link(100.0, 2.0),
-        all_reduce=[[2, 64, 0.25]],
-    )
     schedule = share(lambda microbatches: catalog.build("zb-h1", RANKS, microbatches), MICROBATCHES)
     gathered = (Collective(0, "S", "gather", 64, 2, 1),)
     found = {
@@ -203,7 +195,7 @@ def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:
         )
         for rank in range(RANKS)
     }
-    rehearsal = put_together(found, schedule, system, 8)
+    rehearsal = put_together(found, schedule, SYSTEM, 8)
     hop = 0.5 + 1000 / 1000
     expected = VocabularyCosts(2.5 + 0.125, 2.0, 5.0, hidden=hop, sums=2 * hop)
     assert rehearsal.timeline.costs.vocabulary == expected

@@ -139,7 +139,9 @@ def test_where_nobody_waits_a_step_is_what_the_busiest_replica_does(replicas, ro
     args = arguments(replicas, rounds, pipeline_model_parallel_layout=layout)
     made = unflushed(args)
     expected = [
-        args.global_batch_size / count * (part.forward_seconds + part.backward_seconds - part.hidden_in_whole)
+        args.global_batch_size
+        / count
+        * (part.forward_seconds + part.backward_seconds - part.overlapped_in_whole)
         + ring(4 * part.parameters, count)
         + (38 + 4) * part.parameters / COPY
         for count, part in zip(made.updates.replicas.counts, made.work.parts, strict=True)

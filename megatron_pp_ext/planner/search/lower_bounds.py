@@ -37,7 +37,7 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
         seconds = own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
         busy = head + microbatches * (seconds + scores + last)
-        hidden = microbatches * own.hidden_in_whole
+        hidden = microbatches * own.overlapped_in_whole
         split, whole = max(split, busy), max(whole, busy - hidden, busy - hidden - microbatches * last + tail)
         head += stage.forward + hop
         tail += stage.input_gradient + stage.weight_gradient + hop
@@ -87,7 +87,7 @@ class MeanRank:
         each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
         mean = part.forward_seconds + part.backward_seconds
-        shortest, others, least = mean - part.hidden_in_whole, each + last, self.least
+        shortest, others, least = mean - part.overlapped_in_whole, each + last, self.least
         busiest = busiest_rank(least, work.placement, len(work.model.layers))
 
         def way(first: float, middle: float) -> float:

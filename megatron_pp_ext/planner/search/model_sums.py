@@ -126,7 +126,7 @@ class ModelSums:
 
 def _seconds(part: Part) -> float:
     """Return the seconds of a forward and of a whole backward."""
-    return part.forward_seconds + part.backward_seconds - part.hidden_in_whole
+    return part.forward_seconds + part.backward_seconds - part.overlapped_in_whole
 
 
 def _shortest_run(seconds: NDArray[np.float64], count: int) -> float:

@@ -81,7 +81,7 @@ def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
         front = attention(costs)
         behind = {kind: (experts if kind else mlp)(costs) for kind in set(has_experts)}
         made = {
-            kind: front + replace(one, hidden_in_pair=hidden_in_pair(front, one))
+            kind: front + replace(one, overlapped_in_pair=overlapped_in_pair(front, one))
             for kind, one in behind.items()
         }
         return [made[kind] for kind in has_experts]
@@ -95,7 +95,7 @@ def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
     return [parts[letter] for letter in letters if letter != "|"]
 
 
-def hidden_in_pair(attention: Part, mlp: Part) -> float:
+def overlapped_in_pair(attention: Part, mlp: Part) -> float:
     """Return the seconds that a pair of a forward and a backward of one layer hides.
 
     Megatron runs an exchange of tokens beside each of four computations: the attention of the forward, the

@@ -138,7 +138,7 @@ class Workload:
         if not self.args.overlap_moe_expert_parallel_comm:
             return 1.0
         alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
-        return part_of_pair(sum(part.hidden_in_pair for part in parts), alone)
+        return part_of_pair(sum(part.overlapped_in_pair for part in parts), alone)
 
     @property
     def vocabulary_parameters(self) -> Part:

@@ -23,8 +23,11 @@ from tests.hunt.mutants.copies import PACKAGE, ROOT, Copies, copies
 from tests.hunt.mutants.mutations import Mutant, count, mutants
 from tests.hunt.mutants.symbols import Place, places
 
-ROOMS = ("schedule", "compiler", "partition", "planner")
-MORE_TESTS = {"planner": ["tests/cli/test_planner_commands.py"]}
+ROOMS = ("schedule", "compiler", "costs", "partition", "planner")
+MORE_TESTS = {
+    "costs": ["tests/planner/test_stage_costs.py"],
+    "planner": ["tests/cli/test_planner_commands.py"],
+}
 """Tests of a room beside those of its own folder."""
 
 LOOP_TESTS = {

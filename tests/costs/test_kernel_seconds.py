@@ -82,22 +82,3 @@ def test_fused_attention_runs_at_the_rate_of_its_length() -> None:
         forward, backward = machine.attention(2e9, 0, True, length)
         assert forward == pytest.approx(1e9 / rate)
         assert backward == pytest.approx(2.5e9 / 1e12)
-
-
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        ({"processors": -1}, "processors is -1, but must be a number 0 or more"),
-        ({"kernel_seconds": "x"}, "kernel_seconds is 'x'"),
-        ({"sustained": {"bf17": 1}}, "sustained has 'bf17': give one of bf16, fp32, fp8, copy, network"),
-        ({"sustained": {"copy": 0}}, "sustained copy is 0, but must be a number above 0"),
-        ({"attention_rates": {"forward": [[1]]}}, "attention_rates forward has the row .* give tokens"),
-        (
-            {"attention_rates": {"sideways": [[1, 1]]}},
-            "attention_rates has 'sideways': give forward or backward",
-        ),
-    ],
-)
-def test_bad_figures(changed: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        kernels(changed)

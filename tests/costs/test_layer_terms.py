@@ -94,8 +94,8 @@ def test_collectives_that_long_products_hide(parallel, collectives):
     made = LayerCosts(args, Both("gather"))
     found = attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
-    assert found.hidden_in_whole == 2 * HIDDEN * (1 if parallel else 2)
-    assert found.costs(is_split=False).weight_gradient == 4e12 - found.hidden_in_whole
+    assert found.overlapped_in_whole == 2 * HIDDEN * (1 if parallel else 2)
+    assert found.costs(is_split=False).weight_gradient == 4e12 - found.overlapped_in_whole
 
 
 @pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 2, 0))])

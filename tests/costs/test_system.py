@@ -66,6 +66,12 @@ def test_measured_all_reduces_win():
             "node: latency_seconds is -1, but",
         ),
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
+        ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
+        ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
+        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of bf16, fp32, fp8, copy"),
+        ({"sustained": {"copy": 0}}, "sustained: copy is 0, but must be a number above 0"),
+        ({"attention_rates": {"forward": [[1]]}}, r"forward: 0 is \[1\], but must be a list of 2"),
+        ({"attention_rates": {"sideways": [[1, 1]]}}, "'sideways' is unknown: give one of forward, backward"),
         ({"matrix_rates": {}}, "neither bf16 nor fp32"),
         ({"matrix_rates": {"bf16": [[1, 2]]}}, r"matrix_rates bf16: 0 is \[1, 2\], but must be a list of 4"),
         (
