@@ -1,7 +1,7 @@
 # make env    makes .venv with everything in it: mpp, torchrun, pytest
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
-# make test   lint, types and tests                                            (ARGS=what pytest should get)
-# make test-all   make test with the widest grids (marker `wide`), then the parity tests on the older releases
+# make test   lint, types and tests: ten minutes on two cores                    (ARGS=what pytest should get)
+# make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
@@ -60,7 +60,7 @@ test-matrix: env $(OLDER:%=test-%)
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11
 
 test-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) tests/integration $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)
 
 smoke-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) @tests/smoke.txt $(ARGS)

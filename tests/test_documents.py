@@ -91,6 +91,7 @@ def run(block: Block, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.reason is None], ids=str)
 def test_commands_run_as_pasted(block: Block, workplace: Path) -> None:
     """With the output that the document shows, in which "..." stands for anything."""

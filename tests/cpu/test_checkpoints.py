@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import rounding
+from tests.support.tiers import first
 from tests.support.training import Run, train
 
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
@@ -22,11 +23,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (1, []),
-        (4, ["--pipeline-model-parallel-size", "4"]),
-        (2, [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"]),
-    ],
+    first(
+        1,
+        [
+            (1, []),
+            (4, ["--pipeline-model-parallel-size", "4"]),
+            (2, [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"]),
+        ],
+    ),
 )
 def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list[str]) -> None:
     folder, run = saved
@@ -39,6 +43,7 @@ def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list
     )
 
 
+@pytest.mark.wide
 def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path) -> None:
     flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch"]
     train(2, [*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
@@ -46,7 +51,7 @@ def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path)
     assert went_on.losses == train(2, flags)[-1].losses[2:]
 
 
-@pytest.mark.parametrize("reshardable", [True, False])
+@pytest.mark.parametrize("reshardable", first(1, [True, False]))
 def test_a_distributed_optimizer_goes_on(tmp_path: Path, reshardable: bool) -> None:
     """In another layout where the checkpoint allows that, else in its own; torch's Adam keeps its step."""
     flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch_dist"]

@@ -95,6 +95,7 @@ def test_jobs_of_several_nodes_are_in_their_container() -> None:
     assert "--nodes=4" in printed("mixtral_8x7b_32gpus.sh", {})
 
 
+@pytest.mark.wide
 def test_the_laptop_trains_on_own_text_and_goes_on(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()

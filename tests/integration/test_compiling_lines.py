@@ -7,8 +7,10 @@ import pytest
 
 from megatron_pp_ext.compiler.search import annealing, diary, list_scheduling, problem, timed_order
 from megatron_pp_ext.integration.request import start_up
-from megatron_pp_ext.schedule import loops, program, walk
+from megatron_pp_ext.schedule import buffers, loops, program, walk
 from tests.support.training import train
+
+pytestmark = pytest.mark.wide
 
 FLAGS = ("--pipeline-model-parallel-size", "2", "--train-iters", "1", "--pipeline-schedule", "flex")
 
@@ -18,9 +20,10 @@ def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No schedule and no code of a loop is kept yet, neither on disk nor by the process that is forked."""
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "schedules"))
     monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "loops")
-    of_search = list_scheduling._schedule, timed_order._fill, annealing.walk, problem._spell
-    for loop in (*of_search, program._find, walk._walk, walk._time):
-        monkeypatch.setattr(loop, "_compiled", None)
+    for module in (annealing, list_scheduling, problem, timed_order, buffers, program, walk):
+        for loop in vars(module).values():
+            if isinstance(loop, loops.Loop):
+                monkeypatch.setattr(loop, "_compiled", None)
     monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
 
 

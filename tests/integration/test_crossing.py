@@ -1,76 +1,148 @@
-"""Checkpoints cross over between the V, the interleaved and the linear placement, both ways."""
+"""A checkpoint goes on under another schedule, placement or size, with the state of its optimizer.
 
+Every case trains four steps with a checkpoint in the middle; all its readers take the last two again.
+Gradients are not clipped, which would bring the last bits of a norm summed rank by rank into the weights.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.support import rounding
+from tests.support.tiers import wide
 from tests.support.training import train
 
-PIPELINE = ("--pipeline-model-parallel-size", "4")
-STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
-"""Four, without clipping, which would bring the last bits of a norm summed rank by rank into the weights."""
-BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
-"""Gradients are in several buckets, as those of real models."""
-V = (*PIPELINE, "--pipeline-schedule", "v-half")
-STOCK = PIPELINE
-STOCK_INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
-UNTIED = ("--untie-embeddings-and-output-weights",)
-RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+STEPS = "--ckpt-format torch_dist --train-iters 4 --clip-grad 0"
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 2000"
+"""Several on every rank, as real models have; not all of them fill what Megatron pads them to."""
+UNTIED = "--untie-embeddings-and-output-weights"
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+SHARED = "--pipeline-vocabulary shared"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+class Job(NamedTuple):
+    """Who saves a checkpoint, or goes on from one; ``flags`` stand behind those of the model."""
+
+    ranks: int
+    pipeline: int
+    flags: str = ""
+
+    def losses(self, model: str, *more: str) -> list[float]:
+        flags = f"{STEPS} --pipeline-model-parallel-size {self.pipeline} {model} {self.flags}"
+        return train(self.ranks, [*flags.split(), *more])[-1].losses
+
+
+class Case(NamedTuple):
+    """A model, who saves it, and who goes on to the last bit, or but for the order of sums."""
+
+    model: str
+    writer: Job
+    exact: tuple[Job, ...] = ()
+    close: tuple[Job, ...] = ()
+
+
+def under(schedule: str, pipeline: int = 4, replicas: int = 1, flags: str = "") -> Job:
+    return Job(pipeline * replicas, pipeline, f"--pipeline-schedule {schedule} {flags}")
+
+
+LINE = Job(4, 4)
+LOOP = Job(4, 4, "--num-virtual-stages-per-pipeline-rank 2")
+V = under("v-half")
 MODELS = {
     "tied": BUCKETS,
-    "untied": (*UNTIED, *BUCKETS),
-    "untied-distributed": (*UNTIED, *BUCKETS, *RESHARDABLE),
+    "untied": f"{UNTIED} {BUCKETS}",
+    "distributed": f"{UNTIED} {BUCKETS} {RESHARDABLE}",
 }
+TP2 = "--tensor-model-parallel-size 2"
+# Two replicas, whose state of the optimizer is cut otherwise than a single one's.
+LINE_2, LOOP_2, V_2 = (Job(4, 2, flags) for flags in ("", LOOP.flags, V.flags))
+SHARED_V = under("v-half", flags=SHARED)
+SHARED_READERS = (SHARED_V, under("zb-h1", pipeline=2, flags=SHARED))
+OTHER_READERS = (LINE, Job(4, 2, f"{TP2} --make-vocab-size-divisible-by 1"), under("v-half", pipeline=2))
+ROWS = "--vocab-size 65"
+"""No multiple of the ranks, nor of 128."""
+LOSS_ALONE = under("zb-h1", flags=f"{LAYOUT} Et*4|t*4|m|L")
+LOSS_ALONE_IN_A_V = under("v-half", pipeline=2, flags=f"{LAYOUT} Et*4|t*4|m|L")
+
+CASES = {
+    "v": Case(BUCKETS, V, (LINE, LOOP), (under("zb-h1", pipeline=2),)),
+    "stock": Case(BUCKETS, LINE, (V,)),
+    "two-replicas": Case(f"{BUCKETS} {RESHARDABLE}", V_2, close=(under("zb-h1"),)),
+    "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V, (SHARED_V,), (LINE,)),
+    # A tied embedding is a bucket of its own, also without a flag for buckets.
+    "tied-bucket": Case(f"{ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
+    # Loaded in parallel both copies of a tied weight get one tensor; Adam would then move its moments twice.
+    "parallel-load": Case(BUCKETS, V_2, (V_2._replace(flags=f"{V.flags} --ckpt-fully-parallel-load"),)),
+}
+"""What every run of the tests has; the others are wide."""
 
 
-def losses(flags: tuple[str, ...]) -> list[float]:
-    return train(4, [*flags, *STEPS])[-1].losses
+def others() -> Iterator[tuple[str, Case]]:
+    for name in ("untied", "distributed"):
+        yield f"v-{name}", Case(MODELS[name], V, (LINE, LOOP), (under("zb-h1", pipeline=2),))
+        yield f"stock-{name}", Case(MODELS[name], LINE, (V,))
+    for name, model in MODELS.items():
+        yield f"interleaved-{name}", Case(model, LOOP, (V,))
+    for name in ("1f1b", "zb-h1", "v-half", "v-zb", "interleaved", "flex --pipeline-memory-limit 0.8"):
+        yield f"same-{name}", Case(BUCKETS, job := under(name, pipeline=2), (job,))
+    fewer = (Job(2, 2, LOOP.flags), Job(4, 1))
+    for name, writer, exact, close in (
+        ("line", LINE_2, V_2, ()),
+        ("loop", LOOP_2, V_2, ()),
+        ("v", V_2, LOOP_2, (*fewer, LINE_2)),
+    ):
+        yield f"two-replicas-{name}", Case(f"{BUCKETS} {RESHARDABLE}", writer, (exact,), close)
+    for flags, reader in (
+        ("--ddp-bucket-size 2000", "--ddp-bucket-size 5000"),
+        ("--ddp-num-buckets 3", ""),
+        ("--distrib-optim-fully-reshardable-mem-efficient", ""),
+    ):
+        model = f"--overlap-grad-reduce {RESHARDABLE}"
+        yield f"buckets {flags}", Case(model, Job(4, 2, flags), (Job(4, 2, reader),))
+    tensor, tensor_v = Job(4, 2, TP2), Job(4, 2, f"{TP2} {V.flags}")
+    for name, writer, reader in (
+        ("line-to-v", tensor, V),
+        ("v-to-line", tensor_v, LINE),
+        ("v-to-v", V, tensor_v),
+    ):
+        yield f"tensor-{name}", Case(f"{BUCKETS} {RESHARDABLE}", writer, close=(reader,))
+    for name, model in {**MODELS, "odd": f"{UNTIED} {ROWS}"}.items():
+        yield f"stock-to-shared-{name}", Case(model, LINE, close=SHARED_READERS)
+        readers = OTHER_READERS[::2] if name == "odd" else OTHER_READERS
+        yield f"shared-{name}", Case(model, SHARED_V, (SHARED_V,), (SHARED_READERS[1], *readers))
+    for model in (f"{PREDICTION} {RESHARDABLE}", f"{PREDICTION} {UNTIED}"):
+        yield f"to-v {model}", Case(model, LOSS_ALONE, close=(LOSS_ALONE_IN_A_V,))
+        yield f"from-v {model}", Case(model, LOSS_ALONE_IN_A_V, close=(LOSS_ALONE,))
+    for job in (Job(2, 2), under("1f1b", pipeline=2), under("v-half", pipeline=2)):
+        yield f"dropout {job.flags}", Case(DROPOUT, job, (job,))
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return MODELS[request.param]
+def by_name(name: str, case: Case) -> object:
+    return pytest.param(case, id=name)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(model: tuple[str, ...]) -> list[float]:
-    return losses((*STOCK, *model))
+@pytest.mark.parametrize(
+    "case",
+    [*(by_name(*case) for case in CASES.items()), *(wide(by_name(*case)) for case in others())],
+)
+def test_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
+    whole = case.writer.losses(case.model, "--save", str(tmp_path), "--save-interval", "2")
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    for reader in case.exact:
+        assert reader.losses(case.model, *load) == whole[2:], reader
+    for reader in case.close:
+        within = rounding.of_losses(updates=1)
+        assert reader.losses(case.model, *load) == pytest.approx(whole[2:], rel=within), reader
 
 
-def save(folder: Path, flags: tuple[str, ...]) -> None:
-    losses((*flags, "--save", str(folder), "--save-interval", "2", "--exit-interval", "2"))
-
-
-@pytest.fixture(scope="module")
-def saved_by_v(tmp_path_factory: pytest.TempPathFactory, model: tuple[str, ...]) -> Path:
-    folder = tmp_path_factory.mktemp("saved-by-v")
-    save(folder, (*V, *model))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved_by_stock(tmp_path_factory: pytest.TempPathFactory, model: tuple[str, ...]) -> Path:
-    folder = tmp_path_factory.mktemp("saved-by-stock")
-    save(folder, (*STOCK, *model))
-    return folder
-
-
-@pytest.mark.parametrize("reader", [V, STOCK, STOCK_INTERLEAVED], ids=["v-half", "1f1b", "interleaved"])
-def test_v_checkpoint_goes_on(saved_by_v: Path, model, uninterrupted, reader) -> None:
-    assert losses((*reader, *model, "--load", str(saved_by_v))) == uninterrupted[2:]
-
-
-def test_stock_checkpoint_goes_on_under_v(saved_by_stock: Path, model, uninterrupted) -> None:
-    assert losses((*V, *model, "--load", str(saved_by_stock))) == uninterrupted[2:]
-
-
-def test_interleaved_checkpoint_goes_on_under_v(tmp_path: Path, model, uninterrupted) -> None:
-    save(tmp_path, (*STOCK_INTERLEAVED, *model))
-    assert losses((*V, *model, "--load", str(tmp_path))) == uninterrupted[2:]
-
-
-def test_v_checkpoint_goes_on_with_fewer_ranks_and_another_schedule(saved_by_v, model, uninterrupted):
-    flags = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1", *model)
-    resumed = train(2, [*flags, *STEPS, "--load", str(saved_by_v)])
-    assert resumed[-1].losses == pytest.approx(uninterrupted[2:], rel=rounding.of_losses(updates=1))
+@pytest.mark.wide
+def test_without_its_optimizer_it_goes_on_otherwise(tmp_path: Path) -> None:
+    """So that the state of the optimizer decides what the cases above compare."""
+    whole = SHARED_V.losses(UNTIED, "--save", str(tmp_path), "--save-interval", "2")
+    forgetful = SHARED_V.losses(UNTIED, "--load", str(tmp_path), "--ckpt-step", "2", "--no-load-optim")
+    assert forgetful[1] != pytest.approx(whole[3], rel=rounding.of_losses(updates=1))

@@ -12,6 +12,7 @@ from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import rounding, training
 from tests.support.ranks import run_ranks
+from tests.support.tiers import first
 from tests.support.without_flush import ADAM, MODEL, SGD, UPDATES, flags_of, pretrain, reference, run
 
 FEEDBACK, NESTEROV = "error-feedback", "nesterov"
@@ -23,15 +24,18 @@ def corrected(correction: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule", "correction", "copies"),
-    [
-        # Beside the optimizer's weights: the versions in flight and the newest point ahead.
-        ("1-1-1-1", 1, "latest", FEEDBACK, [4, 3, 2, 0]),
-        ("1-1-1-1", 2, "latest", FEEDBACK, [3, 2, 2, 0]),
-        ("1-1", 2, "previous", FEEDBACK, [2, 2]),
-        ("2-1", 2, "latest", FEEDBACK, [2, 2, 0]),
-        ("1-1-1", 1, "same", FEEDBACK, [3, 3, 3]),
-        ("1-1-1", 1, "latest", NESTEROV, [2, 1, 0]),
-    ],
+    first(
+        3,
+        [
+            # Beside the optimizer's weights: the versions in flight and the newest point ahead.
+            ("1-1-1-1", 1, "latest", FEEDBACK, [4, 3, 2, 0]),
+            ("1-1", 2, "previous", FEEDBACK, [2, 2]),
+            ("1-1-1", 1, "latest", NESTEROV, [2, 1, 0]),
+            ("1-1-1-1", 2, "latest", FEEDBACK, [3, 2, 2, 0]),
+            ("2-1", 2, "latest", FEEDBACK, [2, 2, 0]),
+            ("1-1-1", 1, "same", FEEDBACK, [3, 3, 3]),
+        ],
+    ),
 )
 def test_parameters_with_sgd(replicas, interval, rule, correction, copies) -> None:
     expected = reference(replicas, interval, rule, SGD, correction)
@@ -44,6 +48,7 @@ def test_parameters_with_sgd(replicas, interval, rule, correction, copies) -> No
     assert expected["losses"] != reference(replicas, interval, rule, SGD)["losses"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule", "correction"),
     [("1-1-1", 1, "latest", FEEDBACK), ("1-1", 2, "previous", NESTEROV)],
@@ -100,6 +105,7 @@ def test_room_for_the_weights_ahead() -> None:
 SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("correction", [FEEDBACK, NESTEROV])
 def test_losses_with_replicas_that_share_the_optimizer(correction: str) -> None:
     flags = (*MODEL, *ADAM, *SHARDED)
@@ -109,7 +115,7 @@ def test_losses_with_replicas_that_share_the_optimizer(correction: str) -> None:
     assert ranks[-1]["losses"] == pytest.approx(alone[0]["losses"], rel=within)
 
 
-@pytest.mark.parametrize("correction", [FEEDBACK, NESTEROV])
+@pytest.mark.parametrize("correction", first(1, [FEEDBACK, NESTEROV]))
 def test_checkpoints_hold_the_optimizers_own_weights(correction: str, tmp_path) -> None:
     """Stock loads them with the state of its own Adam, and trains on as after the same run's last update."""
     ends = ("--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", "torch_dist")

@@ -11,6 +11,8 @@ from megatron_pp_ext.integration.runners.model_stage import ModelStage
 from tests.support.ranks import RankError
 from tests.support.training import initialize_by_layer, train
 
+pytestmark = pytest.mark.wide
+
 FLAGS = ("--pipeline-model-parallel-size", "4", "--ckpt-format", "torch_dist", "--train-iters", "4")
 SCHEDULE = ("--pipeline-schedule", "v-half")
 

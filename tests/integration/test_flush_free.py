@@ -17,21 +17,22 @@ from megatron_pp_ext.view import trace_file
 from tests.support import frozen, rounding, training
 from tests.support.ranks import RankError, run_ranks
 from tests.support.samples import samples_of
+from tests.support.tiers import first
 from tests.support.without_flush import ADAM, MODEL, SGD, UPDATES, flags_of, noted, reference, run
 
 TIGHT = ("--train-iters", "2", *flags_of("1-1-1-1", 1, "latest"))
 
 CASES = [
-    ("1-1", 1, "latest"),
-    ("1-1-1", 1, "latest"),
     ("1-1-1-1", 1, "latest"),
-    ("1-1-1-1", 2, "latest"),
     ("1-1-1-1", 4, "previous"),
     ("1-1-1", 1, "same"),
+    ("1-1", 1, "latest"),
+    ("1-1-1", 1, "latest"),
+    ("1-1-1-1", 2, "latest"),
 ]
 
 
-@pytest.mark.parametrize(("replicas", "interval", "rule"), CASES)
+@pytest.mark.parametrize(("replicas", "interval", "rule"), first(2, CASES))
 def test_parameters_after_twenty_updates_with_sgd(replicas: str, interval: int, rule: str) -> None:
     stages = len(replicas.split("-"))
     expected = reference(replicas, interval, rule, SGD)
@@ -52,7 +53,7 @@ def test_parameters_after_twenty_updates_with_sgd(replicas: str, interval: int, 
 
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule"),
-    [("1-1", 1, "latest"), ("1-1-1-1", 1, "latest"), ("1-1-1", 3, "previous")],
+    first(0, [("1-1-1", 3, "previous"), ("1-1", 1, "latest"), ("1-1-1-1", 1, "latest")]),
 )
 def test_parameters_after_twenty_updates_with_adam(replicas: str, interval: int, rule: str) -> None:
     expected = reference(replicas, interval, rule, ADAM)
@@ -61,7 +62,7 @@ def test_parameters_after_twenty_updates_with_adam(replicas: str, interval: int,
             assert torch.equal(value, expected["parameters"][name]), name
 
 
-@pytest.mark.parametrize("kind", ["layers", pytest.param("adapters", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kind", first(0, ["layers", "adapters"]))
 def test_parameters_beside_frozen_ones(kind: str) -> None:
     """A stage that trains nothing among them; frozen weights have no versions and stay as they are."""
     flags = (*SGD, frozen.FLAG, kind)
@@ -86,7 +87,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", first(1, VARIANTS))
 def test_losses_with_other_parallelism_and_precision(variant: str) -> None:
     width, data, flags = VARIANTS[variant]
     alone = run(width, (*MODEL, *flags, "--global-batch-size", str(data)), ("1-1", 1, "latest"))
@@ -122,6 +123,7 @@ def test_clipping_goes_by_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
 
 
+@pytest.mark.wide
 def test_more_versions_than_memory_allows_are_refused(monkeypatch) -> None:
     """Half of what PipeDream's three versions take on the first rank is enough for one version each."""
     weights = sum(tensor.nbytes for tensor in run(4, (*MODEL, *SGD, *TIGHT))[0]["parameters"].values())
@@ -174,6 +176,7 @@ def test_another_number_of_microbatches_under_way_is_refused() -> None:
         running.update(SimpleNamespace(microbatches=2), None)
 
 
+@pytest.mark.wide
 def test_a_killed_and_resumed_run_uses_every_sample_once(tmp_path) -> None:
     """The samples of every step are those that stock takes for it, whatever was in flight at the end."""
     steps = (*MODEL, *ADAM, "--train-iters", "8", "--pipeline-model-parallel-size", "3")

@@ -16,6 +16,7 @@ from megatron_pp_ext.runtime.split import STORE
 from tests.support import frozen
 from tests.support.comparison import assert_close, assert_same_bits, run, stock
 from tests.support.ranks import RankError
+from tests.support.tiers import first, wide
 from tests.support.training import train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
@@ -40,11 +41,7 @@ EXTRAS: dict[str, tuple[int, tuple[str, ...]]] = {
 FAST = {
     ("embedding", "v-half", "alone"),
     ("output", "zb-h1", "overlap"),
-    ("vocabulary", "flex", "alone"),
-    ("layers", "v-half", "distributed"),
-    ("all-but-norms", "zb-h1", "overlap"),
     ("adapters", "1f1b", "recomputed"),
-    ("adapters", "v-half", "overlap"),
 }
 LOST = {"embedding", "vocabulary", "layers"}
 """Without a gradient of the first stage's input, Megatron's full recomputation brings none to its layers."""
@@ -52,7 +49,7 @@ LOST = {"embedding", "vocabulary", "layers"}
 
 def cases() -> list[Any]:
     return [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.wide)
+        case if case in FAST else wide(case)
         for kind in frozen.KINDS
         for schedule in SCHEDULES
         for extra in EXTRAS
@@ -70,8 +67,8 @@ def test_trains_what_is_not_frozen(kind: str, schedule: str, extra: str) -> None
     assert_close(run(ranks, [*ours, *SHARED]), theirs)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.wide)])
-@pytest.mark.parametrize("kind", ["vocabulary", pytest.param("layers", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
+@pytest.mark.parametrize("kind", first(0, ["vocabulary", "layers"]))
 def test_tied_weights_are_frozen_at_both_ends(kind: str, schedule: str) -> None:
     flags = (*PP2, frozen.FLAG, kind)
     ours = (*flags, "--pipeline-schedule", schedule)

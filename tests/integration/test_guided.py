@@ -26,6 +26,7 @@ from megatron_pp_ext.view import trace_file
 from tests.support.clock import TICK, Clock
 from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.flags import PP4, assert_refused, read
+from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
 
 EQUAL = ("--clip-grad", "0", "--untie-embeddings-and-output-weights", "--train-iters", "6")
@@ -70,7 +71,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_guided, "measured_costs", measured)
 
 
-@pytest.mark.parametrize("name", ["v-half", "1f1b"])
+@pytest.mark.parametrize("name", first(1, ["v-half", "1f1b"]))
 def test_the_change_leaves_no_trace_in_losses(name: str, log: Path, uneven: None, tmp_path: Path) -> None:
     file = tmp_path / "after.json"
     ours = run(4, [*PIPELINE, *MEASURED, "--pipeline-schedule", name, "--pipeline-trace", str(file)])
@@ -86,6 +87,7 @@ def test_the_change_leaves_no_trace_in_losses(name: str, log: Path, uneven: None
         _assert_another_order_in_no_more_memory(trace_file.read(file), tmp_path / "before.json")
 
 
+@pytest.mark.wide
 def test_with_dropout_neither_where_a_rank_has_one_stage(log: Path, uneven: None) -> None:
     """Its microbatches go forward in one order under every schedule, and so their masks stay."""
     dropout = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -147,6 +149,7 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     assert [record.clock_error > 0 for record in step.records] == [False, True]
 
 
+@pytest.mark.wide
 def test_a_better_layout_is_advised_for_the_next_start(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss takes as long as four layers, so that the first stage is to have six of eight."""
     took = Costs((StageCosts(4, 4, 4), StageCosts(8, 8, 8)))
@@ -166,6 +169,7 @@ def test_a_better_layout_is_advised_for_the_next_start(log: Path, monkeypatch: p
     assert "at the next start" not in log.read_text()
 
 
+@pytest.mark.wide
 def test_ranks_that_share_a_stage_change_together(log: Path, uneven: None) -> None:
     """Only the first pipeline is measured; its costs and limits are those of the other ranks, too."""
     flags = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *EQUAL[:-1], "4"]
@@ -174,6 +178,7 @@ def test_ranks_that_share_a_stage_change_together(log: Path, uneven: None) -> No
     assert "which runs from now on" in log.read_text()
 
 
+@pytest.mark.wide
 def test_growing_batches_evaluation_and_checkpoints(log: Path, uneven: None, tmp_path: Path) -> None:
     """Every number of microbatches gets a schedule of its own; a checkpoint of after the change resumes."""
     flags = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--eval-iters", "1")
@@ -209,6 +214,7 @@ def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> Non
     assert limits("auto") == ((1e9, 2e9, 3e9, 4e9), measured)
 
 
+@pytest.mark.wide
 def test_measured_steps_that_are_skipped_are_logged(log: Path) -> None:
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b"]
     train(2, [*flags, "--pipeline-profile-steps", "2-3", "--iterations-to-skip", "2", "3"])

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.comparison import assert_same_gradients, run, stock
+from tests.support.tiers import first
 
 PIPELINE = "--pipeline-model-parallel-size"
 FLEX = "flex --pipeline-memory-limit 0.75"
@@ -13,22 +14,25 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "schedule"),
-    [
-        (2, f"{EMBEDDING} {LOSS} --num-layers 6", "1f1b"),
-        (2, f"{EMBEDDING} {LOSS} --num-layers 6", "zb-h1"),
-        (2, f"{EMBEDDING} {LOSS} --num-layers 6", "interleaved"),
-        (2, f"{EMBEDDING} {LOSS} --num-layers 6", FLEX),
-        # The first and the last stage of a V, both on rank 0, have no layer left.
-        (4, f"{EMBEDDING} {LOSS} --num-layers 6", "v-half"),
-        (2, f"{EMBEDDING} --num-layers 7", "v-zb"),
-        (2, f"{LOSS} --num-layers 7", "v-half"),
-        (2, f"{FIRST} 3", "1f1b"),
-        (2, f"{FIRST} 3", "zb-h1"),
-        (4, f"{FIRST} 1 {LAST} 3", "zb-h1"),
-        (4, f"{FIRST} 3 {LAST} 1", FLEX),
-        (4, f"{FIRST} 2 {LAST} 2 --num-layers 12", "interleaved"),
-        (4, f"{FIRST} 2 --num-layers 14", f"{FLEX} --num-virtual-stages-per-pipeline-rank 2"),
-    ],
+    first(
+        3,
+        [
+            # The first and the last stage of a V, both on rank 0, have no layer left.
+            (4, f"{EMBEDDING} {LOSS} --num-layers 6", "v-half"),
+            (4, f"{FIRST} 1 {LAST} 3", "zb-h1"),
+            (4, f"{FIRST} 2 {LAST} 2 --num-layers 12", "interleaved"),
+            (2, f"{EMBEDDING} --num-layers 7", "v-zb"),
+            (2, f"{EMBEDDING} {LOSS} --num-layers 6", "1f1b"),
+            (2, f"{EMBEDDING} {LOSS} --num-layers 6", "zb-h1"),
+            (2, f"{EMBEDDING} {LOSS} --num-layers 6", "interleaved"),
+            (2, f"{EMBEDDING} {LOSS} --num-layers 6", FLEX),
+            (2, f"{LOSS} --num-layers 7", "v-half"),
+            (2, f"{FIRST} 3", "1f1b"),
+            (2, f"{FIRST} 3", "zb-h1"),
+            (4, f"{FIRST} 3 {LAST} 1", FLEX),
+            (4, f"{FIRST} 2 --num-layers 14", f"{FLEX} --num-virtual-stages-per-pipeline-rank 2"),
+        ],
+    ),
 )
 def test_trains_as_stock(ranks: int, flags: str, schedule: str) -> None:
     base = [PIPELINE, str(ranks), *flags.split()]

@@ -17,6 +17,7 @@ from megatron.training import get_args, theoretical_memory_usage, training
 from megatron.training.utils import is_last_rank
 
 from tests.support import rounding
+from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -56,7 +57,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first(1, MODES))
 def test_iteration_lines(mode: str, tmp_path: Path) -> None:
     """Losses, norms and counts agree to the last printed digit; clocks are there."""
     lines = {

@@ -20,6 +20,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support.flags import arguments
 from tests.support.flags import estimated_costs as costs
+from tests.support.tiers import first
 from tests.support.training import train
 
 TOKENS = SEQUENCE = HIDDEN = 32
@@ -193,7 +194,7 @@ MODELS = {
 KEPT = {"llama-like": 1.12}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", first(2, MODELS))
 def test_bytes_are_those_of_a_run(model: str) -> None:
     """Stage by stage, and at the peak of a rank, whose moment the schedule's simulation knows."""
     measured, peaks = measure(MODELS[model])
@@ -223,7 +224,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("flags", RECOMPUTED)
+@pytest.mark.parametrize("flags", first(2, RECOMPUTED))
 def test_recomputation_keeps_less_until_the_gradients_come(flags: str) -> None:
     """W needs as much as ever, so the schedules are told of no less than that."""
     plain, _ = measure("")

@@ -10,6 +10,7 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import releases
 from tests.support import rounding, training
 from tests.support.ranks import run_ranks
+from tests.support.tiers import first
 from tests.support.without_flush import MODEL, flags_of, pretrain, reference, run
 
 pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs the package emerging-optimizers")
@@ -22,12 +23,14 @@ if releases.megatron_release() < releases.CORE_0_18:
 FEEDBACK = ("--pipeline-delay-correction", "error-feedback")
 
 
-@pytest.mark.parametrize("correction", [None, "error-feedback"])
+PIPELINES = [("2-1", 2, "latest"), ("1-1", 1, "latest"), ("1-1-1-1", 1, "latest"), ("1-1", 2, "previous")]
+
+
 @pytest.mark.parametrize(
-    ("replicas", "interval", "rule"),
-    [("1-1", 1, "latest"), ("1-1-1-1", 1, "latest"), ("1-1", 2, "previous"), ("2-1", 2, "latest")],
+    ("correction", "replicas", "interval", "rule"),
+    first(2, [(correction, *case) for case in PIPELINES for correction in ("error-feedback", None)]),
 )
-def test_parameters(replicas: str, interval: int, rule: str, correction: str | None) -> None:
+def test_parameters(correction: str | None, replicas: str, interval: int, rule: str) -> None:
     expected = reference(replicas, interval, rule, MUON, correction)
     flags = (*MODEL, *MUON, *flags_of(replicas, interval, rule), *(FEEDBACK if correction else ()))
     ranks = run(sum(map(int, replicas.split("-"))), flags)
@@ -45,6 +48,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_losses_with_other_settings_and_parallelism(variant: str) -> None:
     width, data, flags = VARIANTS[variant]
@@ -56,7 +60,9 @@ def test_losses_with_other_settings_and_parallelism(variant: str) -> None:
     assert ranks[-1]["losses"] == alone[0]["losses"]
 
 
-@pytest.mark.parametrize("flags", [MUON, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize(
+    "flags", [SHARED, pytest.param(MUON, marks=pytest.mark.wide)], ids=["shared", "alone"]
+)
 def test_clipping_goes_by_stage(flags: tuple[str, ...]) -> None:
     """Where replicas share Muon's work, stock takes the norm over all ranks."""
     flags = (*MODEL, *flags, "--clip-grad", "0.1", "--train-iters", "2", *flags_of("1-1", 1, "latest"))
@@ -66,7 +72,7 @@ def test_clipping_goes_by_stage(flags: tuple[str, ...]) -> None:
     assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
 def test_schedules_with_a_flush_train_as_stock(schedule: str) -> None:
     flags = (*MUON, "--clip-grad", "0", "--pipeline-model-parallel-size", "2")
     stock = training.train(2, flags)
@@ -74,6 +80,7 @@ def test_schedules_with_a_flush_train_as_stock(schedule: str) -> None:
     assert [run.losses for run in ours if run.losses] == [stock[-1].losses]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("correction", [None, "error-feedback"])
 def test_stock_loads_checkpoints(correction: str | None, tmp_path: Path) -> None:
     """With the state of its own Muon, and the optimizer's weights, not those ahead."""

@@ -8,6 +8,7 @@ from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.recorded import Measured, RecordedStep
 from megatron_pp_ext.view import trace_file
 from tests.support.comparison import assert_same_bits, run, stock
+from tests.support.tiers import first
 from tests.support.training import since, train
 
 PP2_DP2 = ("--pipeline-model-parallel-size", "2")
@@ -16,25 +17,25 @@ SHARDED = ("--use-distributed-optimizer",)
 GATHER = (*SHARDED, *REDUCE, "--overlap-param-gather")
 UNALIGNED = ("--no-align-grad-reduce", "--no-align-param-gather")
 SMALL_BUCKETS = ("--ddp-bucket-size", "1000")
-FLEX = ("flex", "--pipeline-memory-limit", "0.75")
+FLEX = "flex --pipeline-memory-limit 0.75"
 
 
-@pytest.mark.parametrize(
-    "schedule", [("1f1b",), ("interleaved",), ("zb-h1",), ("v-half",), ("v-zb",), FLEX], ids=lambda s: s[0]
-)
-def test_reducing_bucket_by_bucket_changes_nothing(schedule: tuple[str, ...]) -> None:
-    flags = (*REDUCE, *UNALIGNED, *SMALL_BUCKETS, "--pipeline-schedule", *schedule)
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "interleaved", "zb-h1", "v-zb", FLEX]))
+def test_reducing_bucket_by_bucket_changes_nothing(schedule: str) -> None:
+    flags = (*REDUCE, *UNALIGNED, *SMALL_BUCKETS, "--pipeline-schedule", *schedule.split())
     assert_same_bits(run(4, [*PP2_DP2, *flags]), stock(4, *PP2_DP2))
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-h1", "v-half"])
+@pytest.mark.parametrize("name", first(1, ["interleaved", "zb-h1", "v-half"]))
 def test_reducing_whole_chunks_changes_nothing(name: str) -> None:
     assert_same_bits(run(4, [*PP2_DP2, *REDUCE, "--pipeline-schedule", name]), stock(4, *PP2_DP2))
 
 
 @pytest.mark.parametrize(
     ("name", "align"),
-    [("1f1b", ()), ("interleaved", ()), ("zb-h1", UNALIGNED), ("v-half", ()), ("v-half", UNALIGNED)],
+    first(
+        2, [("interleaved", ()), ("v-half", UNALIGNED), ("v-half", ()), ("zb-h1", UNALIGNED), ("1f1b", ())]
+    ),
 )
 def test_gathering_early_changes_nothing(name: str, align: tuple[str, ...]) -> None:
     """Evaluation stands between two steps: it must find whole weights and leave the hooks in order."""

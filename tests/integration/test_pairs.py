@@ -8,6 +8,7 @@ gradients are stock's to the last bit.
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, run, stock
+from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
 
 PAIRS = "--overlap-moe-expert-parallel-comm"
@@ -75,13 +77,23 @@ def in_pairs(model: str, schedule: str, *more: str, beside: Sequence[str] = ()) 
     return ours, stock(world_size, *plain.split(), *more)
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    first(
+        2,
+        dict.fromkeys(
+            [
+                *(("experts", "dualpipe-v"), ("shared", "1f1b"), ("optimizer", "interleaved")),
+                *product(MODELS, ("dualpipe-v", "interleaved", "1f1b")),
+            ]
+        ),
+    ),
+)
 def test_trains_as_stock(model: str, schedule: str) -> None:
     assert_same_bits(*in_pairs(model, schedule))
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
+@pytest.mark.parametrize("schedule", first(1, ["1f1b", "interleaved", "dualpipe-v"]))
 def test_what_runs_together_is_seen(schedule: str, tmp_path: Path) -> None:
     """A trace shows both halves of every pair at one time, and the peaks that were predicted."""
     file = tmp_path / "trace.json"
@@ -131,7 +143,7 @@ def _count_plans(chunks: list) -> Any:
 COUNTED: Counter[tuple[bool, bool]] = Counter()
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved", "1f1b"])
+@pytest.mark.parametrize("schedule", first(1, ["1f1b", "interleaved", "dualpipe-v"]))
 def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
     world_size, flags = MODELS["experts"]
     words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "1"]
@@ -212,6 +224,7 @@ def costs_file(folder: Path, pair: float) -> str:
     return str(path)
 
 
+@pytest.mark.wide
 def test_flex_chooses_pairs_where_they_pay(tmp_path: Path) -> None:
     costs = costs_file(tmp_path, pair=0.7)
     file = tmp_path / "trace.json"
@@ -228,6 +241,7 @@ def test_flex_has_no_pairs_without_the_flag(tmp_path: Path) -> None:
     assert not trace_file.read(file).paired
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe-v"])
 def test_uneven_stages(schedule: str) -> None:
     """Dense layers before experts, and no layer beside the loss: a pair is as long as its longer half."""
@@ -238,11 +252,13 @@ def test_uneven_stages(schedule: str) -> None:
     assert_same_bits(ours, in_pairs("dense-beside", schedule)[1])
 
 
+@pytest.mark.wide
 def test_a_layout_is_chosen_for_pairs() -> None:
     flags = ("--pipeline-model-parallel-layout", "auto")
     assert_same_bits(*in_pairs("dense-beside", "interleaved", beside=flags))
 
 
+@pytest.mark.wide
 def test_evaluations_are_stocks() -> None:
     evaluated = ("--eval-iters", "2", "--eval-interval", "2")
     ours, theirs = in_pairs("experts", "dualpipe-v", *evaluated)
@@ -253,6 +269,7 @@ def test_evaluations_are_stocks() -> None:
 PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 
 
+@pytest.mark.wide
 def test_one_prediction_is_stocks_own_in_pairs() -> None:
     """The prediction uses the embedding again, and its weight gradients are summed one by one.
 
@@ -274,6 +291,7 @@ def test_one_prediction_is_stocks_own_in_pairs() -> None:
             assert torch.equal(gradient, expected), name
 
 
+@pytest.mark.wide
 def test_stock_in_pairs_is_stock_without() -> None:
     """What is compared above is what Megatron's own combined schedule computes."""
     world_size, flags = MODELS["experts"]

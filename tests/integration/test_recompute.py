@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.comparison import assert_same_gradients, run, stock
+from tests.support.tiers import first
 from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -20,30 +21,34 @@ FLEX = "flex --pipeline-memory-limit 0.75"
 # biases is refused.
 @pytest.mark.parametrize(
     ("flags", "schedule"),
-    [
-        (f"{FULL} uniform --recompute-num-layers 2", "zb-h1"),
-        (f"{FULL} uniform --recompute-num-layers 2", "v-zb"),
-        (f"{FULL} block --recompute-num-layers 1", "v-half"),
-        (f"{FULL} block --recompute-num-layers 1", "interleaved"),
-        (f"{FULL} block --recompute-num-layers 1", FLEX),
-        (f"{SELECTIVE} core_attn mlp", "zb-h1"),
-        (f"{SELECTIVE} core_attn mlp", "v-half"),
-        (f"{SELECTIVE} moe {EXPERTS}", "zb-h1"),
-        (f"{SELECTIVE} core_attn shared_experts {SHARED}", "v-half"),
-    ],
+    first(
+        2,
+        [
+            (f"{FULL} block --recompute-num-layers 1", "v-half"),
+            (f"{SELECTIVE} moe {EXPERTS}", "zb-h1"),
+            (f"{SELECTIVE} core_attn shared_experts {SHARED}", "v-half"),
+            (f"{FULL} uniform --recompute-num-layers 2", "zb-h1"),
+            (f"{FULL} uniform --recompute-num-layers 2", "v-zb"),
+            (f"{FULL} block --recompute-num-layers 1", "interleaved"),
+            (f"{FULL} block --recompute-num-layers 1", FLEX),
+            (f"{SELECTIVE} core_attn mlp", "zb-h1"),
+            (f"{SELECTIVE} core_attn mlp", "v-half"),
+        ],
+    ),
 )
 def test_same_gradients_as_stock(flags: str, schedule: str) -> None:
     base = (*PIPELINE, *flags.split())
     assert_same_gradients(run(2, [*base, "--pipeline-schedule", *schedule.split()]), stock(2, *base))
 
 
+@pytest.mark.wide
 def test_recomputed_gradients_are_those_without() -> None:
     base = (*PIPELINE, "--disable-bias-linear")
     recomputed = run(2, [*PIPELINE, *f"{SELECTIVE} core_attn mlp --pipeline-schedule v-half".split()])
     assert_same_gradients(recomputed, stock(2, *base))
 
 
-@pytest.mark.parametrize("schedule", ["", "--pipeline-schedule v-half"])
+@pytest.mark.parametrize("schedule", first(1, ["--pipeline-schedule v-half", ""]))
 def test_a_trace_of_activations_that_tensor_ranks_share(schedule: str, tmp_path: Path) -> None:
     """Megatron cuts the data of a received activation, of which hooks on saved tensors keep copies."""
     base = (*PIPELINE, "--tensor-model-parallel-size", "2", *DISTRIBUTED.split())

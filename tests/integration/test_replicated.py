@@ -16,6 +16,7 @@ from tests.support.flags import assert_refused, read_by_commands
 from tests.support.flags import read as read_flags
 from tests.support.ranks import RankError, run_ranks
 from tests.support.samples import samples_of
+from tests.support.tiers import first
 from tests.support.without_flush import ADAM, MODEL, SGD, UNTIED, flags_of, noted, reference, run
 
 FEW = ("--num-layers", "4", "--train-iters", "8")
@@ -24,12 +25,15 @@ EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
 
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule", "optimizer"),
-    [
-        ("2-1", 2, "latest", (*SGD, *EVALUATED)),
-        ("1-2", 2, "latest", ADAM),
-        ("3-1", 3, "same", SGD),
-        ("2-1", 4, "previous", SGD),
-    ],
+    first(
+        2,
+        [
+            ("2-1", 2, "latest", (*SGD, *EVALUATED)),
+            ("3-1", 3, "same", SGD),
+            ("1-2", 2, "latest", ADAM),
+            ("2-1", 4, "previous", SGD),
+        ],
+    ),
 )
 def test_parameters_after_eight_updates(replicas: str, interval: int, rule: str, optimizer: tuple) -> None:
     counts = [*map(int, replicas.split("-"))]

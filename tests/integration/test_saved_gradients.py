@@ -9,6 +9,7 @@ import torch
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement, linear
 from tests.support import training
+from tests.support.tiers import first
 
 LAYERS, RANKS, STEPS = 4, 2, 4
 JOB = (
@@ -39,19 +40,17 @@ def global_name(name: str, first: int) -> str:
 
 @pytest.mark.parametrize(
     ("schedule", "flags"),
-    [
-        ("v-half", ()),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide)
-            for case in (
-                ("v-half", ("--overlap-param-gather",)),
-                ("v-zb", ("--no-align-grad-reduce",)),
-                ("interleaved", ()),
-                ("zb-h1", ()),
-                ("1f1b", ()),
-            )
-        ),
-    ],
+    first(
+        1,
+        [
+            ("v-half", ()),
+            ("v-half", ("--overlap-param-gather",)),
+            ("v-zb", ("--no-align-grad-reduce",)),
+            ("interleaved", ()),
+            ("zb-h1", ()),
+            ("1f1b", ()),
+        ],
+    ),
 )
 def test_saved_gradients_are_stock_s(schedule: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Stock's own are whole without --overlap-grad-reduce."""

@@ -11,6 +11,7 @@ from megatron_pp_ext.schedule.vocabulary import share
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding
 from tests.support.comparison import assert_close, distance, run, stock
+from tests.support.tiers import first, wide
 from tests.support.training import train
 
 PIPELINE = "--pipeline-model-parallel-size"
@@ -97,14 +98,21 @@ CASES = {
 }
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
+ALWAYS = {
+    *("v-half-pp4-untied", "flex-pp2-tied", "tp2-untied", "cp2-per-token", "dp2-overlap"),
+    *("dp2-distributed-overlap-unaligned", "llama-like", "decoupled-rate", "accumulated-loss-of-parts"),
+}
+"""What is not wide."""
 
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize("case", [case if case in ALWAYS else wide(case) for case in CASES])
 def test_trains_as_stock(case: str) -> None:
     ranks, schedule, flags = CASES[case]
     ours = run(ranks, [*flags, *SHARED, "--pipeline-schedule", *schedule.split()])
     assert_close(ours, stock(ranks, *flags))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 def test_low_precision_is_as_close_to_full_precision_as_stock_is(precision: str, tied: str) -> None:
@@ -125,50 +133,7 @@ def test_several_samples_at_once() -> None:
     assert_close(ours, stock(2, *flags))
 
 
-STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
-BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
-MODELS = {
-    "tied": BUCKETS,
-    "untied": (UNTIED, *BUCKETS),
-    "untied-distributed": (
-        *(UNTIED, *BUCKETS, "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
-    ),
-    "odd": (UNTIED, VOCABULARY, "65"),
-}
-READERS = {
-    "shared-v": (4, (PIPELINE, "4", "--pipeline-schedule", "v-half", *SHARED)),
-    "shared-pp2": (2, (PIPELINE, "2", "--pipeline-schedule", "zb-h1", *SHARED)),
-    "stock": (4, (PIPELINE, "4")),
-    "stock-tp2": (4, (PIPELINE, "2", *TP2, "--make-vocab-size-divisible-by", "1")),
-    "v-half": (2, (PIPELINE, "2", "--pipeline-schedule", "v-half")),
-}
-
-
-def losses(ranks: int, *flags: str) -> list[float]:
-    return train(ranks, [*STEPS, *flags])[-1].losses
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("saved_by", ["shared", "stock"])
-def test_checkpoints_cross_over(model: str, saved_by: str, tmp_path: Path) -> None:
-    """What is saved under sharing loads elsewhere with its optimizer state, and the other way round."""
-    flags = MODELS[model]
-    sharing = ("--pipeline-schedule", "v-half", *SHARED) if saved_by == "shared" else ()
-    run = losses(4, PIPELINE, "4", *flags, *sharing, "--save", str(tmp_path), "--save-interval", "2")
-    for name, (ranks, reader) in READERS.items():
-        if (saved_by == "stock" and "shared" not in name) or (model == "odd" and name == "stock-tp2"):
-            continue
-        resumed = losses(ranks, *reader, *flags, "--load", str(tmp_path), "--ckpt-step", "2")
-        assert resumed == pytest.approx(run[2:], rel=rounding.of_losses(updates=1)), name
-        if saved_by == "shared" and name == "shared-v":
-            assert resumed == run[2:]
-            forgetful = losses(
-                ranks, *reader, *flags, "--load", str(tmp_path), "--ckpt-step", "2", "--no-load-optim"
-            )
-            assert forgetful[1] != pytest.approx(run[3], rel=rounding.of_losses(updates=1))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
 def test_measured_peaks_are_those_of_the_simulation(schedule: str, tmp_path: Path) -> None:
     """The bytes that every rank keeps, of its layers and between S and T, which the trace shows."""
     trace = tmp_path / "trace.json"

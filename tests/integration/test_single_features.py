@@ -11,6 +11,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron_pp_ext import pretrain_gpt
 from tests.support import rounding
 from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
+from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, since, train
 
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -27,6 +28,7 @@ def assert_close(ours: Result, theirs: Result) -> None:
         rounding.assert_gradients_close(gradient, expected, name=name)
 
 
+@pytest.mark.wide
 def test_sequence_parallel_gradients_are_whole() -> None:
     """Each rank's norms see a part of the sequence: their gradients are summed, under stock and under a V."""
     sequence_parallel = (*PP2, *TP2, "--sequence-parallel")
@@ -36,6 +38,7 @@ def test_sequence_parallel_gradients_are_whole() -> None:
     )
 
 
+@pytest.mark.wide
 def test_context_parallel_ranks_see_the_whole_sequence() -> None:
     """Under a V too, whose messages are half as long."""
     context_parallel = (*PP2, "--context-parallel-size", "2", "--position-embedding-type", "rope")
@@ -48,6 +51,7 @@ def test_context_parallel_needs_plain_attention() -> None:
         train(2, ["--context-parallel-size", "2", "--window-size", "4,0"])
 
 
+@pytest.mark.wide
 def test_experts_on_other_ranks_than_tensor_parts() -> None:
     """Each rank has whole experts and a part of everything else."""
     flags = (*PP2, *TP2, "--sequence-parallel", "--expert-model-parallel-size", "2")
@@ -55,7 +59,7 @@ def test_experts_on_other_ranks_than_tensor_parts() -> None:
     assert_same_bits(run(4, [*flags, "--pipeline-schedule", "v-half"]), stock(4, *flags))
 
 
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_a_step_that_overflows_is_skipped(schedule: str) -> None:
     """The loss scale falls until the gradients are finite, at the same step as under stock."""
     flags = [*PP2, "--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1", "--train-iters", "5"]
@@ -82,7 +86,7 @@ def _has_repeated_losses(chunks: list[torch.nn.Module]) -> bool:
 
 
 @since((0, 19), "megatron-core before 0.19 fails to print the statistics that it gathers")
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_steps_that_run_twice(schedule: str) -> None:
     """Megatron's check for determinism runs every step again, on the same data."""
     flags = [*PP2, "--pipeline-schedule", schedule]
@@ -115,7 +119,7 @@ def _with_lengths_of_their_own(chunks: list[torch.nn.Module]) -> None:
     pretrain_gpt.get_batch = cut
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "zb-h1", "interleaved"]))
 def test_sequences_of_several_lengths(schedule: str) -> None:
     flags = ["--pipeline-model-parallel-size", "4", "--clip-grad", "0"]
     ours = run(4, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)

@@ -5,7 +5,6 @@ of the embedding it does not keep equal.  So every case is compared with the sam
 """
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.support.comparison import (
     stock,
 )
 from tests.support.flags import read
+from tests.support.tiers import first
 from tests.support.training import global_parameters, since, train
 
 PIPELINE, LAYOUT = "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"
@@ -34,6 +34,11 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 RECOMPUTES = since((0, 19), "megatron-core 0.18 fails to recompute multi-token prediction")
 
 
+by_ends = pytest.mark.parametrize(
+    "model", [(), pytest.param((UNTIED,), marks=pytest.mark.wide)], ids=["tied", "untied"]
+)
+
+
 def ours(ranks: int, layout: str, schedule: str, *model: str) -> Result:
     flags = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", *schedule.split())
     return run(ranks, [*flags, *EVALUATED, *model])
@@ -41,20 +46,23 @@ def ours(ranks: int, layout: str, schedule: str, *model: str) -> Result:
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "schedule"),
-    [
-        (2, "Et*8|L", "1f1b"),
-        (2, "Et*8|L", "zb-h1"),
-        (4, "Et*4|t*2|t*2|L", "zb-h1"),
-        (2, "Et*4|t*2|t*2|L", "interleaved"),
-        (2, "Et*4|t*2|t*2|L", "v-half"),
-        (4, "E|t|t|tt|t|t|tt|L", "v-zb"),
-        (4, "E|t|t|tt|t|t|tt|L", FLEX),
-        # A stage with nothing in it but what it is handed.
-        (4, "Et*4|t*4||L", "zb-h1"),
-        (2, "Et*4||t*4|L", "v-half"),
-    ],
+    first(
+        2,
+        [
+            (2, "Et*4|t*2|t*2|L", "v-half"),
+            # A stage with nothing in it but what it is handed.
+            (4, "Et*4|t*4||L", "zb-h1"),
+            (2, "Et*4||t*4|L", "v-half"),
+            (2, "Et*8|L", "1f1b"),
+            (2, "Et*8|L", "zb-h1"),
+            (4, "Et*4|t*2|t*2|L", "zb-h1"),
+            (2, "Et*4|t*2|t*2|L", "interleaved"),
+            (4, "E|t|t|tt|t|t|tt|L", "v-zb"),
+            (4, "E|t|t|tt|t|t|tt|L", FLEX),
+        ],
+    ),
 )
-@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+@by_ends
 def test_the_loss_alone(ranks: int, layout: str, schedule: str, model: tuple[str, ...]) -> None:
     result = ours(ranks, layout, schedule, *model)
     theirs = stock(ranks, PIPELINE, str(ranks), *EVALUATED, *model)
@@ -62,8 +70,8 @@ def test_the_loss_alone(ranks: int, layout: str, schedule: str, model: tuple[str
     assert result.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=3))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "Et*4|tt|tt|L"), (4, "E|t|t|tt|t|t|tt|L")])
-@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+@pytest.mark.parametrize(("ranks", "layout"), first(1, [(2, "Et*4|tt|tt|L"), (4, "E|t|t|tt|t|t|tt|L")]))
+@by_ends
 def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, model: tuple[str, ...]) -> None:
     shared = ours(ranks, layout, "v-half", "--pipeline-vocabulary", "shared", *model)
     assert_close(shared, stock(ranks, PIPELINE, str(ranks), *EVALUATED, *model))
@@ -71,22 +79,25 @@ def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, mode
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "schedule"),
-    [
-        (2, "Et*8m|L", "1f1b"),
-        (2, "Et*8m|L", "zb-h1"),
-        (4, "Et*4|t*4|m|L", "gpipe"),
-        (4, "Et*4|t*4|m|L", "zb-h2"),
-        (4, "Et*6|t*2m||L", "zb-h1"),
-        (4, "Et|t|t|t|t|ttt|m|L", "interleaved"),
-        (2, "Et*4|t*4|m|L", "v-half"),
-        (2, "Et*4|t*4|m|L", "auto"),
-        (2, "Et*4|t*2|t*2m|L", "v-zb"),
-        (4, "Et|t|t|t|t|ttt|m|L", "v-min"),
-        (4, "Et|t|t|t|ttttm|||L", "v-zb"),
-        (2, "Ett|t|t|t|tt|t|m|L", FLEX),
-    ],
+    first(
+        3,
+        [
+            (2, "Et*4|t*4|m|L", "v-half"),
+            (4, "Et*6|t*2m||L", "zb-h1"),
+            (4, "Et|t|t|t|t|ttt|m|L", "interleaved"),
+            (2, "Ett|t|t|t|tt|t|m|L", FLEX),
+            (2, "Et*8m|L", "1f1b"),
+            (2, "Et*8m|L", "zb-h1"),
+            (4, "Et*4|t*4|m|L", "gpipe"),
+            (4, "Et*4|t*4|m|L", "zb-h2"),
+            (2, "Et*4|t*4|m|L", "auto"),
+            (2, "Et*4|t*2|t*2m|L", "v-zb"),
+            (4, "Et|t|t|t|t|ttt|m|L", "v-min"),
+            (4, "Et|t|t|t|ttttm|||L", "v-zb"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("model", [(), (UNTIED,)], ids=["tied", "untied"])
+@by_ends
 def test_the_prediction_alone(ranks: int, layout: str, schedule: str, model: tuple[str, ...]) -> None:
     flags = (*PREDICTION, *model)
     theirs = stock(4, PIPELINE, "4", LAYOUT, "Et*4|t*4|m|L", *EVALUATED, *flags)
@@ -99,6 +110,7 @@ def test_flex_takes_no_loop_with_the_prediction_on_the_first_rank(monkeypatch: p
     assert {placement.shape for placement in request.placements} == {Shape.WAVE}
 
 
+@pytest.mark.wide
 def test_stocks_own_layouts_agree() -> None:
     """What the tests above compare with is the same model as that with the prediction beside the loss."""
     flags = (*EVALUATED, *PREDICTION, UNTIED)
@@ -108,13 +120,16 @@ def test_stocks_own_layouts_agree() -> None:
 
 @pytest.mark.parametrize(
     ("world", "layout", "schedule", "model"),
-    [
-        (2, "Et*4|t*4|mm|L", "v-half", "--mtp-num-layers 2 --calculate-per-token-loss"),
-        (4, "Et*8m|L", "zb-h1", "--tensor-model-parallel-size 2 --sequence-parallel"),
-        (4, "Et*4|t*4|m|L", "v-half", "--use-distributed-optimizer --overlap-grad-reduce"),
-        pytest.param(2, "Et*4|t*4|m|L", "v-zb", RECOMPUTED, marks=RECOMPUTES),
-        (2, "Et*4|t*4|m|L", "v-half", "--num-experts 4 --disable-bias-linear --moe-router-topk 2"),
-    ],
+    first(
+        0,
+        [
+            (4, "Et*8m|L", "zb-h1", "--tensor-model-parallel-size 2 --sequence-parallel"),
+            (2, "Et*4|t*4|mm|L", "v-half", "--mtp-num-layers 2 --calculate-per-token-loss"),
+            (4, "Et*4|t*4|m|L", "v-half", "--use-distributed-optimizer --overlap-grad-reduce"),
+            pytest.param(2, "Et*4|t*4|m|L", "v-zb", RECOMPUTED, marks=RECOMPUTES),
+            (2, "Et*4|t*4|m|L", "v-half", "--num-experts 4 --disable-bias-linear --moe-router-topk 2"),
+        ],
+    ),
 )
 def test_the_prediction_alone_beside(world: int, layout: str, schedule: str, model: str) -> None:
     """Against stock with the loss alone on the second rank, and as many replicas or tensor-parallel ranks."""
@@ -147,25 +162,3 @@ def test_all_copies_start_with_the_embedding(
     layout, schedule = pipeline
     flags = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", schedule, *PREDICTION, *model)
     train(ranks, [*flags, "--train-iters", "1"], initialize=functools.partial(_require_copies, copies))
-
-
-STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--clip-grad", "0")
-RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
-
-
-@pytest.mark.parametrize(("writer", "reader"), [(LINE, V), (V, LINE)], ids=["line-to-v", "v-to-line"])
-@pytest.mark.parametrize("model", [RESHARDABLE, (UNTIED,)], ids=["tied-distributed", "untied"])
-def test_a_checkpoint_goes_on_under_another_layout(
-    writer: tuple[int, tuple[str, str]],
-    reader: tuple[int, tuple[str, str]],
-    model: tuple[str, ...],
-    tmp_path: Path,
-) -> None:
-    def losses(ranks: int, pipeline: tuple[str, str], *flags: str) -> list[float]:
-        layout, schedule = pipeline
-        base = (PIPELINE, str(ranks), LAYOUT, layout, "--pipeline-schedule", schedule, *PREDICTION, *model)
-        return train(ranks, [*base, *STEPS, *flags])[-1].losses
-
-    whole = losses(*writer, "--save", str(tmp_path), "--save-interval", "2")
-    resumed = losses(*reader, "--load", str(tmp_path), "--ckpt-step", "2")
-    assert resumed == pytest.approx(whole[2:], rel=rounding.of_losses(updates=1))

@@ -16,6 +16,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support.comparison import MAIN_FAMILIES
+from tests.support.tiers import first
 from tests.support.training import train
 
 RANKS, MICROBATCHES = 4, 9
@@ -23,7 +24,7 @@ PIPELINE = ("--pipeline-model-parallel-size", str(RANKS), "--global-batch-size",
 QUICK = ("--train-iters", "2")
 
 
-@pytest.mark.parametrize("name", MAIN_FAMILIES)
+@pytest.mark.parametrize("name", first(2, dict.fromkeys(["zb-h1", "v-half", *MAIN_FAMILIES])))
 def test_measured_peaks_are_the_simulated_ones(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     train(RANKS, [*PIPELINE, *QUICK, "--pipeline-schedule", name, "--pipeline-trace", str(file)])
@@ -34,6 +35,7 @@ def test_measured_peaks_are_the_simulated_ones(name: str, tmp_path: Path) -> Non
     assert tuple(record.peak_microbatches for record in step.records) == expected
 
 
+@pytest.mark.wide
 def test_bytes_follow_the_schedule(tmp_path: Path) -> None:
     """On a rank in the middle every chunk is alike, so its bytes go by the microbatches it holds."""
     peak = {}
@@ -45,7 +47,7 @@ def test_bytes_follow_the_schedule(tmp_path: Path) -> None:
     assert peak["v-min"] < 0.8 * peak["1f1b"] < peak["1f1b"] < peak["v-zb"]
 
 
-@pytest.mark.parametrize("flag", ["--pipeline-trace", "--profile-pipeline"])
+@pytest.mark.parametrize("flag", first(1, ["--pipeline-trace", "--profile-pipeline"]))
 def test_a_full_disk_does_not_end_a_run(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -59,6 +61,7 @@ def test_a_full_disk_does_not_end_a_run(flag: str, tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_folder_that_vanishes_takes_nothing_else_with_it(
     is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +105,7 @@ def test_what_was_not_written_is_said_at_the_end(comes_back: bool, tmp_path: Pat
     script = f"""
 import pathlib
 from megatron_pp_ext.files import going_on_without
+from tests.support.tiers import first
 file = pathlib.Path({str(file)!r})
 for attempt in range(3):
     with going_on_without(file):

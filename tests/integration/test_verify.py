@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.jobs import process
 from tests.support import training
+from tests.support.tiers import first
 
 JOB = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --lr 0.01 --micro-batch-size 1 --global-batch-size 4 "
@@ -61,7 +62,7 @@ def test_a_layer_that_is_used_twice_is_equal(verify: Callable[..., Result], prec
     assert "a microbatch uses this weight" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("tied", ["", "--untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("tied", first(1, ["", "--untie-embeddings-and-output-weights"]))
 def test_a_shared_vocabulary_is_put_together(verify: Callable[..., Result], tied: str) -> None:
     """Its rows are on all ranks; what stock has on one is compared with all of them."""
     flags = (*JOB.split(), *tied.split(), "--pipeline-schedule", "v-half", "--pipeline-vocabulary", "shared")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.launches import synchronizations
-from tests.support.launches.entries import Batch, Collective, HostWait, Kernel, Transfer, Wait
+from tests.support.launches.entries import Collective, HostWait, Kernel, Transfer, Wait
 from tests.support.launches.hardware import Setting
 from tests.support.launches.queues import circle
 
@@ -60,7 +60,7 @@ def test_a_receive_that_waits_for_the_one_before_it_blocks_the_queue():
 
 
 def test_messages_that_cross_on_one_stream():
-    """Both ranks send first, which works if sends leave at once, or if send and receive are one kernel."""
+    """Both ranks send first, which works if sends leave at once."""
     ranks = [(send(1), receive(1)), (send(0), receive(0))]
     assert circle(ranks, Setting(32)).splitlines() == [
         "rank 0, launch 0: send to 1 (line) waits for rank 1, launch 1: receive from 0 (line)",
@@ -69,7 +69,6 @@ def test_messages_that_cross_on_one_stream():
         "rank 0, launch 1: receive from 1 (line) waits for rank 0, launch 0: send to 1 (line)",
     ]
     assert circle(ranks, Setting(32, sends_wait=False)) == ""
-    assert circle([(Batch(transfers),) for transfers in ranks], Setting(1)) == ""
 
 
 def test_peers_that_share_the_stream_of_a_group():

@@ -205,6 +205,7 @@ def test_a_limit_moves_the_cut():
         cut(21)
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("cost", sorted(FORMULAS))
 def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):

@@ -141,6 +141,7 @@ def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> N
     versions.update_follows(kept)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["v-half", "pipedream"])
 def test_nothing_is_left(name: str) -> None:
     for left in run_ranks(take_steps, RANKS, name, ModuleStage):
@@ -148,6 +149,7 @@ def test_nothing_is_left(name: str) -> None:
         assert set(left.values()) == {0}, left
 
 
+@pytest.mark.wide
 def test_what_a_stage_kept_would_be_seen() -> None:
     """A tensor and as many bytes a step: both checks see what they are for."""
     for left in run_ranks(take_steps, RANKS, "zb-h1", Forgetful):

@@ -16,7 +16,7 @@ COMMANDS = {
     "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.layouts", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs",
-    "runtime.delay_correction", "runtime.launches", "runtime.pairs",
+    "runtime.delay_correction", "runtime.pairs",
     "runtime.replicas", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
     "schedules.limits_by_rank", "schedules.tables",

@@ -72,6 +72,7 @@ def test_a_job_that_saved_no_step_is_not(
     assert calls(job)[-1] == "scancel --signal=INT 12345.0"
 
 
+@pytest.mark.wide
 def test_the_ranks_save_when_told(job: dict[str, str], tmp_path: Path) -> None:
     """One node, two ranks on the CPU: torchrun passes the signal on, and waits until they have saved."""
     flags = ["--cpu", *FLAGS, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]

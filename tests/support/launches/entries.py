@@ -14,7 +14,6 @@ class Kernel:
     """
 
     name: str
-    seconds: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +26,6 @@ class Transfer:
     group: str
     peer: int
     is_send: bool
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Sends and receives of one group that start together and end together: one kernel."""
-
-    transfers: tuple[Transfer, ...]
     name: str = ""
 
 
@@ -70,6 +61,6 @@ class HostWait:
     on: int | None = None
 
 
-Entry = Kernel | Transfer | Batch | Collective | Wait | HostWait
+Entry = Kernel | Transfer | Collective | Wait | HostWait
 Launches = tuple[Entry, ...]
 """The launches of one rank; a pipeline has one such tuple for each of its ranks."""

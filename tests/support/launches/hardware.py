@@ -5,7 +5,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tests.support.launches.entries import (
-    Batch,
     Collective,
     Entry,
     HostWait,
@@ -98,10 +97,6 @@ def _place_rank(rank: int, launches: Launches, setting: Setting, ends: "_Ends") 
                 ends.add(rank, len(found), entry)
                 stream = frozenset((rank, entry.peer)) if setting.stream_a_pair else None
                 behind_compute(entry, (entry.group, stream))
-            case Batch():
-                for transfer in entry.transfers:
-                    ends.add(rank, len(found), transfer)
-                behind_compute(entry, (entry.transfers[0].group, None))
             case Collective():
                 ends.add_collective(rank, len(found), entry)
                 behind_compute(entry, (entry.group, None))

@@ -3,13 +3,13 @@
 The host of a rank launches into a few queues, each of which is in order: its head starts once the launch
 before it on the same stream and the events it waits for are done, and only then the next entry becomes the
 head.  A message that has started and waits for the other side blocks its stream, but no other launch
-behind it in the queue.  Nothing takes time here; ``clocked`` adds a clock.
+behind it in the queue.  Nothing takes time here.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tests.support.launches.entries import Batch, Collective, HostWait, Kernel, Launches, Transfer, Wait
+from tests.support.launches.entries import Collective, HostWait, Kernel, Launches, Transfer, Wait
 from tests.support.launches.hardware import Launch, Place, Setting, place
 
 
@@ -91,11 +91,7 @@ class Queues:
             missing = self._missing[member[0]]
             missing[member[1]] -= 1
             if not missing[member[1]]:
-                self._begin(*member)
-
-    def _begin(self, rank: int, at: int) -> None:
-        """Start to work on ``at``: all launches that it needs for its end have started."""
-        self._finish(rank, at)
+                self._finish(*member)
 
     def _finish(self, rank: int, at: int) -> None:
         self._done[rank][at] = 1
@@ -141,8 +137,6 @@ class Queues:
                 what = f"kernel {name}"
             case Transfer(group, peer, is_send, name):
                 what = f"{'send to' if is_send else 'receive from'} {peer} ({group}{name and ', ' + name})"
-            case Batch(_, name):
-                what = f"batch {name}"
             case Collective(group, _, name):
                 what = f"collective {name} ({group})"
             case Wait():

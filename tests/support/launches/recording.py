@@ -1,6 +1,6 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +18,6 @@ from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
-
-SECONDS: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
-"""The times of one chunk's actions, in the papers' unit."""
 
 
 class Recording:
@@ -94,12 +91,10 @@ class RecordingGroup:
 
 
 class NamedKernels:
-    """An ``rank.Stage`` that launches one kernel for each action."""
+    """A ``rank.Stage`` that launches one kernel for each action."""
 
-    def __init__(
-        self, stage: int, recording: Recording, output: torch.Tensor, seconds: Mapping[Kind, float]
-    ) -> None:
-        self._stage, self._recording, self._output, self._seconds = stage, recording, output, seconds
+    def __init__(self, stage: int, recording: Recording, output: torch.Tensor) -> None:
+        self._stage, self._recording, self._output = stage, recording, output
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         return self._launch(Kind.F, microbatch)
@@ -114,7 +109,7 @@ class NamedKernels:
         self._launch(Kind.W, microbatch)
 
     def _launch(self, kind: Kind, microbatch: int) -> torch.Tensor:
-        self._recording.add(Kernel(f"{self._stage}{kind}{microbatch}", self._seconds[kind]))
+        self._recording.add(Kernel(f"{self._stage}{kind}{microbatch}"))
         return self._output
 
 
@@ -141,28 +136,26 @@ class RecordedExchanges(Exchanges):
 class RecordedOutput(SharedOutput):
     """The product's own part of a shared output layer on tiny tensors, with a kernel for each action."""
 
-    def __init__(self, recording: Recording, rank: int, seconds: float, *about: Any) -> None:
+    def __init__(self, recording: Recording, rank: int, *about: Any) -> None:
         super().__init__(*about)
-        self._recording, self._seconds, self._rank = recording, seconds, rank
+        self._recording, self._rank = recording, rank
 
     def keep(self, microbatch: int, hidden: torch.Tensor) -> None:
         super().keep(microbatch, hidden.reshape(1, 1))
 
     def logits(self, microbatch: int) -> None:
         super().logits(microbatch)
-        self._recording.add(Kernel(f"{self._rank}S{microbatch}", self._seconds))
+        self._recording.add(Kernel(f"{self._rank}S{microbatch}"))
 
     def weight_gradient(self, microbatch: int) -> None:
         super().weight_gradient(microbatch)
-        self._recording.add(Kernel(f"{self._rank}T{microbatch}", self._seconds))
+        self._recording.add(Kernel(f"{self._rank}T{microbatch}"))
 
 
 class RecordedVocabulary(SharedVocabulary):
     """The product's own part of a shared vocabulary on tiny tensors."""
 
-    def __init__(
-        self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]], seconds: float
-    ) -> None:
+    def __init__(self, recording: Recording, rank: int, plans_of_ranks: Sequence[Sequence[RankPlan]]) -> None:
         exchanges = RecordedExchanges(recording, len(plans_of_ranks))
         rows = Rows(2 * rank, 2, lambda: torch.ones(2, 1), lambda gradient: None)
 
@@ -177,7 +170,7 @@ class RecordedVocabulary(SharedVocabulary):
         tokens = (lambda microbatch: torch.zeros(1, dtype=torch.long)) if first == rank else None
         super().__init__(
             SharedEmbedding(rows, torch.Size((1,)), torch.device("cpu"), exchanges, first, tokens),
-            RecordedOutput(recording, rank, seconds, rows, torch.Size((1, 1)), exchanges, last, head),
+            RecordedOutput(recording, rank, rows, torch.Size((1, 1)), exchanges, last, head),
         )
 
 
@@ -208,7 +201,6 @@ def record(steps: Sequence[Schedule], **options: Any) -> tuple[Launches, ...]:
 def record_plans(
     plans_of_ranks: Sequence[Sequence[RankPlan]],
     *,
-    seconds: Mapping[Kind, float] = SECONDS,
     sends_shapes: bool = False,
     sends_look_done: bool = False,
     synchronized_between: bool = False,
@@ -226,7 +218,7 @@ def record_plans(
     for rank, steps in enumerate(plans_of_ranks):
         recording = Recording(sends_look_done)
         groups: Any = [RecordingGroup(name, recording, shape) for name in ("down", "up")]
-        vocabulary = RecordedVocabulary(recording, rank, plans_of_ranks, seconds[Kind.W])
+        vocabulary = RecordedVocabulary(recording, rank, plans_of_ranks)
         with patch.multiple(
             dist,
             get_rank=lambda here=rank: here,
@@ -241,7 +233,7 @@ def record_plans(
                 output.device,
             )
             stages = {action.stage for plan in steps for action in plan.actions}
-            kernels: Any = {stage: NamedKernels(stage, recording, output, seconds) for stage in stages}
+            kernels: Any = {stage: NamedKernels(stage, recording, output) for stage in stages}
             for number, plan in enumerate(steps):
                 if number and synchronized_between:
                     recording.add(HostWait())
