@@ -113,6 +113,9 @@ def main(words: Sequence[str]) -> int:
         if not words
         or any(word in f"{defect.path} {defect.at} {defect.before} {defect.after}" for word in words)
     ]
+    if not chosen:
+        print(f"no planted defect has {' or '.join(words)} in its file, symbol or change", file=sys.stderr)
+        return 1
     score: dict[str, list[bool]] = {}
     missed: list[Defect] = []
     for defect, was_noticed in noticed(chosen):
