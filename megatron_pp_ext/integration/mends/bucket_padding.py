@@ -58,7 +58,7 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
 MEND = Mend(
     "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
     "0.17 to 0.19",
-    "tests/integration/test_checkpoint_features.py::test_state_is_independent_of_buckets",
+    "tests/integration/test_crossing.py::test_goes_on_where_it_was",
     {
         "megatron.core.optimizer.distrib_optimizer"
         ":DistributedOptimizer.sharded_param_state_fully_reshardable": (
