@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from packaging.requirements import Requirement
-
 from megatron_pp_ext.job.rules.asked import Asked
 
 Test = Callable[[Asked], object]
@@ -75,6 +73,9 @@ def refuse(asked: Asked, table: Iterable[Rules]) -> None:
 
 
 def _is_among(releases: str, asked: Asked) -> bool:
+    # This takes longer to import than a command has; few rules are about releases.
+    from packaging.requirements import Requirement
+
     wanted = Requirement(releases)
     version = asked.releases.get(wanted.name)
     return version is not None and wanted.specifier.contains(version, prereleases=True)
