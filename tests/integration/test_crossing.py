@@ -26,7 +26,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 
 
 class Job(NamedTuple):
-    """Who saves a checkpoint, or goes on from one; ``flags`` stand behind those of the model."""
+    """A job that saves a checkpoint, or goes on from one; ``flags`` stand behind those of the model."""
 
     ranks: int
     pipeline: int

@@ -87,7 +87,7 @@ def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> 
 
 
 class PlannedPairs:
-    """Runs pairs of planned stages; an ``rank.Pairs``."""
+    """Runs pairs of planned stages; a ``rank.Pairs``."""
 
     def __init__(self, stages: Mapping[int, PlannedStage]) -> None:
         self._stages = stages
