@@ -15,14 +15,14 @@ class Abilities:
     is_compiled: bool = False
     """Whether the order is searched for, by costs and within a limit of memory."""
     takes_limit: bool = False
-    """Whether the limit is whoever's who asks for the schedule."""
+    """Whether whoever asks for the schedule sets that limit."""
     measures_memory: bool = False
-    """Whether the limit is what the devices have free, which only training can measure."""
+    """Whether the memory that the devices have free is that limit, which only training can measure."""
     flushes: bool = True
     """Whether a step leaves no microbatch in flight; else a stage updates as its own backwards come in."""
     has_two_versions: bool = False
     """Whether a stage that does not flush keeps two versions of its weights at most."""
     order: str | None = None
-    """The schedule of the catalogue whose order this one has without an end."""
+    """The catalogue's schedule whose order this one repeats without end, where it does not flush."""
     file: Path | None = None
     """The file that the schedule is read from."""
