@@ -52,6 +52,7 @@ BELOW: dict[str, set[str]] = {
     "cpu": {"around"},
     "integration": {
         *_STEPS,
+        "activation",
         "around",
         "__init__",
         "log_lines",
@@ -65,11 +66,12 @@ BELOW: dict[str, set[str]] = {
     },
     "data_split": set(),
     "launch_errors": {"files"},
+    "activation": {"__init__", "files", "launch_errors"},
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
     "cli": {*BELOW},
-    "__main__": {"cpu", "integration", "launch_errors"},
+    "__main__": {"activation", "cpu", "integration", "launch_errors"},
     "pretrain_gpt": {"__main__", "cpu", "integration", "data_split", "launch_errors"},
 }
 """The rooms that each room may import, itself aside."""
@@ -89,7 +91,8 @@ BELOW_IN_INTEGRATION = {
     "trainer_seams": {*_SEAMS, "core", "request", "trainer"},
     "cpu_seams": _SEAMS,
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
-    "doctor": {"releases", "patching", "seams", "mends"},
+    "trainers_tried": set(),
+    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""

@@ -2,6 +2,7 @@
 
 # Each adds a command.
 from megatron_pp_ext.cli import (  # noqa: F401
+    activate,
     calibrate,
     estimate,
     model,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_pp_ext.integration import patching, releases
+from megatron_pp_ext import activation
+from megatron_pp_ext.integration import patching, releases, trainers_tried
 from megatron_pp_ext.job.rules.schedules import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 
@@ -56,6 +57,14 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
         carried.add_row(part, here)
     console.print(carried)
     console.print(HANGS, soft_wrap=True)
+
+    trainers = Table("framework", "here", "tried", title="Trainers for install()", title_justify="left")
+    for row in trainers_tried.here():
+        trainers.add_row(*row)
+    if trainers.row_count:
+        console.print(trainers)
+    followed = "is followed (mpp activate)" if activation.is_active() else "has no effect before mpp activate"
+    console.print(f"{activation.SCHEDULE} {followed} in this environment.", soft_wrap=True)
 
     # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are printed by now.
     advice = how_to_start()

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import types
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.integration import doctor, releases
+from megatron_pp_ext.integration import doctor, releases, trainers_tried
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
@@ -33,6 +34,7 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "Mends of Megatron's own defects",
         "--step-batch-size-schedule with --train-iters",
         "hardware queues",
+        "MEGATRON_PP_SCHEDULE has no effect before mpp activate",
         "Hangs: every schedule is proved free of them",
     ):
         assert word in run.stdout
@@ -42,6 +44,28 @@ def test_all_seams_fit_the_installed_megatron() -> None:
     verdict = run.stdout.splitlines()[-1]
     assert re.match(r"ready: Megatron 0\.\d+\S* fits; ", verdict)
     assert "--cpu" in verdict or torch.cuda.is_available()
+
+
+def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = trainers_tried.TRIED["megatron-bridge"][0]
+    found = {
+        "megatron-bridge": "9.9.9",
+        "mcore-bridge": trainers_tried.TRIED["mcore-bridge"][0],
+        "verl": "1.2",
+    }
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(trainers_tried, "version", version)
+    monkeypatch.setitem(trainers_tried.TRIED, "verl", ())
+    assert [*trainers_tried.here()] == [
+        ("megatron-bridge", "9.9.9", f"no, but {tried} was"),
+        ("mcore-bridge", found["mcore-bridge"], "yes"),
+        ("verl", "1.2", "no, its source was read"),
+    ]
 
 
 def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:

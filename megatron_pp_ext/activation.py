@@ -1,0 +1,148 @@
+"""A schedule for programs that know nothing of this package, asked for by the environment.
+
+``mpp activate`` puts a file into site-packages whose one line Python runs at every start.  It does something
+only where ``MEGATRON_PP_SCHEDULE`` is set: then ``megatron_pp_ext.install`` is called with what the other
+variables say, right after ``megatron.core`` is imported and so before any of its functions can be imported
+from it by name.
+
+This module imports nothing but the standard library until then, because it may run at every start of Python.
+"""
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.launch_errors import in_one_line
+
+SCHEDULE = "MEGATRON_PP_SCHEDULE"
+
+VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    SCHEDULE: ("schedule", str),
+    "MEGATRON_PP_RANKS": ("ranks", int),
+    "MEGATRON_PP_MICROBATCHES": ("microbatches", int),
+    "MEGATRON_PP_CHUNKS": ("chunks", int),
+    "MEGATRON_PP_MEMORY_LIMIT": ("memory_limit", str),
+    "MEGATRON_PP_COSTS": ("costs", Path),
+    "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
+    "MEGATRON_PP_TRACE": ("trace", Path),
+    "MEGATRON_PP_TIMEOUT": ("timeout", float),
+}
+"""The argument of ``megatron_pp_ext.install`` that each variable gives, and what reads it."""
+
+_NEEDED = (SCHEDULE, "MEGATRON_PP_RANKS", "MEGATRON_PP_MICROBATCHES")
+
+# An interpreter without the variable only looks it up.
+_LINE = (
+    f'import os; "{SCHEDULE}" in os.environ and '
+    '__import__("megatron_pp_ext.activation", fromlist=["watch"]).watch()\n'
+)
+
+
+def startup_file() -> Path:
+    """Return the place of the file that Python reads when it starts in this environment."""
+    return Path(sysconfig.get_path("purelib"), "megatron_pp_ext_activation.pth")
+
+
+def activate() -> Path:
+    """Let programs of this environment follow ``MEGATRON_PP_SCHEDULE``, and return the file that does so.
+
+    OSError if site-packages cannot be written.
+    """
+    write_whole(startup_file(), _LINE)
+    return startup_file()
+
+
+def deactivate() -> bool:
+    """Undo ``activate``; return whether there was anything to undo."""
+    was_active = is_active()
+    startup_file().unlink(missing_ok=True)
+    return was_active
+
+
+def is_active() -> bool:
+    """Return whether programs of this environment follow ``MEGATRON_PP_SCHEDULE``."""
+    return startup_file().exists()
+
+
+def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of ``megatron_pp_ext.install`` that ``environment`` gives.
+
+    ValueError for a variable that is unknown, is missing or does not say a number where it must.
+    """
+    ours = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("MEGATRON_PP_") and not name.startswith("MEGATRON_PP_EXT_")
+    }
+    for name in ours:
+        if name not in VARIABLES:
+            raise ValueError(f"{name} is unknown; unset it, or set one of {', '.join(VARIABLES)}")
+    for name in _NEEDED:
+        if not ours.get(name):
+            raise ValueError(f"{SCHEDULE}={ours.get(SCHEDULE)} needs {name}; set it to {_MEANING[name]}")
+    read = {}
+    for name, value in ours.items():
+        argument, reader = VARIABLES[name]
+        try:
+            read[argument] = reader(value)
+        except ValueError:
+            raise ValueError(f"{name}={value} is no number; set it to one, or unset it") from None
+    return read
+
+
+_MEANING = {
+    SCHEDULE: "a schedule of mpp list",
+    "MEGATRON_PP_RANKS": "the pipeline's number of ranks",
+    "MEGATRON_PP_MICROBATCHES": "the number of microbatches of a training step",
+}
+
+
+def refuse_beside_flags() -> None:
+    """Raise ValueError where both doors are open: the environment's and that of ``--pipeline-schedule``."""
+    if SCHEDULE in os.environ:
+        raise ValueError(
+            f"{SCHEDULE}={os.environ[SCHEDULE]} is for programs that are started without megatron_pp_ext; "
+            "unset it, and give --pipeline-schedule"
+        )
+
+
+def watch() -> None:
+    """Install what the environment asks for as soon as ``megatron.core`` is imported in this process."""
+    sys.meta_path.insert(0, _AfterCore())
+
+
+class _AfterCore:
+    """A finder of ``megatron.core`` alone, which finds it where others do and has the last word about it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "megatron.core":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_install(module: ModuleType) -> None:
+            execute(module)
+            _install()
+
+        spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    import megatron_pp_ext
+
+    with in_one_line():
+        asked = arguments(os.environ)
+        megatron_pp_ext.install(**asked)

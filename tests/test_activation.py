@@ -1,0 +1,123 @@
+"""Schedules that the environment asks for, in programs that know nothing of this package."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext import activation
+
+ASKED = {
+    "MEGATRON_PP_SCHEDULE": "v-half",
+    "MEGATRON_PP_RANKS": "4",
+    "MEGATRON_PP_MICROBATCHES": "32",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation.sysconfig, "get_path", lambda kind: str(tmp_path))
+
+
+def run(folder: Path, program: str, **environment: str) -> str:
+    """Return what ``program`` prints in a Python that reads ``folder`` at its start, as site-packages."""
+    (folder / "megatron" / "core").mkdir(parents=True, exist_ok=True)
+    (folder / "megatron" / "core" / "__init__.py").write_text("print('core')\n")
+    start = f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r})\n"
+    without = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_PP_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", start + program],
+        env=without | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ran.stdout + ran.stderr
+
+
+INSTALLED = (
+    "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print(asked)\nimport megatron.core\n"
+)
+
+
+def test_the_schedule_is_installed_right_after_megatron_core_is_imported(tmp_path: Path) -> None:
+    assert activation.activate().parent == tmp_path
+    asked = "{'schedule': 'v-half', 'ranks': 4, 'microbatches': 32}"
+    assert run(tmp_path, INSTALLED, **ASKED) == f"core\n{asked}\n"
+
+
+def test_without_the_variable_nothing_of_ours_is_imported(tmp_path: Path) -> None:
+    activation.activate()
+    program = (
+        "import megatron.core; print([name for name in sys.modules if name.startswith('megatron_pp_ext')])"
+    )
+    assert run(tmp_path, program) == "core\n[]\n"
+
+
+def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
+    activation.activate()
+    assert activation.is_active()
+    assert activation.deactivate()
+    assert not activation.is_active()
+    assert not activation.deactivate()
+    assert run(tmp_path, INSTALLED, **ASKED) == "core\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"MEGATRON_PP_RANKS": ""},
+            "MEGATRON_PP_SCHEDULE=v-half needs MEGATRON_PP_RANKS; set it to the pipe",
+        ),
+        ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
+        (
+            {"MEGATRON_PP_RANK": "4"},
+            "MEGATRON_PP_RANK is unknown; unset it, or set one of MEGATRON_PP_SCHEDULE",
+        ),
+    ],
+)
+def test_what_cannot_be_read_ends_the_process_in_one_line(
+    tmp_path: Path, given: dict[str, str], said: str
+) -> None:
+    activation.activate()
+    printed = run(tmp_path, "import megatron.core; print('never')", **{**ASKED, **given}).splitlines()
+    assert printed[0] == "core"
+    assert printed[1].startswith(f"megatron_pp_ext: {said}")
+    assert len(printed) == 2
+
+
+def test_all_arguments_are_read() -> None:
+    given = ASKED | {
+        "MEGATRON_PP_CHUNKS": "2",
+        "MEGATRON_PP_MEMORY_LIMIT": "3.5",
+        "MEGATRON_PP_COSTS": "costs.json",
+        "MEGATRON_PP_VOCABULARY": "shared",
+        "MEGATRON_PP_TRACE": "trace.json",
+        "MEGATRON_PP_TIMEOUT": "10",
+        "MEGATRON_PP_EXT_CACHE": "/somewhere",
+    }
+    assert activation.arguments(given) == {
+        "schedule": "v-half",
+        "ranks": 4,
+        "microbatches": 32,
+        "chunks": 2,
+        "memory_limit": "3.5",
+        "costs": Path("costs.json"),
+        "vocabulary": "shared",
+        "trace": Path("trace.json"),
+        "timeout": 10.0,
+    }
+
+
+def test_both_doors_at_once_are_refused(tmp_path: Path) -> None:
+    program = "from megatron_pp_ext.__main__ import main; main(['script.py'])"
+    (tmp_path / "script.py").write_text("")
+    program = f"import os; os.chdir({str(tmp_path)!r})\n{program}"
+    printed = run(tmp_path, program, **ASKED)
+    assert printed.startswith(
+        "megatron_pp_ext: MEGATRON_PP_SCHEDULE=v-half is for programs that are started "
+    )
+    assert printed.count("\n") == 1
