@@ -63,7 +63,7 @@ def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pyte
     monkeypatch.setitem(trainers_tried.TRIED, "verl", ())
     assert [*trainers_tried.here()] == [
         ("megatron-bridge", "9.9.9", f"no, but {tried} was"),
-        ("mcore-bridge", found["mcore-bridge"], "yes"),
+        ("mcore-bridge", version_here, "yes"),
         ("verl", "1.2", "no, its source was read"),
     ]
 
