@@ -47,12 +47,8 @@ def test_all_seams_fit_the_installed_megatron() -> None:
 
 
 def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = trainers_tried.TRIED["megatron-bridge"][0]
-    found = {
-        "megatron-bridge": "9.9.9",
-        "mcore-bridge": trainers_tried.TRIED["mcore-bridge"][0],
-        "verl": "1.2",
-    }
+    (tried,), (same,) = (trainers_tried.TRIED[name] for name in ("megatron-bridge", "mcore-bridge"))
+    found = {"megatron-bridge": "9.9.9", "mcore-bridge": same, "verl": "1.2"}
 
     def version(name: str) -> str:
         if name not in found:
@@ -63,7 +59,7 @@ def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pyte
     monkeypatch.setitem(trainers_tried.TRIED, "verl", ())
     assert [*trainers_tried.here()] == [
         ("megatron-bridge", "9.9.9", f"no, but {tried} was"),
-        ("mcore-bridge", version_here, "yes"),
+        ("mcore-bridge", same, "yes"),
         ("verl", "1.2", "no, its source was read"),
     ]
 
