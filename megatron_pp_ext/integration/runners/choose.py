@@ -5,11 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.training import get_args
-from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request.start_up import caveat
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
@@ -20,6 +17,7 @@ from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses,
 from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
 def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +44,7 @@ def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
 def announce(pipeline: requested.Pipeline) -> None:
     """Print once, on rank 0, what runs and what to know about it; nothing where no flags were read."""
     if pipeline.summary and pipeline.rehearsal is None:
-        print_rank_0("\n".join(filter(None, (pipeline.summary, caveat(pipeline, get_args())))))
+        print_rank_0("\n".join(filter(None, (pipeline.summary, pipeline.settings.caveat()))))
 
 
 def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +68,7 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
         source, others = Requested(pipeline), MadeUp()
         rehearsed = FlushedSteps(pipeline.placement, source, evaluations, others)
         return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
-    transport = ProcessGroups()
+    transport = ProcessGroups(pipeline.settings)
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)
