@@ -1,6 +1,7 @@
 """Columns of numbers: lists for what is done once, arrays for what compiled loops repeat (``loops``)."""
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 from typing import Any
 
 type Column = Any
@@ -17,6 +18,10 @@ class Lists:
     def zeros(self, count: int, kind: type = int) -> Column:
         """Return a column of so many zeros."""
         return [kind(0)] * count
+
+    def repeated(self, values: Iterable[int], times: Iterable[int]) -> Column:
+        """Return a column with each of ``values`` so many ``times``."""
+        return list(chain.from_iterable(map(repeat, values, times)))
 
     def taken(self, values: Column, places: Column) -> Column:
         """Return the ``values`` at ``places``."""
@@ -42,6 +47,10 @@ class Arrays(Lists):
     def zeros(self, count: int, kind: type = int) -> Column:
         """Return a column of so many zeros."""
         return self._numpy.zeros(count, kind)
+
+    def repeated(self, values: Iterable[int], times: Iterable[int]) -> Column:
+        """Return a column with each of ``values`` so many ``times``."""
+        return self._numpy.repeat(self.of(values), self.of(times))
 
     def taken(self, values: Column, places: Column) -> Column:
         """Return the ``values`` at ``places``."""

@@ -7,7 +7,7 @@ column has a number for each action.  What an action waits for is said by ``acti
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, needs
@@ -19,7 +19,7 @@ KINDS = (*OF_STAGES, Kind.S, Kind.T)
 F, I, W, B, S, T = range(len(KINDS))
 """The codes of the kinds of actions."""
 
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_CODES = bytes.maketrans("".join(KINDS).encode(), bytes(range(len(KINDS))))
 _DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
 """What actions wait for; a whole backward delivers what its I would."""
 
@@ -82,10 +82,10 @@ class Program:
         self.make = make = Lists() if isinstance(stage, list) else Arrays()
         self.placement, self.count, self.ranks = placement, len(stage), len(bounds) - 1
         sizes = (end - begin for begin, end in pairwise(as_list(bounds)))
-        rank = make.of(chain.from_iterable(map(repeat, range(self.ranks), sizes)))
+        rank = make.repeated(range(self.ranks), sizes)
         numbers = set(as_list(microbatch)) or {0}
         first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
-        made = make.of(repeat(self.count, len(_DELIVERED) * placement.stages * microbatches))
+        made = make.repeated([self.count], [len(_DELIVERED) * placement.stages * microbatches])
         most = 2 * self.count + placement.shares_vocabulary * placement.ranks * microbatches
         found = make.zeros(self.count + 1), make.zeros(most), make.zeros(most)
         place = make.zeros(self.count)
@@ -116,7 +116,7 @@ class Program:
         of = Arrays().of if is_repeated else Lists().of
         actions = list(chain.from_iterable(orders))
         stages, kinds, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
-        columns = of(stages), of(map(_CODE.__getitem__, kinds)), of(microbatches)
+        columns = of(stages), of("".join(kinds).encode().translate(_CODES)), of(microbatches)
         firsts = [number for number, action in enumerate(actions) if action in paired] if paired else []
         return cls(placement, *columns, of([0, *accumulate(map(len, orders))]), firsts, is_open)
 
