@@ -20,13 +20,13 @@ SMALL_BUCKETS = ("--ddp-bucket-size", "1000")
 FLEX = "flex --pipeline-memory-limit 0.75"
 
 
-@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "interleaved", "zb-h1", "v-zb", FLEX]))
+@pytest.mark.parametrize("schedule", first(0, ["v-half", "1f1b", "interleaved", "zb-h1", "v-zb", FLEX]))
 def test_reducing_bucket_by_bucket_changes_nothing(schedule: str) -> None:
     flags = (*REDUCE, *UNALIGNED, *SMALL_BUCKETS, "--pipeline-schedule", *schedule.split())
     assert_same_bits(run(4, [*PP2_DP2, *flags]), stock(4, *PP2_DP2))
 
 
-@pytest.mark.parametrize("name", first(1, ["interleaved", "zb-h1", "v-half"]))
+@pytest.mark.parametrize("name", first(0, ["interleaved", "zb-h1", "v-half"]))
 def test_reducing_whole_chunks_changes_nothing(name: str) -> None:
     assert_same_bits(run(4, [*PP2_DP2, *REDUCE, "--pipeline-schedule", name]), stock(4, *PP2_DP2))
 
@@ -34,7 +34,7 @@ def test_reducing_whole_chunks_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "align"),
     first(
-        2, [("interleaved", ()), ("v-half", UNALIGNED), ("v-half", ()), ("zb-h1", UNALIGNED), ("1f1b", ())]
+        1, [("v-half", UNALIGNED), ("interleaved", ()), ("v-half", ()), ("zb-h1", UNALIGNED), ("1f1b", ())]
     ),
 )
 def test_gathering_early_changes_nothing(name: str, align: tuple[str, ...]) -> None:

