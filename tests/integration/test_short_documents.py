@@ -37,7 +37,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--data-path", str(prefix), "--split", "98,1,1")
 
 
-@pytest.mark.parametrize("name", first(0, ["v-half", *MAIN_FAMILIES]))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", MAIN_FAMILIES)
 def test_a_mask_for_the_stages_of_every_chunk(name: str, flags: tuple[str, ...]) -> None:
     """Stock 1F1B is right on two ranks, both of which have an end of the model."""
     ours = run(2, [PIPELINE, "2", *flags, *APART, "--pipeline-schedule", name])

@@ -89,7 +89,7 @@ def _has_repeated_losses(chunks: list[torch.nn.Module]) -> bool:
 @pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_steps_that_run_twice(schedule: str) -> None:
     """Megatron's check for determinism runs every step again, on the same data."""
-    flags = [*PP2, "--pipeline-schedule", schedule]
+    flags = [*PP2, "--pipeline-schedule", schedule, "--train-iters", "2"]
     ranks = train(2, flags, initialize=_run_steps_twice, grab=_has_repeated_losses)
     assert sorted(rank.grabbed for rank in ranks) == [False, True]
     assert ranks[-1].losses == stock(2, *PP2).losses
@@ -121,9 +121,9 @@ def _with_lengths_of_their_own(chunks: list[torch.nn.Module]) -> None:
 
 @pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "zb-h1", "interleaved"]))
 def test_sequences_of_several_lengths(schedule: str) -> None:
-    flags = ["--pipeline-model-parallel-size", "4", "--clip-grad", "0"]
-    ours = run(4, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
-    assert_same_bits(ours, run(4, flags, initialize=_with_lengths_of_their_own))
+    flags = [*PP2, "--clip-grad", "0"]
+    ours = run(2, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
+    assert_same_bits(ours, run(2, flags, initialize=_with_lengths_of_their_own))
 
 
 @pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
@@ -131,7 +131,6 @@ def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
     """On every tensor-parallel rank, each of which reads, and for every chunk of a rank."""
     skips = (*PP2, "--iterations-to-skip", "2", "--train-iters", "4", "--pipeline-schedule", schedule)
     theirs = stock(2, *PP2, "--iterations-to-skip", "2", "--train-iters", "4")
-    assert run(2, skips).losses == theirs.losses
     assert run(4, (*skips, *TP2)).losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=3))
 
 

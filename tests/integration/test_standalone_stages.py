@@ -80,7 +80,7 @@ def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, mode
 @pytest.mark.parametrize(
     ("ranks", "layout", "schedule"),
     first(
-        2,
+        1,
         [
             (2, "Et*4|t*4|m|L", "v-half"),
             (4, "Et*6|t*2m||L", "zb-h1"),
