@@ -1,6 +1,6 @@
 # make env    makes .venv with everything in it: mpp, torchrun, pytest
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
-# make test   lint, types and tests: twenty minutes on two cores                 (ARGS=what pytest should get)
+# make test   lint, types and tests: about a quarter of an hour on two cores      (ARGS=what pytest should get)
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
@@ -63,7 +63,7 @@ test-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)
 
 smoke-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) @tests/smoke.txt $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" @tests/smoke.txt $(ARGS)
 
 # Only that is installed anew; all else comes from .venv, which is searched second.
 .PRECIOUS: .venv-%/.installed

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.our_flags import add_flags
 from scripts import refused
 from tests.support.documents import (
     COMMANDS,
@@ -189,21 +192,13 @@ def commands() -> dict[str, set[str]]:
 
 @cache
 def training_flags() -> tuple[frozenset[str], frozenset[str]]:
-    """Megatron's flags and those of this package.
-
-    They are read in a process of their own: Megatron is not imported where other tests run.
-    """
-    script = (
-        "from argparse import ArgumentParser as P\n"
-        "from megatron_pp_ext.cpu.flags import megatron_flags\n"
-        "from megatron_pp_ext.job.our_flags import add_flags\n"
-        "ours = add_flags(P(add_help=False))\n"
-        "print(*sorted(megatron_flags()))\n"
-        "print(*sorted(flag for action in ours._actions for flag in action.option_strings))\n"
+    """Megatron's flags, by the table that a test compares with its parser, and those of this package."""
+    ours = add_flags(ArgumentParser(add_help=False))
+    stock, own = (
+        frozenset(flag for action in parser._actions for flag in action.option_strings)
+        for parser in (flag_table.parser(), ours)
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    stock, ours = done.stdout.splitlines()[-2:]
-    return frozenset(stock.split()), frozenset(ours.split())
+    return stock, own
 
 
 def named(text: str) -> set[str]:

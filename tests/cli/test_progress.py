@@ -76,6 +76,7 @@ app(sys.argv[1:])
 """
 
 
+@pytest.mark.wide  # all loops, a minute of one core; test_loops has the fact
 def test_a_command_says_once_that_it_compiles_loops(tmp_path):
     words = "schedule flex -p 2 -m 2 --memory-limit 1 --f 20 --i 22 --w 14 --hop 1 --trials 1"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}

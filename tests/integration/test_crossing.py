@@ -14,7 +14,7 @@ from tests.support import rounding
 from tests.support.tiers import wide
 from tests.support.training import train
 
-STEPS = "--ckpt-format torch_dist --train-iters 4 --clip-grad 0"
+STEPS = "--ckpt-format torch_dist --train-iters 4 --global-batch-size 4 --clip-grad 0"
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 2000"
 """Several on every rank, as real models have; not all of them fill what Megatron pads them to."""
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -70,8 +70,8 @@ LOSS_ALONE = under("zb-h1", flags=f"{LAYOUT} Et*4|t*4|m|L")
 LOSS_ALONE_IN_A_V = under("v-half", pipeline=2, flags=f"{LAYOUT} Et*4|t*4|m|L")
 
 CASES = {
-    "v": Case(BUCKETS, V, (LINE, LOOP), (under("zb-h1", pipeline=2),)),
-    "stock": Case(BUCKETS, LINE, (V,)),
+    "v": Case(BUCKETS, under("v-half", pipeline=2), (Job(2, 2),), (under("zb-h1"),)),
+    "stock": Case(BUCKETS, Job(2, 2), (under("v-half", pipeline=2),)),
     "two-replicas": Case(f"{BUCKETS} {RESHARDABLE}", V_2, close=(under("zb-h1"),)),
     "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V, (SHARED_V,), (LINE,)),
     # A tied embedding is a bucket of its own, also without a flag for buckets.
@@ -83,7 +83,7 @@ CASES = {
 
 
 def others() -> Iterator[tuple[str, Case]]:
-    for name in ("untied", "distributed"):
+    for name in MODELS:
         yield f"v-{name}", Case(MODELS[name], V, (LINE, LOOP), (under("zb-h1", pipeline=2),))
         yield f"stock-{name}", Case(MODELS[name], LINE, (V,))
     for name, model in MODELS.items():

@@ -33,7 +33,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("replicas", "interval", "rule"), first(2, CASES))
-def test_parameters_after_twenty_updates_with_sgd(replicas: str, interval: int, rule: str) -> None:
+def test_parameters_after_ten_updates_with_sgd(replicas: str, interval: int, rule: str) -> None:
     stages = len(replicas.split("-"))
     expected = reference(replicas, interval, rule, SGD)
     ranks = run(stages, (*MODEL, *SGD, *flags_of(replicas, interval, rule)))
@@ -55,7 +55,7 @@ def test_parameters_after_twenty_updates_with_sgd(replicas: str, interval: int, 
     ("replicas", "interval", "rule"),
     first(0, [("1-1-1", 3, "previous"), ("1-1", 1, "latest"), ("1-1-1-1", 1, "latest")]),
 )
-def test_parameters_after_twenty_updates_with_adam(replicas: str, interval: int, rule: str) -> None:
+def test_parameters_after_ten_updates_with_adam(replicas: str, interval: int, rule: str) -> None:
     expected = reference(replicas, interval, rule, ADAM)
     for rank in run(len(replicas.split("-")), (*MODEL, *ADAM, *flags_of(replicas, interval, rule))):
         for name, value in rank["parameters"].items():

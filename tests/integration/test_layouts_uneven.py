@@ -15,7 +15,7 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
 @pytest.mark.parametrize(
     ("ranks", "flags", "schedule"),
     first(
-        3,
+        2,
         [
             # The first and the last stage of a V, both on rank 0, have no layer left.
             (4, f"{EMBEDDING} {LOSS} --num-layers 6", "v-half"),

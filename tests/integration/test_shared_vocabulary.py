@@ -69,7 +69,7 @@ CASES = {
         "v-zb",
         (
             *(PIPELINE, "2", UNTIED, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
-            *("--position-embedding-type", "rope"),
+            *("--position-embedding-type", "rope", *EVALUATION),
         ),
     ),
     "experts": (
@@ -99,7 +99,7 @@ CASES = {
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
 ALWAYS = {
-    *("v-half-pp4-untied", "flex-pp2-tied", "tp2-untied", "cp2-per-token", "dp2-overlap"),
+    *("tp2-untied", "cp2-per-token", "dp2-overlap"),
     *("dp2-distributed-overlap-unaligned", "llama-like", "decoupled-rate", "accumulated-loss-of-parts"),
 }
 """What is not wide."""

@@ -37,7 +37,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--data-path", str(prefix), "--split", "98,1,1")
 
 
-@pytest.mark.parametrize("name", first(1, ["v-half", *MAIN_FAMILIES]))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", MAIN_FAMILIES)
 def test_a_mask_for_the_stages_of_every_chunk(name: str, flags: tuple[str, ...]) -> None:
     """Stock 1F1B is right on two ranks, both of which have an end of the model."""
     ours = run(2, [PIPELINE, "2", *flags, *APART, "--pipeline-schedule", name])
@@ -65,7 +66,7 @@ def test_context_parallel_ranks_get_their_part_of_the_mask(flags: tuple[str, ...
     ours = run(4, [PIPELINE, "2", "--context-parallel-size", "2", *flags, *mask])
     theirs = stock(2, PIPELINE, "2", *flags, *mask)
     assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=rounding.relative())
-    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=1))
 
 
 ROWS, LENGTH = 2, 4

@@ -22,7 +22,7 @@ SPLIT_SCHEDULES = ("zb-h1", "v-half")
 def assert_close(ours: Result, theirs: Result) -> None:
     """The same model, its sums in another order."""
     assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=rounding.relative())
-    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=2))
+    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=1))
     for (name, tp_rank), gradient in ours.gradients.items():
         expected = theirs.gradients[name, tp_rank]
         rounding.assert_gradients_close(gradient, expected, name=name)
@@ -89,7 +89,7 @@ def _has_repeated_losses(chunks: list[torch.nn.Module]) -> bool:
 @pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
 def test_steps_that_run_twice(schedule: str) -> None:
     """Megatron's check for determinism runs every step again, on the same data."""
-    flags = [*PP2, "--pipeline-schedule", schedule]
+    flags = [*PP2, "--pipeline-schedule", schedule, "--train-iters", "2"]
     ranks = train(2, flags, initialize=_run_steps_twice, grab=_has_repeated_losses)
     assert sorted(rank.grabbed for rank in ranks) == [False, True]
     assert ranks[-1].losses == stock(2, *PP2).losses
@@ -121,17 +121,16 @@ def _with_lengths_of_their_own(chunks: list[torch.nn.Module]) -> None:
 
 @pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "zb-h1", "interleaved"]))
 def test_sequences_of_several_lengths(schedule: str) -> None:
-    flags = ["--pipeline-model-parallel-size", "4", "--clip-grad", "0"]
-    ours = run(4, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
-    assert_same_bits(ours, run(4, flags, initialize=_with_lengths_of_their_own))
+    flags = [*PP2, "--clip-grad", "0"]
+    ours = run(2, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
+    assert_same_bits(ours, run(2, flags, initialize=_with_lengths_of_their_own))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
 def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
     """On every tensor-parallel rank, each of which reads, and for every chunk of a rank."""
     skips = (*PP2, "--iterations-to-skip", "2", "--train-iters", "4", "--pipeline-schedule", schedule)
     theirs = stock(2, *PP2, "--iterations-to-skip", "2", "--train-iters", "4")
-    assert run(2, skips).losses == theirs.losses
     assert run(4, (*skips, *TP2)).losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=3))
 
 
@@ -149,7 +148,7 @@ def _losses_and_norms(schedule: Sequence[str]) -> tuple[list[float], list[float 
     return last.losses, last.grad_norms
 
 
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES[::-1]))
 def test_a_frozen_embedding_has_no_gradients_to_sum(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPTModel, "__init__", _frozen_at_both_ends(GPTModel.__init__))
     losses, norms = _losses_and_norms(["--pipeline-schedule", schedule])

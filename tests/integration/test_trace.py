@@ -24,7 +24,7 @@ PIPELINE = ("--pipeline-model-parallel-size", str(RANKS), "--global-batch-size",
 QUICK = ("--train-iters", "2")
 
 
-@pytest.mark.parametrize("name", first(2, dict.fromkeys(["zb-h1", "v-half", *MAIN_FAMILIES])))
+@pytest.mark.parametrize("name", first(1, dict.fromkeys(["v-half", *MAIN_FAMILIES])))
 def test_measured_peaks_are_the_simulated_ones(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     train(RANKS, [*PIPELINE, *QUICK, "--pipeline-schedule", name, "--pipeline-trace", str(file)])

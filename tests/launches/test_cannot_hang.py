@@ -52,14 +52,14 @@ def assert_finishes_strictly(plans_of_ranks, what):
         assert strictest(record_plans(plans_of_ranks, sends_shapes=sends_shapes)) == "", (what, sends_shapes)
 
 
-@pytest.mark.parametrize("ranks", first(3, [2, 3, 4, 8]))
+@pytest.mark.parametrize("ranks", first(2, [2, 3, 4, 8]))
 def test_everything(ranks):
     for microbatches in sorted({1, ranks, 2 * ranks, 4 * ranks}):
         for steps in everything(ranks, microbatches):
             assert_finishes_strictly(plans(steps), (steps[0].name, steps[0].placement, microbatches))
 
 
-@pytest.mark.parametrize("ranks", first(2, [2, 3, 4]))
+@pytest.mark.parametrize("ranks", first(1, [2, 3, 4]))
 def test_vocabularies_that_all_ranks_share(ranks):
     for microbatches in sorted({1, ranks, 2 * ranks + 1}):
         for steps in shared_vocabularies(ranks, microbatches):

@@ -1,5 +1,7 @@
 """Compiled loops: their code is kept on disk, and nothing that is wrong with the files stops a search."""
 
+import logging
+
 import llvmlite.binding as llvm
 import numba
 import numpy as np
@@ -35,6 +37,13 @@ def test_code_is_read_from_the_folder_and_compiled_again_where_it_is_damaged(fol
         path.write_bytes(path.read_bytes()[:20])
     assert Loop(sum_below)(5) == 10
     assert not folder.exists(), "the next process begins anew"
+
+
+def test_compiling_is_said_once(folder, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        Loop(sum_below)(5)
+    assert [record.message for record in caplog.records].count(loops.FIRST_TIME) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):

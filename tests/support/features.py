@@ -53,12 +53,12 @@ SCHEDULES = {
 }
 
 MICROBATCHES = {
-    "8": (8,),
-    "odd": (7,),
-    "fewer-than-ranks": (3,),
-    "ramp-up": (2, 4, 6),
+    "even": {2: (4,), 4: (8,)},
+    "odd": {2: (5,), 4: (7,)},
+    "fewer-than-ranks": {2: (1,), 4: (3,)},
+    "ramp-up": {2: (1, 2, 4), 4: (2, 4, 6)},
 }
-"""Of each replica in each of the three steps; a single number is that of all."""
+"""Of each replica in each step, by the number of stages; a single number is that of two steps."""
 
 FLAGS = {
     "precision": {
@@ -145,6 +145,10 @@ EXCLUDED: dict[Pair, str] = {
 }
 """Two choices that make no job, with the reason."""
 
+WIDE = {"v-zb", "flex", "pp2-tp2"}
+"""Choices whose own rows are wide: they differ from others in their order, or are a part of "pp2-tp2-sp"."""
+FEWER = {name: tuple(level for level in levels if level not in WIDE) for name, levels in FACTORS.items()}
+
 LARGE_ROWS: tuple[Row, ...] = (
     {
         "layout": "pp2-tp2-sp-dp2",
@@ -176,13 +180,15 @@ LARGE_ROWS: tuple[Row, ...] = (
 """Three parallelisms at once: eight ranks take too long on two cores to be in every pair."""
 
 
-def covering_rows(factors: Mapping[str, tuple[str, ...]], excluded: Collection[Pair]) -> list[Row]:
-    """Rows in which every pair of levels occurs but the excluded; a few more than the fewest possible.
+def covering_rows(
+    factors: Mapping[str, tuple[str, ...]], excluded: Collection[Pair], known: Collection[Row] = ()
+) -> list[Row]:
+    """Rows that bring, beside the ``known`` ones, every pair of levels but the excluded; nearly the fewest.
 
     Greedy: a row starts as a pair that no row has yet, and takes in each further factor the level that
     brings the most such pairs, of several the one used least.
     """
-    missing = all_pairs(factors).difference(excluded)
+    missing = all_pairs(factors).difference(excluded, *map(pairs_of, known))
     used: Counter[Choice] = Counter()
     rows: list[Row] = []
     while missing:
@@ -230,8 +236,13 @@ def job(row: Row) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     flags = [f"{PIPELINE} {layout.pipeline} --num-layers {2 * layout.pipeline}", layout.flags]
     flags += [levels[row[factor]] for factor, levels in FLAGS.items()]
     words = " ".join(flags).split()
-    words += _batches([count * layout.replicas for count in MICROBATCHES[row["microbatches"]]])
+    words += _batches([count * layout.replicas for count in microbatches(row)])
     return layout.ranks, tuple(words), tuple(SCHEDULES[row["schedule"]].split())
+
+
+def microbatches(row: Row) -> tuple[int, ...]:
+    """How many microbatches each replica has in each step; a single number is that of two steps."""
+    return MICROBATCHES[row["microbatches"]][LAYOUTS[row["layout"]].pipeline]
 
 
 def _batches(sizes: list[int]) -> list[str]:
@@ -240,4 +251,4 @@ def _batches(sizes: list[int]) -> list[str]:
         return ["--global-batch-size", str(sizes[0])]
     tokens = [SEQUENCE * samples for samples in accumulate([0, *sizes[:-1]])]
     steps = " ".join(f"{start}:{size}" for start, size in zip(tokens, sizes, strict=True))
-    return ["--step-batch-size-schedule", steps]
+    return ["--step-batch-size-schedule", steps, "--train-iters", str(len(sizes))]

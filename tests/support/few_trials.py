@@ -8,7 +8,7 @@ import pytest
 from megatron_pp_ext.compiler.search import proposals
 from tests.conftest import CACHE
 
-TRIALS = 100
+TRIALS = 30
 
 
 @contextmanager

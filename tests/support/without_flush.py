@@ -15,7 +15,7 @@ from tests.support.delayed import Reference
 from tests.support.samples import note_samples
 
 UNTIED = "--untie-embeddings-and-output-weights"
-UPDATES = 20
+UPDATES = 10
 # Two, three and four stages share twelve layers evenly.
 MODEL = (UNTIED, "--num-layers", "12", "--train-iters", str(UPDATES), "--clip-grad", "0")
 SGD, ADAM = ("--optimizer", "sgd", "--lr", "0.1"), ("--lr", "0.001")

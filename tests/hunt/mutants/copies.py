@@ -20,6 +20,8 @@ FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Make
 
 TIMEOUT = 1800.0
 """Seconds after which tests count as failed; ranks that a defect makes hang end by themselves before."""
+NOTHING_RUN = 5
+"""The exit status of pytest where all tests are wide."""
 
 
 class Copies:
@@ -41,7 +43,8 @@ class Copies:
     ) -> str:
         """Run ``tests`` until one fails, with ``source`` in the file ``path``; return the end of their words.
 
-        "" if all pass.  Tests that cannot be run, or take longer than ``timeout``, fail.
+        "" if all pass.  Tests that cannot be run, or take longer than ``timeout``, fail.  ValueError if all
+        of them are wide.
         """
         folder = self._free.get()
         try:
@@ -93,4 +96,6 @@ def _failure(folder: Path, tests: Sequence[str], timeout: float, environment: di
         )
     except subprocess.TimeoutExpired:
         return f"no end after {timeout:g} seconds"
+    if run.returncode == NOTHING_RUN:
+        raise ValueError(f"make test runs none of {' '.join(tests)}; name a test that is not wide")
     return f"exit status {run.returncode}:\n{run.stdout[-2000:]}" if run.returncode else ""
