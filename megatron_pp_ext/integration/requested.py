@@ -3,6 +3,8 @@
 It is set once, while Megatron validates its arguments.  Where there is none, every seam does what stock does.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +37,9 @@ class Pipeline:
     """The file for what this rank measures while it runs without the others."""
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
+    is_per_model: bool = False
+    """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
+    else it is that of the one model of the process."""
     request: Request | None = field(default=None, compare=False)
     """The reading of the flags that all of this follows from."""
     layout: str = field(default="", compare=False)
@@ -76,3 +81,14 @@ def activate(pipeline: Pipeline | None) -> None:
     """Make ``pipeline`` the one that the seams serve; None returns to stock."""
     global _pipeline
     _pipeline = pipeline
+
+
+@contextmanager
+def using(pipeline: Pipeline | None) -> Iterator[None]:
+    """Make ``pipeline`` the one that the seams serve within the context."""
+    before = _pipeline
+    activate(pipeline)
+    try:
+        yield
+    finally:
+        activate(before)
