@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.source import Source
@@ -15,18 +16,18 @@ from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """The requested pipeline: its source of schedules, its placement, what to measure and when to update.
+    """The requested pipeline: what is requested, its source of schedules, and what to measure.
 
-    Without a ``source`` stock's own schedules run, with stock's own ``placement``.
+    Without a ``source`` stock's own schedules run, with stock's own placement.
     """
 
-    source: Source | None
-    placement: Placement
+    request: Request
+    source: Source | None = None
+    settings: Settings = field(default_factory=Settings)
+    """The training run that the pipeline is part of."""
     trace: Path | None = None
-    updates: Updates | None = None
-    """The updates of a pipeline that never flushes; None where every step flushes."""
     predicting: int | None = None
     """The stage that has multi-token prediction, with a copy of the embedding."""
     profile_steps: ProfileSteps | None = None
@@ -40,12 +41,20 @@ class Pipeline:
     is_per_model: bool = False
     """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
     else it is that of the one model of the process."""
-    request: Request | None = field(default=None, compare=False)
-    """The reading of the flags that all of this follows from."""
-    layout: str = field(default="", compare=False)
+    layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
-    summary: str = field(default="", compare=False)
+    summary: str = ""
     """The line about the schedule that the first rank prints; other ranks need not have it."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are; the source settles it, since a compiler may choose among several."""
+        return self.source.placement if self.source else self.request.placement
+
+    @property
+    def updates(self) -> Updates | None:
+        """The updates of a pipeline that never flushes; None where every step flushes."""
+        return self.request.updates
 
     @property
     def name(self) -> str:

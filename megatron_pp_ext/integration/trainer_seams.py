@@ -3,11 +3,19 @@
 ``core_seams`` says what a seam has.
 """
 
-from megatron_pp_ext.integration.core import mirrored_chunks, replicated_ranks, stage_optimizer
+from megatron_pp_ext.integration.core import mirrored_chunks, stage_optimizer
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
-from megatron_pp_ext.integration.request import parser, same_request, validation
-from megatron_pp_ext.integration.trainer import checkpoint_loading, layer_seeds, memory_report, step_recording
+from megatron_pp_ext.integration.trainer import (
+    checkpoint_loading,
+    layer_seeds,
+    memory_report,
+    parser,
+    replica_samples,
+    same_request,
+    step_recording,
+    validation,
+)
 
 _DISTRIBUTED = "get_embedding_ranks get_position_embedding_ranks store"
 
@@ -84,7 +92,7 @@ MODEL = (
             CORE_0_17: "self total_samples consumed_samples micro_batch_size data_parallel_rank "
             "data_parallel_size drop_last"
         },
-        replicated_ranks.take_turns,
+        replica_samples.take_turns,
         "microbatches that the replicas of a stage take in turn",
     ),
 )

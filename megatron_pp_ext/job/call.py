@@ -26,7 +26,9 @@ def requested(
     """
     for name, value, least in (("ranks", ranks, 2), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}")
+            raise ValueError(
+                f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
+            )
     if vocabulary not in (None, SHARED, AUTO):
         raise ValueError(f"vocabulary is {vocabulary!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
     can = catalog.abilities(schedule)

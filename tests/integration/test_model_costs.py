@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
-from megatron_pp_ext.integration.request import model_costs
-from megatron_pp_ext.integration.request.model_costs import estimate
+from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts

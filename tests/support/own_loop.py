@@ -123,7 +123,9 @@ def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -
     )
 
 
-def train(model: list[Any], counts: tuple[int, ...], lengths: tuple[int, ...] = (LENGTH,), **about: Any) -> Record:
+def train(
+    model: list[Any], counts: tuple[int, ...], lengths: tuple[int, ...] = (LENGTH,), **about: Any
+) -> Record:
     """Train by one step for each of ``counts``, which are numbers of microbatches."""
     record, iterators = Record(), [batches(lengths) for _ in model]
     optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=1e-2)

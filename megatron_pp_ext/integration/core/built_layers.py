@@ -26,9 +26,7 @@ class Built(NamedTuple):
     ends: bool
 
 
-def require_as_placed(
-    model: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup
-) -> None:
+def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> None:
     """Raise ValueError, on all ranks of the pipeline ``group``, unless all have the stages of the placement.
 
     ``model`` are the chunks of this rank.  Collective over ``group``.
@@ -48,7 +46,9 @@ def built(chunk: torch.nn.Module) -> Built:
         for name, module in part.named_modules()
         if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
     )
-    return Built(layers, bool(getattr(part, "pre_process", False)), bool(getattr(part, "post_process", False)))
+    return Built(
+        layers, bool(getattr(part, "pre_process", False)), bool(getattr(part, "post_process", False))
+    )
 
 
 def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:

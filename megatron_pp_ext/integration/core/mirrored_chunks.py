@@ -27,7 +27,6 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
 
-
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
 
@@ -125,9 +124,7 @@ def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
         )
 
 
-def build_chunk_placed(
-    build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any
-) -> Any:
+def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:
     """Build chunk ``vp_stage`` by ``build``, a mirrored one as the mirror image of this rank builds it.
 
     ``build`` takes ``pg_collection``, ``vp_stage``, ``pre_process``, ``post_process`` and ``others``.

@@ -7,13 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args
-from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
-from megatron_pp_ext.integration.request.start_up import caveat
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
@@ -24,6 +21,7 @@ from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses,
 from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
 def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,14 +72,14 @@ _runners: WeakKeyDictionary[torch.nn.Module, PipelineRunner] = WeakKeyDictionary
 @functools.cache
 def _transport(pipeline: requested.Pipeline) -> ProcessGroups:
     """Return the connections of all models of ``pipeline``, which cost memory and are made once."""
-    return ProcessGroups()
+    return ProcessGroups(pipeline.settings)
 
 
 @functools.lru_cache(maxsize=1)
 def announce(pipeline: requested.Pipeline) -> None:
     """Print once, on rank 0, what runs and what to know about it; nothing where no flags were read."""
     if pipeline.summary and pipeline.rehearsal is None:
-        print_rank_0("\n".join(filter(None, (pipeline.summary, caveat(pipeline, get_args())))))
+        print_rank_0("\n".join(filter(None, (pipeline.summary, pipeline.settings.caveat()))))
 
 
 def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +98,7 @@ def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1)
 def runner(pipeline: requested.Pipeline) -> PipelineRunner:
     """Return the runner of all steps of the one model of this process."""
-    return put_together(pipeline, ProcessGroups())
+    return put_together(pipeline, ProcessGroups(pipeline.settings))
 
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
