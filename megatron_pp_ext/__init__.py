@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
-    from megatron_pp_ext.integration.install import InForce, install, installed, uninstall
+    from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -57,18 +57,18 @@ __all__ = [
 
 _HOMES = {
     "Costs": ("schedule.costs", "Costs"),
-    "InForce": ("integration.install", "InForce"),
+    "InForce": ("integration.by_call", "InForce"),
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),
-    "install": ("integration.install", "install"),
-    "installed": ("integration.install", "installed"),
+    "install": ("integration.by_call", "install"),
+    "installed": ("integration.by_call", "installed"),
     "read_csv": ("schedule.csv_file", "read"),
     "simulate": ("schedule.simulate", "simulate"),
-    "uninstall": ("integration.install", "uninstall"),
+    "uninstall": ("integration.by_call", "uninstall"),
     "write_csv": ("schedule.csv_file", "write"),
 }
 """The module and the name there of everything that is public."""

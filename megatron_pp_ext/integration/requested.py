@@ -13,6 +13,7 @@ from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.source import Source
 from megatron_pp_ext.job.updates import Updates
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -41,6 +42,8 @@ class Pipeline:
     is_per_model: bool = False
     """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
     else it is that of the one model of the process."""
+    costs: Costs | None = None
+    """The costs that a call gave; None where a model tells them, or flags did."""
     layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""

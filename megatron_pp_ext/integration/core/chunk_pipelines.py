@@ -7,6 +7,7 @@ that a schedule was asked for.
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,9 +39,8 @@ class Mark:
 
 def _arrived(name: str) -> Mark:
     """Return what a mark is in a process into which its config was copied."""
-    from megatron_pp_ext.integration import arrival  # which imports the seams, that import this module
-
-    arrival.guard()
+    # The seams, which it puts in place, import this module.
+    import_module("megatron_pp_ext.integration.arrival").guard()
     return Mark(None, name)
 
 

@@ -1,7 +1,7 @@
 """The choice of the runner of this process's steps: Megatron's own, or one of this package's."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses,
 from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.integration.settled import settle
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
@@ -57,12 +58,28 @@ def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
             return stock()(model=model, **kwargs)
         with requested.using(pipeline):
             if chunks[0] not in _runners:
-                require_as_placed(chunks, pipeline, parallel_state.get_pipeline_model_parallel_group())
-                announce(pipeline)
-                _runners[chunks[0]] = put_together(pipeline, _transport(pipeline))
+                _runners[chunks[0]] = _first_runner(pipeline, chunks, **kwargs)
             return _runners[chunks[0]](model=model, **kwargs)
 
     return step
+
+
+def _first_runner(
+    pipeline: requested.Pipeline,
+    model: Sequence[torch.nn.Module],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    pg_collection: Any = None,
+    **unused: Any,
+) -> PipelineRunner:
+    """Return the runner of ``model`` before its first step; ValueError, in one line, for what cannot train."""
+    refuse_multimodule(pg_collection)
+    group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+    require_as_placed(model, pipeline, group)
+    settled = settle(pipeline, model, seq_length, micro_batch_size)
+    announce(pipeline)
+    return put_together(settled, _transport(pipeline))
 
 
 _runners: WeakKeyDictionary[torch.nn.Module, PipelineRunner] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
@@ -69,6 +70,11 @@ class _Call:
         chunks = self.chunks
         if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
             chunks = max(1, len(given.stages) // self.ranks)
+        if given is None and isinstance(self.memory_limit, (int, float)) and self.memory_limit > LARGEST_FRACTION:
+            raise ValueError(
+                f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; give "
+                "costs, or a fraction of 1F1B's peak, such as 0.5"
+            )
         request = call.requested(
             self.schedule, self.ranks, self.microbatches, chunks, self.memory_limit, self.vocabulary
         )
@@ -80,6 +86,7 @@ class _Call:
             Settings() if self.timeout is None else Settings(timeout=_patience(self.timeout)),
             trace=None if self.trace is None else Path(self.trace),
             is_per_model=True,
+            costs=given,
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
