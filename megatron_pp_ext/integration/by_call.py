@@ -70,7 +70,11 @@ class _Call:
         chunks = self.chunks
         if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
             chunks = max(1, len(given.stages) // self.ranks)
-        if given is None and isinstance(self.memory_limit, (int, float)) and self.memory_limit > LARGEST_FRACTION:
+        if (
+            given is None
+            and isinstance(self.memory_limit, (int, float))
+            and self.memory_limit > LARGEST_FRACTION
+        ):
             raise ValueError(
                 f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; give "
                 "costs, or a fraction of 1F1B's peak, such as 0.5"

@@ -25,9 +25,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def settle(
-    pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int
-) -> Pipeline:
+def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
     """Return ``pipeline`` as the chunks ``model`` need it; ValueError, in one line, where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.

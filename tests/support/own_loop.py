@@ -58,9 +58,11 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
     )
 
 
-def build(chunks: int, tied: bool = False, **more: Any) -> list[DistributedDataParallel]:
+def build(
+    chunks: int, tied: bool = False, config: TransformerConfig | None = None, **more: Any
+) -> list[DistributedDataParallel]:
     """Build the chunks of this rank, with weights that follow from their names."""
-    config = config_of(chunks, **more)
+    config = config or config_of(chunks, **more)
     model = []
     for chunk in range(chunks):
         ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk if chunks > 1 else None}
@@ -111,7 +113,7 @@ def _mean(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
 
 
 def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -> list[Any]:
-    """Run ``count`` microbatches as megatron.core does it, and return what the last pipeline rank has of them."""
+    """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
     run = schedules.get_forward_backward_func()
     return run(
         forward_step_func=forward_step,
