@@ -3,7 +3,7 @@
 ``core_seams`` says what a seam has.
 """
 
-from megatron_pp_ext.integration.core import mirrored_chunks, stage_optimizer
+from megatron_pp_ext.integration.core import mirrored_chunks
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
 from megatron_pp_ext.integration.trainer import (
@@ -11,8 +11,10 @@ from megatron_pp_ext.integration.trainer import (
     layer_seeds,
     memory_report,
     parser,
+    placed_data,
     replica_samples,
     same_request,
+    stage_statistics,
     step_recording,
     validation,
 )
@@ -83,7 +85,7 @@ MODEL = (
     Seam(
         "megatron.training.training:build_train_valid_test_data_iterators",
         {CORE_0_17: "build_train_valid_test_datasets_provider"},
-        mirrored_chunks.provide_data_placed,
+        placed_data.provide_data_placed,
         "data for the stages that a V puts on this rank",
     ),
     Seam(
@@ -108,13 +110,13 @@ LOOP = (
     Seam(
         "megatron.training.utils:logical_and_across_model_parallel_group",
         {CORE_0_17: "input", CORE_0_19: "input group"},
-        stage_optimizer.keep_within_stage,
+        stage_statistics.keep_within_stage,
         "updates of a pipeline that never flushes",
     ),
     Seam(
         "megatron.training.utils:reduce_max_stat_across_model_parallel_group",
         {CORE_0_17: "stat", CORE_0_19: "stat group"},
-        stage_optimizer.keep_within_stage,
+        stage_statistics.keep_within_stage,
         "logs of a pipeline that never flushes",
     ),
     Seam(

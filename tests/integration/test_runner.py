@@ -178,7 +178,7 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
 
     monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
     group = SimpleNamespace(rank=lambda: 0)
-    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source("auto", linear(2), True, build))
+    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source("auto", linear(2), build))
     monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
     steps = choose.runner(pipeline).steps
 

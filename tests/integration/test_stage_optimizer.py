@@ -6,6 +6,7 @@ import pytest
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import stage_optimizer
+from megatron_pp_ext.integration.trainer import stage_statistics
 from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
@@ -21,7 +22,7 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
     ],
 )
 def test_a_stage_keeps_its_own_value(updates: Updates | None, waits: bool) -> None:
-    across = stage_optimizer.keep_within_stage(lambda value, group=None: f"{value} of all")
+    across = stage_statistics.keep_within_stage(lambda value, group=None: f"{value} of all")
 
     def norm(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
         return grad_stats_parallel_group

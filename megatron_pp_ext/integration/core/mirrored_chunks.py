@@ -218,20 +218,3 @@ def sum_tied_gradients(
         stock(model, *args, **kwargs)
     if len(both) == 2:
         both[1].copy_(both[0])
-
-
-@around
-def provide_data_placed(stock: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Call the dataset provider of a mirrored chunk under the mirrored rank.
-
-    Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
-    calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.
-    """
-    keywords = getattr(provider, "keywords", {})
-
-    @functools.wraps(provider, assigned=())
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        with as_chunk(keywords.get("vp_stage")):
-            return provider(*args, **kwargs)
-
-    return stock(placed)

@@ -116,7 +116,7 @@ class _RunningPipeline:
     def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs, shape: Any) -> None:
         assert pipeline.updates is not None
         settings = pipeline.settings
-        self.done, self.total = 0, _steps_to_come(settings, inputs)
+        self.done, self.total = 0, steps_to_come(settings, inputs)
         self._place, self._updates = place, pipeline.updates
         about: Any = {"stage": place.stage, "replicas": place.replicas, "interval": self._updates.interval}
         self._kept_after = partial(pipedream.versions_kept, self._updates.weights, **about)
@@ -167,7 +167,7 @@ class _RunningPipeline:
                 )
 
 
-def _steps_to_come(settings: Settings, inputs: StepInputs) -> int:
+def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
     """Return the updates from this one to the run's last; ValueError where nobody has said."""
     if settings.train_steps is None:
         raise ValueError(
