@@ -4,7 +4,7 @@ from megatron_pp_ext.integration import core_seams, patching
 
 
 def guard() -> None:
-    """Let steps in this process ask ``chunk_pipelines.of_model``, which refuses a config that was handed over.
+    """Let steps in this process ask ``chunk_pipelines.of_model``, which refuses the config.
 
     Nothing else is put in place, so that a schedule can still be installed here.
     """

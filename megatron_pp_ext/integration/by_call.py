@@ -76,8 +76,8 @@ class _Call:
             and self.memory_limit > LARGEST_FRACTION
         ):
             raise ValueError(
-                f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; give "
-                "costs, or a fraction of 1F1B's peak, such as 0.5"
+                f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; "
+                "give costs, or a fraction of 1F1B's peak, such as 0.5"
             )
         request = call.requested(
             self.schedule, self.ranks, self.microbatches, chunks, self.memory_limit, self.vocabulary
@@ -113,8 +113,8 @@ def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool
         return Costs.unit(loop)
     if len(given.stages) != stages:
         raise ValueError(
-            f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give one "
-            "for each"
+            f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
+            "one for each"
         )
     if shares_vocabulary and given.vocabulary is None:
         raise ValueError(
@@ -156,15 +156,16 @@ def install(
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
-    Call it on every rank with the same arguments, before the model is built and best before its process groups
-    are made.  ``schedule`` is a name of ``mpp list``, ``csv:FILE``, ``flex`` or ``auto``; those that never
-    flush need Megatron's own loop.  ``ranks`` is the pipeline-parallel size, ``microbatches`` are those of an
-    ordinary step: any step may have others.  ``chunks`` is the number of stages a rank, where the schedule
-    leaves it open; the model's config has to have it as virtual_pipeline_model_parallel_size.  ``memory_limit``
-    is that of ``flex``: a fraction of 1F1B's peak, or an amount in the unit of ``costs``.  ``costs`` is a file,
-    ``Costs``, or a number for each stage; without any, ``flex`` and ``auto`` take each F, I and W as 1.
-    ``vocabulary`` is "shared" or "auto".  ``trace`` is a file for the times of each step's actions.
-    ``timeout`` is how long a message may take, in minutes (10).
+    Call it on every rank with the same arguments, before the model is built and best before its process
+    groups are made.  ``schedule`` is a name of ``mpp list``, ``csv:FILE``, ``flex`` or ``auto``; those that
+    never flush need Megatron's own loop.  ``ranks`` is the pipeline-parallel size, ``microbatches`` are those
+    of an ordinary step: any step may have others.  ``chunks`` is the number of stages a rank, where the
+    schedule leaves it open; the model's config has to have it as virtual_pipeline_model_parallel_size.
+    ``memory_limit`` is that of ``flex``: a fraction of 1F1B's peak, or an amount in the unit of ``costs``.
+    ``costs`` is a file, ``Costs``, or a number for each stage, which each F, I and W takes; without any,
+    those of ``flex`` and ``auto`` follow from the model before its first step.  ``vocabulary`` is "shared" or
+    "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
+    take, a timedelta or minutes (10).
 
     The same call again does nothing.  Another one replaces the schedule, unless a model was built for it.
 
@@ -180,7 +181,8 @@ def install(
         _require_unused(_installed.pipeline)
     elif requested.pipeline() is not None:
         raise ValueError(
-            "a schedule is requested by --pipeline-schedule already; leave the flag out, or megatron_pp_ext.install"
+            "a schedule is requested by --pipeline-schedule already; leave out the flag or the call of "
+            "megatron_pp_ext.install"
         )
     requested.activate(pipeline)
     _installed = _Installed(asked, pipeline, found)
@@ -191,9 +193,9 @@ def install(
 def installed(schedule: str, **about: Any) -> Iterator[InForce]:
     """Run the models that are built within the context by ``schedule``, and yield what will run.
 
-    The arguments are those of ``install``.  Models that are built outside of it run by what is installed there,
-    or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the context or
-    outside of it.
+    The arguments are those of ``install``.  Models that are built outside of it run by what is installed
+    there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
+    context or outside of it.
     """
     pipeline, found = _Call(schedule, **about).pipeline()
     _patch()
@@ -247,6 +249,6 @@ def _require_unused(pipeline: requested.Pipeline) -> None:
     chunks = chunk_pipelines.built_for(pipeline)
     if chunks:
         raise ValueError(
-            f"{pipeline.name} is installed, and a model with {chunks} chunks on this rank was built for it; call "
-            "megatron_pp_ext.install before the model is built, or delete the model first"
+            f"{pipeline.name} is installed, and a model with {chunks} chunks on this rank was built for it; "
+            "call megatron_pp_ext.install before the model is built, or delete the model first"
         )

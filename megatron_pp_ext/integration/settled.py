@@ -1,8 +1,8 @@
 """What a model settles of the pipeline that was installed before it was built.
 
 A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
-parallelism are held against the rules for flags, costs follow from its sizes where none were given, and forwards
-and backwards run in pairs where the config asks for it.
+parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
+forwards and backwards run in pairs where the config asks for it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from megatron_pp_ext.schedule.costs import Costs
 
 
 def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
-    """Return ``pipeline`` as the chunks ``model`` need it; ValueError, in one line, where it cannot train them.
+    """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.
     """

@@ -20,7 +20,7 @@ def requested(
     limit: float | str | None = None,
     vocabulary: str | None = None,
 ) -> Request:
-    """Return the request of a training loop that updates once a step; ValueError, in one line, if it cannot be.
+    """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
     The arguments are those of ``megatron_pp_ext.install``.
     """
@@ -34,9 +34,9 @@ def requested(
     can = catalog.abilities(schedule)
     if not can.flushes:
         raise ValueError(
-            f"{schedule} never flushes: its stages update their weights within a step, each at its own time, and "
-            "a loop on megatron.core updates all of them once a step; choose a schedule that flushes, such as "
-            "1f1b or v-half, or train with Megatron's own loop and --pipeline-schedule"
+            f"{schedule} never flushes: its stages update their weights within a step, each at its own time, "
+            "and a loop on megatron.core updates all of them once a step; choose a schedule that flushes, "
+            "such as 1f1b or v-half, or train with Megatron's own loop and --pipeline-schedule"
         )
     if can.file is not None:
         request = _from_file(schedule, can.file, ranks, microbatches, chunks, limit)
@@ -66,8 +66,8 @@ def _from_file(
             raise ValueError(f"{file} is a schedule for {found} {what}, got {given}; give {what}={found}")
     if placement.shares_vocabulary:
         raise ValueError(
-            f"the ranks of {file} share the vocabulary, which mpp simulates but training cannot do; write the "
-            "schedule without --shared-vocabulary"
+            f"the ranks of {file} share the vocabulary, which mpp simulates but training cannot do; write "
+            "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
     return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)

@@ -1,7 +1,7 @@
-"""What ``tests/integration/test_install.py`` compares: runs of one loop under stock and under installed schedules.
+"""What ``tests/integration/test_install.py`` compares: runs under stock and under installed schedules.
 
-All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes what
-the two ranks found to the file that it is given.
+All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes
+what the two ranks found to the file that it is given.
 """
 
 import gc
@@ -71,7 +71,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
 
 
 def _names() -> list[int]:
-    """Return what stands behind some of the names that are replaced, here and in a module that imported one."""
+    """Return what stands behind some of the names that are replaced, one of them imported here."""
     return [
         id(stock_schedules.get_forward_backward_func),
         id(parallel_state.is_pipeline_last_stage),
@@ -128,35 +128,50 @@ def _refused() -> dict[str, str]:
     """Return the lines that refuse models which were not built for the schedule that they are to run by."""
     gc.collect()
     megatron_pp_ext.uninstall()
-    early = own_loop.build(2)
-    found = {}
-    megatron_pp_ext.install("v-half", ranks=2, microbatches=8)
-    found["built before"] = _error(lambda: own_loop.run_step(early, [own_loop.batches()] * 2, 2))
-    del early
-    found["chunks"] = _error(lambda: own_loop.build(1))
-    placed = own_loop.build(2)
-    found["one chunk"] = _error(lambda: own_loop.run_step(placed[:1], [own_loop.batches()], 2))
-    found["changed"] = _error(lambda: megatron_pp_ext.install("v-min", ranks=2, microbatches=8))
-    found["left"] = _error(megatron_pp_ext.uninstall)
-    own_loop.run_step(placed, [own_loop.batches()] * 2, 2)
-    del placed
+    found = {"built before": _built_before(), **_built_under_v_half()}
     gc.collect()
     megatron_pp_ext.install("v-min", ranks=2, microbatches=8)  # nothing is built for v-half any more
     megatron_pp_ext.install("zb-h1", ranks=4, microbatches=8)
     found["ranks"] = _error(lambda: own_loop.build(1))
     megatron_pp_ext.install("1f1b", ranks=2, microbatches=8)
-    graphs = own_loop.build(1, delay_wgrad_compute=False)
-    graphs[0].config.delay_wgrad_compute = True
-    found["config"] = _error(lambda: own_loop.run_step(graphs, [own_loop.batches()], 2))
-    del graphs
+    found["config"] = _with_a_setting_that_cannot_be()
     gc.collect()
     megatron_pp_ext.uninstall()
+    found["one config"] = _one_config_for_two_models()
+    return found
+
+
+def _step(model: list[Any]) -> str:
+    return _error(lambda: own_loop.run_step(model, [own_loop.batches() for _ in model], 2))
+
+
+def _built_before() -> str:
+    model = own_loop.build(2)
+    megatron_pp_ext.install("v-half", ranks=2, microbatches=8)
+    return _step(model)
+
+
+def _built_under_v_half() -> dict[str, str]:
+    found = {"chunks": _error(lambda: own_loop.build(1))}
+    model = own_loop.build(2)
+    found["one chunk"] = _step(model[:1])
+    found["changed"] = _error(lambda: megatron_pp_ext.install("v-min", ranks=2, microbatches=8))
+    found["left"] = _error(megatron_pp_ext.uninstall)
+    found["still trains"] = _step(model)
+    return found
+
+
+def _with_a_setting_that_cannot_be() -> str:
+    model = own_loop.build(1)
+    model[0].config.delay_wgrad_compute = True
+    return _step(model)
+
+
+def _one_config_for_two_models() -> str:
     with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
         config = own_loop.build(2)[0].config
-    found["one config"] = _error(
-        lambda: own_loop.GPTModel(config, own_loop.get_gpt_layer_local_spec(), 32, 8)
-    )
-    return found
+    spec = own_loop.get_gpt_layer_local_spec()
+    return _error(lambda: own_loop.GPTModel(config, spec, own_loop.WORDS, own_loop.LENGTH, vp_stage=0))
 
 
 def _arrived() -> str:

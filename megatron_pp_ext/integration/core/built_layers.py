@@ -52,13 +52,13 @@ def built(chunk: torch.nn.Module) -> Built:
 
 
 def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
-    """Return why chunks, by rank and in the order of each, are not the placement's stages; empty if they are."""
+    """Return why the chunks of each rank are not the placement's stages; empty if they are."""
     for rank, chunks in enumerate(told):
         if len(chunks) != placement.chunks:
             return (
-                f"it has {placement.chunks} chunks a rank, and rank {rank} of the pipeline asks for a step with "
-                f"{len(chunks)}; pass the list of all chunks as model, or, where a trainer takes one, choose a "
-                "schedule with one chunk a rank, such as 1f1b or zb-h1"
+                f"it has {placement.chunks} chunks a rank, and rank {rank} of the pipeline asks for a step "
+                f"with {len(chunks)}; pass the list of all chunks as model, or, where a trainer takes one, "
+                "choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
             )
     expected = 1
     for stage in range(placement.stages):
@@ -80,6 +80,6 @@ def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
 
 
 _FIX = (
-    "let its builder give vp_stage to Megatron's model class and layer functions, install the schedule before "
-    "the model is built, or choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
+    "let its builder give vp_stage to Megatron's model class and layer functions, install the schedule "
+    "before the model is built, or choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
 )

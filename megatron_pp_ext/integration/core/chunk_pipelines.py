@@ -56,29 +56,39 @@ def mark_config(stock: Callable[[Any], None], config: Any) -> None:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))
 
 
-def remember(chunk: torch.nn.Module, pipeline: Pipeline | None) -> None:
-    """Note the pipeline that ``chunk`` was built for; None where it was built for stock's schedule.
+def claim(config: Any, pipeline: Pipeline | None) -> None:
+    """Let functions about the layers of ``config`` answer for ``pipeline``, or for stock's placement.
 
-    ValueError where its config has a model for another pipeline: nobody could tell whose layers are meant.
+    Called before a model is built.  ValueError where the config has a model for another pipeline: nobody
+    could tell whose layers are meant.
     """
-    _chunks[chunk] = pipeline
-    if pipeline is None and not any(_chunks.values()):
-        return
-    config: Any = chunk.config
-    name = pipeline.name if pipeline else ""
     mark = getattr(config, _MARK, None)
+    is_alone = pipeline is None and not any(_chunks.values())
+    if is_alone or (pipeline is None and mark is not None and _is_from_elsewhere(mark)):
+        return  # a step of the latter refuses it
+    name = pipeline.name if pipeline else ""
     if mark is not None and mark.is_built and mark.pipeline is not pipeline:
+        first, second = (one or "Megatron's own schedule" for one in (mark.name, name))
         raise ValueError(
-            f"one config is used for a model under {mark.name or 'stock'} and for one under {name or 'stock'}, "
-            "whose layers are on different ranks; build each from a config of its own, such as a deep copy"
+            f"this config has a model for {first} and is to have one for {second}, whose layers are on other "
+            "ranks; build each from a config of its own, such as a deep copy"
         )
     setattr(config, _MARK, Mark(pipeline, name, is_built=True))
+
+
+def remember(chunk: torch.nn.Module, pipeline: Pipeline | None) -> None:
+    """Note the pipeline that ``chunk`` was built for; None where it was built for stock's schedule."""
+    _chunks[chunk] = pipeline
+
+
+def _is_from_elsewhere(mark: Mark) -> bool:
+    return mark.pipeline is None and bool(mark.name)
 
 
 def of_config(config: Any) -> Pipeline | None:
     """Return the pipeline of the models of ``config``; the one in force where nothing is known of it."""
     mark = getattr(config, _MARK, None)
-    if mark is None or (mark.pipeline is None and mark.name):
+    if mark is None or _is_from_elsewhere(mark):
         return requested.pipeline()
     pipeline: Pipeline | None = mark.pipeline
     return pipeline
@@ -100,11 +110,11 @@ def _refuse_elsewhere(model: Sequence[torch.nn.Module]) -> None:
     for chunk in model:
         for part in chunk.modules():
             mark = getattr(getattr(part, "config", None), _MARK, None)
-            if mark is not None and mark.pipeline is None and mark.name:
+            if mark is not None and _is_from_elsewhere(mark):
                 raise ValueError(
                     f"this model's config was made for schedule {mark.name} in another process, and none is "
-                    "installed in this one, which would run Megatron's own; call megatron_pp_ext.install here "
-                    "before the model is built"
+                    "installed in this one, which would run Megatron's own; call megatron_pp_ext.install "
+                    "here before the model is built"
                 )
 
 
@@ -130,7 +140,7 @@ def forget() -> None:
     for pipeline in _chunks.values():
         if pipeline is not None and (pipeline.is_mirrored(1) or pipeline.placement.shares_vocabulary):
             raise ValueError(
-                f"a model that was built for {pipeline.name} is still there, and Megatron's own schedule would "
-                "train it wrongly; delete it and what refers to it first"
+                f"a model that was built for {pipeline.name} is still there, and Megatron's own schedule "
+                "would train it wrongly; delete it and what refers to it first"
             )
     _chunks.clear()

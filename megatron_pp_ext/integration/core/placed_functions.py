@@ -1,4 +1,4 @@
-"""Megatron's functions about a rank's layers, answered by the placement of the chunk that they are asked about.
+"""Megatron's functions about a rank's layers, answered by the placement of the chunk that is asked about.
 
 While a mirrored chunk is at work ``parallel_state`` reports the mirrored rank, and these functions follow it.
 Whoever asks at another time, to export weights or to look for the loss, gets the same answer by these hooks.
@@ -18,8 +18,8 @@ from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk, mirror
 def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``stock`` answer for the chunk that its ``vp_stage`` names, wherever it is called.
 
-    A ``pp_rank`` that is given is a true rank, unless a mirrored group or ``parallel_state`` has told it: these
-    are mirrored already, and say so.
+    A ``pp_rank`` that is given is a true rank, unless a mirrored group or ``parallel_state`` has told it:
+    these are mirrored already, and say so.
 
     Seams: ``get_num_layers_to_build``, ``get_transformer_layer_offset``, ``get_gpt_decoder_block_spec`` and
     ``get_gpt_mtp_block_spec``, which have a config, and ``is_pipeline_first_stage`` and

@@ -31,15 +31,17 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     """
     pipeline = requested.pipeline()
     if pipeline is None or not pipeline.is_per_model:
-        stock(model, *args, **kwargs)
         if pipeline is None:
+            chunk_pipelines.claim(bound(stock, model, *args, **kwargs).arguments["config"], None)
             chunk_pipelines.remember(model, None)
+        stock(model, *args, **kwargs)
         return
     call = bound(stock, model, *args, **kwargs)
     given = call.arguments
     groups = copy.copy(given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
     chunk = given.get("vp_stage")
     require_sizes(pipeline, groups.pp.size(), given["config"], chunk)
+    chunk_pipelines.claim(given["config"], pipeline)
     if pipeline.has_both_ends_on_first_rank:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
         # it with, whichever ranks Megatron's group has, which may be older than the schedule.
@@ -77,20 +79,20 @@ def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None
     placement = pipeline.placement
     if ranks != placement.ranks:
         raise ValueError(
-            f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline has "
-            f"{ranks}; give megatron_pp_ext.install ranks={ranks}"
+            f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline "
+            f"has {ranks}; give megatron_pp_ext.install ranks={ranks}"
         )
     built = config.virtual_pipeline_model_parallel_size or 1
     if built != placement.chunks:
         wanted = placement.chunks if placement.chunks > 1 else None
         raise ValueError(
-            f"{pipeline.name} has {placement.chunks} chunks a rank, and this model's config says {built}; set "
-            f"virtual_pipeline_model_parallel_size to {wanted}{_or_one_chunk(built)}"
+            f"{pipeline.name} has {placement.chunks} chunks a rank, and this model's config says {built}; "
+            f"set virtual_pipeline_model_parallel_size to {wanted}{_or_one_chunk(built)}"
         )
     if chunk is None and placement.chunks > 1:
         raise ValueError(
-            f"{pipeline.name} has {placement.chunks} chunks a rank, and whoever builds this model does not say "
-            f"which one it is; give it vp_stage{_or_one_chunk(1)}"
+            f"{pipeline.name} has {placement.chunks} chunks a rank, and whoever builds this model does not "
+            f"say which one it is; give it vp_stage{_or_one_chunk(1)}"
         )
 
 

@@ -73,7 +73,7 @@ def _first_runner(
     pg_collection: Any = None,
     **unused: Any,
 ) -> PipelineRunner:
-    """Return the runner of ``model`` before its first step; ValueError, in one line, for what cannot train."""
+    """Return the runner of ``model`` before its first step; ValueError for what cannot train."""
     refuse_multimodule(pg_collection)
     group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
     require_as_placed(model, pipeline, group)

@@ -15,10 +15,10 @@ from megatron_pp_ext.schedule.costs import Costs
 
 
 def stage_costs(args: Namespace, stages: int, rows: int, shares_vocabulary: bool = False) -> Costs:
-    """Return the costs of ``args``'s model cut into ``stages`` stages, as Megatron will cut it; hops are free.
+    """Return the costs of ``stages`` stages, cut as Megatron will cut them; hops are free.
 
-    The embedding has ``rows`` rows.  With ``shares_vocabulary`` every rank of the pipeline has a part of it and
-    of the output layer.
+    The embedding has ``rows`` rows.  With ``shares_vocabulary`` every rank of the pipeline has a part of it
+    and of the output layer.
 
     ValueError where the arguments do not determine them.
     """
@@ -29,5 +29,5 @@ def stage_costs(args: Namespace, stages: int, rows: int, shares_vocabulary: bool
 
 
 def message_bytes(args: Namespace) -> float:
-    """Return the bytes of a message between stages of ``args``'s model, of the longest one where lengths vary."""
+    """Return the bytes of a message between stages, of the longest one where lengths vary."""
     return workload.message_bytes(args, LayerCosts(args).hidden_bytes)
