@@ -35,8 +35,9 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
     for config in configs:
         for field in fields(config) if is_dataclass(config) else ():
             name = _RENAMED.get(field.name, field.name)
-            if name in names and name not in _NOT_ASKED and hasattr(config, field.name):
-                found[name] = getattr(config, field.name)
+            # What several of them have is asked for if one of them asks.
+            if name in names and name not in _NOT_ASKED and not found.get(name):
+                found[name] = getattr(config, field.name, None)
     layout = found.get("pipeline_model_parallel_layout")
     if layout is not None:
         found["pipeline_model_parallel_layout"] = _spelled(layout)

@@ -22,6 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pp_ext.integration.core.global_names import global_parameters
 
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "v-min": 2, "dualpipe-v": 2, "interleaved": 2, "flex": 2}
+"""Schedules to compare, and their chunks a rank."""
+
+COUNTS = (8, 3, 5)
+"""The microbatches of the steps of a run."""
+
 LAYERS, HIDDEN, WORDS, LENGTH = 8, 16, 32, 8
 
 

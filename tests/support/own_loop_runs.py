@@ -29,11 +29,8 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa
 
 import megatron_pp_ext  # noqa: E402
 from tests.support import own_loop  # noqa: E402
+from tests.support.few_trials import few_trials  # noqa: E402
 
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "v-min": 2, "dualpipe-v": 2, "interleaved": 2, "flex": 2}
-"""The schedules that are compared, and their chunks a rank."""
-
-COUNTS = (8, 3, 5)
 LENGTHS = (8, 5, 7, 3)
 
 
@@ -43,18 +40,18 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     stock_names = _names()
     found: dict[Any, Any] = {}
     for tied in (False, True):
-        found["stock", tied] = own_loop.train(own_loop.build(1, tied), COUNTS)
+        found["stock", tied] = own_loop.train(own_loop.build(1, tied), own_loop.COUNTS)
     found["stock", "lengths"] = _lengths(1)
     found["stock", "passes"] = _passes(own_loop.build(1))
-    for name, chunks in CHUNKS.items():
+    for name, chunks in own_loop.CHUNKS.items():
         for tied in (False, True):
             limit = {"memory_limit": 0.8} if name == "flex" else {}
             found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
-            found[name, tied] = own_loop.train(own_loop.build(chunks, tied), COUNTS)
+            found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
             gc.collect()
             megatron_pp_ext.uninstall()
     found["restored"] = _names() == stock_names
-    found["again"] = own_loop.train(own_loop.build(1), COUNTS)
+    found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
     megatron_pp_ext.install("v-half", ranks=2, microbatches=3, trace=trace, timeout=5)
     found["v-half", "lengths"] = _lengths(2)
@@ -63,7 +60,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     gc.collect()
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
-        found["shared"] = own_loop.train(own_loop.build(1, tied=True), COUNTS)
+        found["shared"] = own_loop.train(own_loop.build(1, tied=True), own_loop.COUNTS)
     found["several"] = _several()
     found["refused"] = _refused()
     found["arrived"] = _arrived()
@@ -194,4 +191,6 @@ def _error(call: Any) -> str:
 
 if __name__ == "__main__":
     (file,) = sys.argv[1:]
-    Path(file).write_bytes(pickle.dumps(run_ranks(on_rank, 2, str(Path(file).parent))))
+    folder = str(Path(file).parent)
+    with few_trials(folder):
+        Path(file).write_bytes(pickle.dumps(run_ranks(on_rank, 2, folder)))
