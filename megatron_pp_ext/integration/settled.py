@@ -35,6 +35,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     longest = of_part("max_sequence_length", sequence)
     known: Any = {
         "pipeline_schedule": request.schedule,
+        "pipeline_model_parallel_size": pipeline.placement.ranks,
         "pipeline_vocabulary": request.vocabulary,
         "pipeline_memory_limit": request.limit,
         "pipeline_costs": pipeline.costs,
