@@ -179,11 +179,6 @@ def install(
     _patch()
     if _installed is not None:
         _require_unused(_installed.pipeline)
-    elif requested.pipeline() is not None:
-        raise ValueError(
-            "a schedule is requested by --pipeline-schedule already; leave out the flag or the call of "
-            "megatron_pp_ext.install"
-        )
     requested.activate(pipeline)
     _installed = _Installed(asked, pipeline, found)
     return found
@@ -226,6 +221,12 @@ def uninstall() -> None:
 def _patch() -> None:
     """Put the seams of megatron.core in place, once; ValueError, in one line, where they do not fit."""
     global _kept
+    flags = requested.pipeline()
+    if flags is not None and not flags.is_per_model:
+        raise ValueError(
+            f"--pipeline-schedule {flags.name} is in force already; leave out the flag, or the call for "
+            "another schedule"
+        )
     if _kept is not None:
         return
     from megatron_pp_ext.integration import patching

@@ -1,6 +1,7 @@
-"""The pipeline that the flags of this process request, if they request one.
+"""The pipeline that is in force in this process, if one is.
 
-It is set once, while Megatron validates its arguments.  Where there is none, every seam does what stock does.
+Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
+are built from then on.  Where there is none, every seam does what stock does.
 """
 
 from collections.abc import Iterator

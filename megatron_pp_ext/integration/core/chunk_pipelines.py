@@ -21,6 +21,9 @@ from megatron_pp_ext.integration.requested import Pipeline
 _chunks: WeakKeyDictionary[torch.nn.Module, Pipeline | None] = WeakKeyDictionary()
 """The pipeline of every chunk that was built since seams are in place; None of one for stock's schedule."""
 
+_arrivals: list[str] = []
+"""The schedules for which configs were made that came from other processes."""
+
 _MARK = "_megatron_pp_ext_pipeline"
 
 
@@ -41,6 +44,7 @@ def _arrived(name: str) -> Mark:
     """Return what a mark is in a process into which its config was copied."""
     # The seams, which it puts in place, import this module.
     import_module("megatron_pp_ext.integration.arrival").guard()
+    _arrivals.append(name)
     return Mark(None, name)
 
 
@@ -99,23 +103,25 @@ def of_model(model: Sequence[torch.nn.Module]) -> Pipeline | None:
 
     ValueError where the model's config was made for a schedule in another process.
     """
-    built = [_chunks[part] for chunk in model for part in chunk.modules() if part in _chunks]
-    pipeline = built[0] if built else requested.pipeline()
-    if pipeline is None:
-        _refuse_elsewhere(model)
+    known = (part for chunk in model for part in chunk.modules() if part in _chunks)
+    part = next(known, None) if _chunks else None
+    if part is not None and _chunks[part] is not None:
+        return _chunks[part]
+    pipeline = requested.pipeline() if part is None else None
+    if pipeline is None and _arrivals:
+        _refuse_arrived(model)
     return pipeline
 
 
-def _refuse_elsewhere(model: Sequence[torch.nn.Module]) -> None:
-    for chunk in model:
-        for part in chunk.modules():
-            mark = getattr(getattr(part, "config", None), _MARK, None)
-            if mark is not None and _is_from_elsewhere(mark):
-                raise ValueError(
-                    f"this model's config was made for schedule {mark.name} in another process, and none is "
-                    "installed in this one, which would run Megatron's own; call megatron_pp_ext.install "
-                    "here before the model is built"
-                )
+def _refuse_arrived(model: Sequence[torch.nn.Module]) -> None:
+    for part in (part for chunk in model for part in chunk.modules()):
+        mark = getattr(getattr(part, "config", None), _MARK, None)
+        if mark is not None and _is_from_elsewhere(mark):
+            raise ValueError(
+                f"this model's config was made for schedule {mark.name} in another process, and none is "
+                "installed in this one, which would run Megatron's own; call megatron_pp_ext.install here "
+                "before the model is built"
+            )
 
 
 def part_of(chunk: torch.nn.Module) -> torch.nn.Module:
