@@ -86,7 +86,8 @@ BELOW_IN_INTEGRATION = {
     "start_up": {"requested"},
     "mends": _SEAMS,
     "core": {"requested"},
-    "runners": {"settings", "requested", "core"},
+    "settled": {"requested", "core"},
+    "runners": {"settings", "requested", "settled", "core"},
     "trainer": {"releases", "settings", "requested", "start_up", "core", "mends"},
     "core_seams": {*_SEAMS, "core", "runners"},
     "trainer_seams": {*_SEAMS, "core", "trainer"},
@@ -94,6 +95,8 @@ BELOW_IN_INTEGRATION = {
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
     "trainers_tried": set(),
     "doctor": {"releases", "trainers_tried", "patching", "seams", "mends"},
+    "arrival": {"patching", "core_seams"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""

@@ -1,8 +1,11 @@
-"""The pipeline that the flags of this process request, if they request one.
+"""The pipeline that is in force in this process, if one is.
 
-It is set once, while Megatron validates its arguments.  Where there is none, every seam does what stock does.
+Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
+are built from then on.  Where there is none, every seam does what stock does.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.source import Source
 from megatron_pp_ext.job.updates import Updates
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -36,6 +40,11 @@ class Pipeline:
     """The file for what this rank measures while it runs without the others."""
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
+    is_per_model: bool = False
+    """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
+    else it is that of the one model of the process."""
+    costs: Costs | None = None
+    """The costs that a call gave; None where a model tells them, or flags did."""
     layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""
@@ -85,3 +94,14 @@ def activate(pipeline: Pipeline | None) -> None:
     """Make ``pipeline`` the one that the seams serve; None returns to stock."""
     global _pipeline
     _pipeline = pipeline
+
+
+@contextmanager
+def using(pipeline: Pipeline | None) -> Iterator[None]:
+    """Make ``pipeline`` the one that the seams serve within the context."""
+    before = _pipeline
+    activate(pipeline)
+    try:
+        yield
+    finally:
+        activate(before)

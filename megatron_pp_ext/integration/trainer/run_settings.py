@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
-from megatron_pp_ext.integration.trainer.model_costs import message_bytes
 from megatron_pp_ext.planner.layout.advice import advised
 from megatron_pp_ext.planner.layout.rows import Shortest
+from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
