@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pp_ext import activation
 from tests.support.own_loop import CHUNKS, COUNTS, Record
 from tests.support.rounding import of_losses
 
@@ -131,3 +132,42 @@ def test_a_config_that_was_handed_over_is_refused_where_nothing_is_installed(fou
         assert rank["arrived"].startswith(
             "this model's config was made for schedule zb-h1 in another process"
         )
+
+
+ACTIVATED = """
+import pickle, site, sys
+site.addsitedir({folder!r})
+from tests.support.ranks import run_ranks
+from tests.support import own_loop
+
+def on_rank(rank):
+    own_loop.start()
+    model = own_loop.build(2)
+    return [layer.layer_number for part in model for layer in part.module.decoder.layers], own_loop.train(
+        model, own_loop.COUNTS
+    )
+
+open({found!r}, "wb").write(pickle.dumps(run_ranks(on_rank, 2)))
+"""
+"""A trainer that does not name this package: a site-packages of its own has what ``mpp activate`` writes."""
+
+
+def test_the_environment_puts_a_schedule_into_a_trainer(found, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(activation.sysconfig, "get_path", lambda kind: str(tmp_path))
+    activation.activate()
+    file = tmp_path / "found.pickle"
+    asked = {
+        "MEGATRON_PP_SCHEDULE": "v-half",
+        "MEGATRON_PP_RANKS": "2",
+        "MEGATRON_PP_MICROBATCHES": "8",
+        "PYTHONPATH": str(ROOT),
+    }
+    program = ACTIVATED.format(folder=str(tmp_path), found=str(file))
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | asked
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks = pickle.loads(file.read_bytes())
+    assert [layers for layers, _ in ranks] == [[1, 2, 7, 8], [3, 4, 5, 6]]
+    assert_same([record for _, record in ranks], [rank["stock", False] for rank in found])
