@@ -44,12 +44,12 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     found["stock", "lengths"] = _lengths(1)
     found["stock", "passes"] = _passes(own_loop.build(1))
     for name, chunks in own_loop.CHUNKS.items():
+        limit = {"memory_limit": 0.8} if name == "flex" else {}
+        found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
         for tied in (False, True):
-            limit = {"memory_limit": 0.8} if name == "flex" else {}
-            found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
             found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
-            gc.collect()
-            megatron_pp_ext.uninstall()
+    gc.collect()
+    megatron_pp_ext.uninstall()
     found["restored"] = _names() == stock_names
     found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
