@@ -96,7 +96,7 @@ BELOW_IN_INTEGRATION = {
     "trainers_tried": set(),
     "doctor": {"releases", "trainers_tried", "patching", "seams", "mends"},
     "arrival": {"patching", "core_seams"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams", "mends"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""

@@ -1,12 +1,11 @@
 """Every mend; ``mpp doctor`` lists them with their releases and tests."""
 
 from megatron_pp_ext.integration.mends import (
-    bucket_padding,
     damaged_checkpoint,
     dataset_helpers,
-    gathering_ahead,
     growing_batches,
     needed_flags,
+    of_core,
     skipped_steps,
     stage_data,
 )
@@ -15,8 +14,7 @@ MENDS = (
     stage_data.MEND,
     skipped_steps.MEND,
     growing_batches.MEND,
-    gathering_ahead.MEND,
-    bucket_padding.MEND,
+    *of_core.MENDS,
     damaged_checkpoint.MEND,
     dataset_helpers.MEND,
     needed_flags.MEND,
