@@ -1,7 +1,16 @@
-"""Pipeline schedules for Megatron-LM: controllable memory, zero bubble and PipeDream behind one flag.
+"""Pipeline schedules for Megatron-LM: controllable memory, zero bubble and PipeDream behind one flag or call.
 
-The names below are the public API for looking at schedules from Python.  They are imported when they are
-first used, so that importing the package costs nothing; none of them needs torch or Megatron.
+The names below are the public API.  They are imported when they are first used, so that importing the package
+costs nothing.
+
+For any training loop on megatron.core (docs/frameworks.md):
+
+``install(schedule, ranks=, microbatches=)``  run the models that are built from now on by a schedule
+``installed(schedule, ranks=, microbatches=)``  the same for the models that are built in a ``with`` block
+``uninstall()``                           Megatron as it was
+``InForce``                               what ``install`` returns: what will run
+
+For looking at schedules; none of these needs torch or Megatron:
 
 ``build(name, ranks, microbatches)``      a schedule of ``mpp list``
 ``compile_schedule(ranks, microbatches, costs, memory_limit)``  the shortest schedule found within a limit
@@ -18,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
+    from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -30,27 +40,35 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Costs",
+    "InForce",
     "Schedule",
     "StageCosts",
     "Timeline",
     "build",
     "compile_schedule",
     "draw",
+    "install",
+    "installed",
     "read_csv",
     "simulate",
+    "uninstall",
     "write_csv",
 ]
 
 _HOMES = {
     "Costs": ("schedule.costs", "Costs"),
+    "InForce": ("integration.by_call", "InForce"),
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),
+    "install": ("integration.by_call", "install"),
+    "installed": ("integration.by_call", "installed"),
     "read_csv": ("schedule.csv_file", "read"),
     "simulate": ("schedule.simulate", "simulate"),
+    "uninstall": ("integration.by_call", "uninstall"),
     "write_csv": ("schedule.csv_file", "write"),
 }
 """The module and the name there of everything that is public."""

@@ -104,6 +104,7 @@ def stand_in_for_schedules() -> None:
     from megatron_pp_ext.integration import requested
     from megatron_pp_ext.integration.runners.choose import runner
     from megatron_pp_ext.job import source
+    from megatron_pp_ext.job.pipeline import Request
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:
@@ -111,7 +112,8 @@ def stand_in_for_schedules() -> None:
             chunks = len(model) if isinstance(model, list) else 1
             group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
             placement = Placement(shape, group.size(), chunks)
-            pipeline = requested.Pipeline(source.from_catalogue(name, placement), placement)
+            request = Request(name, (placement,), options["num_microbatches"], splits_backward=False)
+            pipeline = requested.Pipeline(request, source.from_catalogue(name, placement))
             requested.activate(pipeline)
             try:
                 runner.cache_clear()  # each call has groups of its own

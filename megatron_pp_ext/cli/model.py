@@ -63,7 +63,7 @@ def described(
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from megatron_pp_ext.integration.request.model_costs import vocabulary
+            from megatron_pp_ext.integration.trainer.model_costs import vocabulary
 
             args.vocab_size = vocabulary(args)
     return args, job.words

@@ -7,12 +7,15 @@ the hook is for.
 from megatron_pp_ext.integration.core import (
     action_recording,
     checkpoint_copies,
+    chunk_pipelines,
     data_parallel,
     late_checks,
     local_linear,
     mirrored_chunks,
     nesterov,
     one_chunk_pairs,
+    placed_functions,
+    placed_models,
     planned_weights,
     replicated_ranks,
     stage_optimizer,
@@ -65,6 +68,70 @@ PLACEMENT = (
 )
 """The stages that a placement puts on this rank: groups, tied gradients, replicas."""
 
+_GPT = (
+    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+    "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+    "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
+    "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
+)
+_PATTERN = (
+    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
+    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy parallel_output "
+    "share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
+    "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
+)
+_CHUNK = "chunks of a V or wave from the other end, whoever builds them"
+
+MODELS = (
+    Seam(
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        {CORE_0_17: _GPT, CORE_0_20: f"{_GPT} logit_dtype"},
+        placed_models.build_placed,
+        _CHUNK,
+    ),
+    Seam(
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+        {
+            CORE_0_18: f"self config hybrid_stack_spec {_PATTERN}",
+            CORE_0_20: f"self config hybrid_stack_spec {_PATTERN} logit_dtype",
+        },
+        placed_models.build_placed,
+        _CHUNK,
+    ),
+    # Later ones make it of a HybridModel.
+    Seam(
+        "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+        {CORE_0_17: f"self config mamba_stack_spec {_PATTERN}", CORE_0_18: None},
+        placed_models.build_placed,
+        _CHUNK,
+    ),
+)
+"""Models that another trainer than Megatron's builds."""
+
+ANSWERS = tuple(
+    Seam(
+        f"megatron.core.{place}",
+        {CORE_0_17: parameters},
+        placed_functions.by_placement,
+        "layers and ends of a chunk, for whoever asks while it is not at work",
+    )
+    for place, parameters in (
+        ("transformer.transformer_block:get_num_layers_to_build", "config vp_stage pp_rank"),
+        ("transformer.transformer_layer:get_transformer_layer_offset", "config vp_stage pp_rank"),
+        (
+            "models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec",
+            "config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank",
+        ),
+        (
+            "models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
+            "config spec use_transformer_engine vp_stage pp_rank",
+        ),
+        ("parallel_state:is_pipeline_first_stage", "ignore_virtual vp_stage"),
+        ("parallel_state:is_pipeline_last_stage", "ignore_virtual vp_stage"),
+    )
+)
+"""Functions about the layers of a chunk."""
+
 _LINEAR = (
     "ctx input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel grad_output_buffer "
     "wgrad_deferral_limit tp_group"
@@ -103,8 +170,8 @@ STEP = (
     Seam(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         {CORE_0_17: "self"},
-        one_chunk_pairs.check_as_one_virtual_stage,
-        "pairs of forwards and backwards under schedules of one chunk a rank",
+        lambda stock: chunk_pipelines.mark_config(one_chunk_pairs.check_as_one_virtual_stage(stock)),
+        "pairs under schedules of one chunk a rank; the pipeline of the models of a config",
     ),
     Seam(
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw",
@@ -197,4 +264,4 @@ RECORDS = (
 )
 """What is recorded for a trace, without a change to what a run does."""
 
-CORE = (*PLACEMENT, *STEP, *UPDATES, *CHECKPOINTS, *RECORDS)
+CORE = (*PLACEMENT, *MODELS, *ANSWERS, *STEP, *UPDATES, *CHECKPOINTS, *RECORDS)

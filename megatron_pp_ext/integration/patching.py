@@ -2,7 +2,7 @@
 
 ``seams`` lists what is replaced and by what; this module knows how.  All seams are checked before the first
 is touched: a Megatron that has moved one of them is refused whole and stays stock.  A name is replaced in
-every module of Megatron that has imported it.
+every module that has imported it, whichever package that is of.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import ismodule
 from typing import Any
 
 from megatron_pp_ext.integration import releases
@@ -102,7 +103,7 @@ def apply(seams: Iterable[Seam]) -> None:
     require_known_release()
     found = [(seam, seam.find()) for seam in seams_of_this_release(seams) if not is_applied(seam)]
     before = len(_applied)
-    known_as = _names_in_megatron(target for _, target in found)
+    known_as = _names_of(target for _, target in found)
     try:
         for seam, target in found:
             replacement = seam.wrap(target)
@@ -123,10 +124,23 @@ def apply(seams: Iterable[Seam]) -> None:
 
 
 def undo(keep: int = 0) -> None:
-    """Put back everything that ``apply`` replaced, but for the first ``keep`` names."""
+    """Put back everything that ``apply`` replaced, but for the first ``keep`` names.
+
+    Modules that took a replacement by name since then get back what was there, too.
+    """
+    # A method has no other name than its class's.
+    functions = [vars(holder).get(name) for _, holder, name, _ in _applied[keep:] if ismodule(holder)]
+    taken = _names_of(functions)
     while len(_applied) > keep:
         _, holder, name, target = _applied.pop()
+        for module, known_as in taken.get(id(vars(holder).get(name)), ()):
+            setattr(module, known_as, target)
         setattr(holder, name, target)
+
+
+def applied() -> int:
+    """Return how many names are replaced at this moment, for ``undo`` to keep."""
+    return len(_applied)
 
 
 def is_applied(seam: Seam) -> bool:
@@ -134,11 +148,14 @@ def is_applied(seam: Seam) -> bool:
     return any(path == seam.path for path, *_ in _applied)
 
 
-def _names_in_megatron(targets: Iterable[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """Return, by each target's identity, the (module, name) pairs under which Megatron's modules hold it."""
+def _names_of(targets: Iterable[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """Return, by each target's identity, the (module, name) pairs under which modules hold it.
+
+    Modules are looked through without their own ``__getattr__``, by which some import others when asked.
+    """
     known_as: dict[int, list[tuple[Any, str]]] = {id(target): [] for target in targets}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "megatron":
+    for module in list(sys.modules.values()):
+        if ismodule(module):
             for name, value in list(vars(module).items()):
                 if id(value) in known_as:
                     known_as[id(value)].append((module, name))

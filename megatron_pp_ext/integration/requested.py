@@ -1,30 +1,35 @@
-"""The pipeline that the flags of this process request, if they request one.
+"""The pipeline that is in force in this process, if one is.
 
-It is set once, while Megatron validates its arguments.  Where there is none, every seam does what stock does.
+Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
+are built from then on.  Where there is none, every seam does what stock does.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.job.source import Source
 from megatron_pp_ext.job.updates import Updates
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """The requested pipeline: its source of schedules, its placement, what to measure and when to update.
+    """The requested pipeline: what is requested, its source of schedules, and what to measure.
 
-    Without a ``source`` stock's own schedules run, with stock's own ``placement``.
+    Without a ``source`` stock's own schedules run, with stock's own placement.
     """
 
-    source: Source | None
-    placement: Placement
+    request: Request
+    source: Source | None = None
+    settings: Settings = field(default_factory=Settings)
+    """The training run that the pipeline is part of."""
     trace: Path | None = None
-    updates: Updates | None = None
-    """The updates of a pipeline that never flushes; None where every step flushes."""
     predicting: int | None = None
     """The stage that has multi-token prediction, with a copy of the embedding."""
     profile_steps: ProfileSteps | None = None
@@ -35,12 +40,25 @@ class Pipeline:
     """The file for what this rank measures while it runs without the others."""
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
-    request: Request | None = field(default=None, compare=False)
-    """The reading of the flags that all of this follows from."""
-    layout: str = field(default="", compare=False)
+    is_per_model: bool = False
+    """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
+    else it is that of the one model of the process."""
+    costs: Costs | None = None
+    """The costs that a call gave; None where a model tells them, or flags did."""
+    layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
-    summary: str = field(default="", compare=False)
+    summary: str = ""
     """The line about the schedule that the first rank prints; other ranks need not have it."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are; the source settles it, since a compiler may choose among several."""
+        return self.source.placement if self.source else self.request.placement
+
+    @property
+    def updates(self) -> Updates | None:
+        """The updates of a pipeline that never flushes; None where every step flushes."""
+        return self.request.updates
 
     @property
     def name(self) -> str:
@@ -76,3 +94,14 @@ def activate(pipeline: Pipeline | None) -> None:
     """Make ``pipeline`` the one that the seams serve; None returns to stock."""
     global _pipeline
     _pipeline = pipeline
+
+
+@contextmanager
+def using(pipeline: Pipeline | None) -> Iterator[None]:
+    """Make ``pipeline`` the one that the seams serve within the context."""
+    before = _pipeline
+    activate(pipeline)
+    try:
+        yield
+    finally:
+        activate(before)

@@ -3,11 +3,21 @@
 ``core_seams`` says what a seam has.
 """
 
-from megatron_pp_ext.integration.core import mirrored_chunks, replicated_ranks, stage_optimizer
+from megatron_pp_ext.integration.core import mirrored_chunks
 from megatron_pp_ext.integration.patching import Seam
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
-from megatron_pp_ext.integration.request import parser, same_request, validation
-from megatron_pp_ext.integration.trainer import checkpoint_loading, layer_seeds, memory_report, step_recording
+from megatron_pp_ext.integration.trainer import (
+    checkpoint_loading,
+    layer_seeds,
+    memory_report,
+    parser,
+    placed_data,
+    replica_samples,
+    same_request,
+    stage_statistics,
+    step_recording,
+    validation,
+)
 
 _DISTRIBUTED = "get_embedding_ranks get_position_embedding_ranks store"
 
@@ -75,7 +85,7 @@ MODEL = (
     Seam(
         "megatron.training.training:build_train_valid_test_data_iterators",
         {CORE_0_17: "build_train_valid_test_datasets_provider"},
-        mirrored_chunks.provide_data_placed,
+        placed_data.provide_data_placed,
         "data for the stages that a V puts on this rank",
     ),
     Seam(
@@ -84,7 +94,7 @@ MODEL = (
             CORE_0_17: "self total_samples consumed_samples micro_batch_size data_parallel_rank "
             "data_parallel_size drop_last"
         },
-        replicated_ranks.take_turns,
+        replica_samples.take_turns,
         "microbatches that the replicas of a stage take in turn",
     ),
 )
@@ -100,13 +110,13 @@ LOOP = (
     Seam(
         "megatron.training.utils:logical_and_across_model_parallel_group",
         {CORE_0_17: "input", CORE_0_19: "input group"},
-        stage_optimizer.keep_within_stage,
+        stage_statistics.keep_within_stage,
         "updates of a pipeline that never flushes",
     ),
     Seam(
         "megatron.training.utils:reduce_max_stat_across_model_parallel_group",
         {CORE_0_17: "stat", CORE_0_19: "stat group"},
-        stage_optimizer.keep_within_stage,
+        stage_statistics.keep_within_stage,
         "logs of a pipeline that never flushes",
     ),
     Seam(

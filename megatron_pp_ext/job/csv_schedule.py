@@ -29,11 +29,16 @@ def read_csv(path: Path, args: Namespace) -> Schedule:
             "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
+    require_trainable(schedule, args)
+    return schedule
+
+
+def require_trainable(schedule: Schedule, args: Namespace) -> None:
+    """Raise ValueError if the layers of ``args`` cannot follow the order of ``schedule``."""
     if args.transformer_impl == "transformer_engine":
         require_first_first(schedule)
     if _recomputes_scaled(args):
         require_backwards_in_order(schedule)
-    return schedule
 
 
 def _recomputes_scaled(args: Namespace) -> bool:

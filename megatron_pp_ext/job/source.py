@@ -53,7 +53,6 @@ class Source:
 
     name: str
     placement: Placement
-    splits_backward: bool
     build: Callable[[int, FreeBytes | None], Schedule]
     limits: Limits | None = None
     known: Schedule | None = field(default=None, compare=False)
@@ -89,7 +88,7 @@ def from_catalogue(name: str, placement: Placement, is_paired: bool = False) -> 
         """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""
         return [max(1.0, peak) for peak in simulate(schedule, costs).peak_memory], costs
 
-    return Source(name, placement, catalog.entry(name).splits_backward, build, limits)
+    return Source(name, placement, build, limits)
 
 
 def _never_flushing(name: str, order: str, placement: Placement) -> Source:
@@ -98,7 +97,7 @@ def _never_flushing(name: str, order: str, placement: Placement) -> Source:
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return catalog.build(order, placement.ranks, max(microbatches, placement.ranks))
 
-    return Source(name, placement, False, build)
+    return Source(name, placement, build)
 
 
 def _from_file(schedule: Schedule, name: str) -> Source:
@@ -106,7 +105,7 @@ def _from_file(schedule: Schedule, name: str) -> Source:
         require_microbatches(schedule, name.removeprefix(CSV_PREFIX), microbatches)
         return schedule
 
-    return Source(name, schedule.placement, schedule.splits_backward, build, known=schedule)
+    return Source(name, schedule.placement, build, known=schedule)
 
 
 def _compiled(request: Request, costs: Costs) -> Source:
@@ -123,7 +122,7 @@ def _compiled(request: Request, costs: Costs) -> Source:
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Limit, Costs]:
         return request.limited(measured)
 
-    return Source(FLEX, ordinary.placement, True, build, limits, ordinary)
+    return Source(FLEX, ordinary.placement, build, limits, ordinary)
 
 
 def _automatic(request: Request, costs: Costs) -> Source:
@@ -141,7 +140,7 @@ def _automatic(request: Request, costs: Costs) -> Source:
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
         return tuple(map(max, least_limits(ranks, measured, placement), free_bytes())), measured
 
-    return Source(AUTO, placement, True, build, limits)
+    return Source(AUTO, placement, build, limits)
 
 
 def compile_once(

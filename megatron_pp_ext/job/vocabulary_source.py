@@ -112,7 +112,7 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
         return compiler.within(free, microbatches, placement)
 
     shared = replace(placement, shares_vocabulary=True)
-    return Source(request.schedule, shared, True, build, known=ordinary)
+    return Source(request.schedule, shared, build, known=ordinary)
 
 
 @dataclass(frozen=True, slots=True)

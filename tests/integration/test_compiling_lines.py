@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.compiler.search import annealing, diary, list_scheduling, problem, timed_order
-from megatron_pp_ext.integration.request import start_up
+from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.schedule import buffers, loops, program, walk
 from tests.support.training import train
 

@@ -13,13 +13,13 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import profile_guided, tracing
-from megatron_pp_ext.job import source
 from megatron_pp_ext.job.measurements import ProfileSteps
+from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.source import source_of
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import trace_file
@@ -263,22 +263,21 @@ def test_the_gain_that_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting them takes time, and the schedule is compiled from the times of the others."""
-    args, counted = SimpleNamespace(), {}
+    counted = {}
 
     def recording(group, model, forward_only, counting) -> None:
-        counted[args.curr_iteration + 1] = counting
+        counted[done + 1] = counting
 
-    monkeypatch.setattr(profile_guided, "get_args", lambda: args)
     monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
     monkeypatch.setattr(tracing, "recording", recording)
-    stages = source.from_catalogue("1f1b", linear(2))
-    chosen = requested.Pipeline(stages, linear(2), profile_steps=ProfileSteps(2, 4))
+    request = named("1f1b", 2, 8)
+    chosen = requested.Pipeline(request, source_of(request, Costs.unit), profile_steps=ProfileSteps(2, 4))
     guide = profile_guided.ProfileGuide(chosen)
-    for args.curr_iteration in range(8):
-        if args.curr_iteration == 6:
+    for done in range(8):
+        if done == 6:
             guide._durations.wait_for(1)
-        guide.step(None, SimpleNamespace(model=[], forward_only=False))
-        guide._measured_steps += 2 <= args.curr_iteration + 1 <= 4
+        guide.step(None, SimpleNamespace(model=[], forward_only=False, training_steps=done))
+        guide._measured_steps += 2 <= done + 1 <= 4
         if guide._durations.is_waiting:
             guide._durations.add_after(8, 0.1)
     seconds = tracing.Counting.SECONDS

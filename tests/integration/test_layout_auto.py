@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_pp_ext.integration.request import start_up
-from megatron_pp_ext.integration.request.model_costs import estimate
-from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job import layers
 from tests.support.comparison import assert_same_gradients, run, stock
 from tests.support.flags import PP4, arguments, assert_refused

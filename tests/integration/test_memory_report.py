@@ -8,6 +8,7 @@ import pytest
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer import memory_report
 from megatron_pp_ext.job import source
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.schedule.placement import linear, v
 
 ARGS = Namespace(
@@ -38,13 +39,13 @@ def test_activations_are_those_in_flight() -> None:
         ("1f1b", linear(4), 400.0),
         ("gpipe", linear(4), 800.0),
     ):
-        requested.activate(requested.Pipeline(source.from_catalogue(name, placement), placement))
+        requested.activate(requested.Pipeline(named(name, 4, 8), source.from_catalogue(name, placement)))
         assert memory_report.activations_as_scheduled(activations)(ARGS, 8) == expected
     assert ARGS.virtual_pipeline_model_parallel_size == 2
 
 
 def test_a_v_has_the_output_layer_beside_the_embedding() -> None:
     for name, placement, expected in (("v-half", v(4), 2000.0), ("1f1b", linear(4), 1000.0)):
-        requested.activate(requested.Pipeline(source.from_catalogue(name, placement), placement))
+        requested.activate(requested.Pipeline(named(name, 4, 8), source.from_catalogue(name, placement)))
         assert memory_report.weights_of_both_ends(weights)(ARGS) == expected
     assert ARGS.padded_vocab_size == 100

@@ -10,8 +10,11 @@ from megatron.core.parallel_state import get_nccl_options
 from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners import message_groups
 from megatron_pp_ext.integration.runners.message_groups import group_options
+from megatron_pp_ext.integration.trainer.run_settings import settings
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.runtime.groups import GroupOptions
 from tests.support.training import TINY
 
@@ -28,6 +31,8 @@ FILES = {
 }
 
 
+PIPELINE = Pipeline(named("1f1b", 2, 4))
+
 Options = Callable[..., GroupOptions]
 
 
@@ -37,7 +42,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Options:
 
     def read(flags: str = "") -> GroupOptions:
         monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
-        return group_options(megatron_arguments.parse_args())
+        return group_options(settings(megatron_arguments.parse_args(), PIPELINE))
 
     return read
 
@@ -71,11 +76,10 @@ def test_messages_have_megatrons_patience_and_options(
     monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags])])
     args = megatron_arguments.parse_args()
     made = []
-    monkeypatch.setattr(message_groups, "get_args", lambda: args)
     monkeypatch.setattr(
         message_groups, "direction_groups", lambda *given, **named: made.append((given, named))
     )
-    message_groups.message_groups([1, 3], [(0, 1)])
+    message_groups.message_groups(settings(args, PIPELINE), [1, 3], [(0, 1)])
     options = GroupOptions(max_ctas=16)
     assert made == [(([1, 3], timedelta(minutes=3)), {"options": options, "edges": [(0, 1)]})]
 

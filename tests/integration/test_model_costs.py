@@ -11,8 +11,9 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
-from megatron_pp_ext.integration.request import model_costs
-from megatron_pp_ext.integration.request.model_costs import estimate
+from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts
@@ -148,8 +149,8 @@ def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> Non
         tp_group=Namespace(size=lambda: tensor),
         cp_group=Namespace(size=lambda: context),
     )
-    assert model_costs.message_bytes(args) == math.prod(shape) * dtype.itemsize
-    assert estimate(args, 4).message == model_costs.message_bytes(args)
+    assert message_bytes(args) == math.prod(shape) * dtype.itemsize
+    assert estimate(args, 4).message == message_bytes(args)
 
 
 class Measured(NamedTuple):

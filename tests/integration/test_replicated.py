@@ -8,6 +8,7 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.runners import flush_free
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.sizes import fewest_ranks
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -102,10 +103,10 @@ def test_a_killed_run_is_resumed_by_itself_and_by_stock(tmp_path: Path) -> None:
 
 def test_all_that_exchange_messages_meet_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL makes a communicator at the first message of two ranks, and their hosts wait for that."""
-    monkeypatch.setattr(flush_free, "message_groups", lambda ranks, edges: (ranks, edges))
+    monkeypatch.setattr(flush_free, "message_groups", lambda settings, ranks, edges: (ranks, edges))
     monkeypatch.setattr(flush_free, "ranks_of_pipeline", lambda group: [4, 5, 6, 7])
     monkeypatch.setattr(flush_free.dist, "get_rank", lambda: 6)
-    place = flush_free._Place(Replicas((1, 2, 1)), None)
+    place = flush_free._Place(Replicas((1, 2, 1)), None, Settings())
     assert place.stage == 1
     assert place.message_groups() == ([4, 5, 6, 7], [(0, 1), (0, 2), (1, 3), (2, 3)])
 

@@ -14,6 +14,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.job import source
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -24,7 +25,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture
 def pipeline():
-    chosen = requested.Pipeline(source.from_catalogue("1f1b", linear(2)), linear(2))
+    chosen = requested.Pipeline(named("1f1b", 2, 4), source.from_catalogue("1f1b", linear(2)))
     requested.activate(chosen)
     yield chosen
     requested.activate(None)
@@ -177,7 +178,7 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
 
     monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
     group = SimpleNamespace(rank=lambda: 0)
-    pipeline = requested.Pipeline(source.Source("auto", linear(2), True, build), linear(2))
+    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source("auto", linear(2), build))
     monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
     steps = choose.runner(pipeline).steps
 

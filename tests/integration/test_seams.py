@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+import types
 from pathlib import Path
 
 import megatron.core.pipeline_parallel.schedules as schedules
@@ -56,6 +57,24 @@ def test_apply_and_undo(unpatched):
     assert not is_any_applied()
     assert schedules.get_forward_backward_func is stock_function
     assert trainer.get_forward_backward_func is stock_function
+
+
+def test_modules_of_other_packages_get_the_replacement_too(unpatched, monkeypatch):
+    """Those that took a name before and those that do so later; none is asked for what it would import."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} was asked for")
+
+    early, late = types.ModuleType("early"), types.ModuleType("late")
+    early.__getattr__ = refuse
+    for module in (early, late):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    stock_function = early.another_name = schedules.get_forward_backward_func
+    patching.apply(SEAMS)
+    assert early.another_name is schedules.get_forward_backward_func is not stock_function
+    late.get_forward_backward_func = schedules.get_forward_backward_func
+    patching.undo()
+    assert early.another_name is late.get_forward_backward_func is stock_function
 
 
 def test_undo_puts_everything_back(unpatched):

@@ -1,13 +1,16 @@
 """Which updates wait for all stages, beside functions of Megatron's that would."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import stage_optimizer
+from megatron_pp_ext.integration.trainer import stage_statistics
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.placement import linear
 
 
 @pytest.mark.parametrize(
@@ -19,13 +22,13 @@ from megatron_pp_ext.schedule.placement import linear
     ],
 )
 def test_a_stage_keeps_its_own_value(updates: Updates | None, waits: bool) -> None:
-    across = stage_optimizer.keep_within_stage(lambda value, group=None: f"{value} of all")
+    across = stage_statistics.keep_within_stage(lambda value, group=None: f"{value} of all")
 
     def norm(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
         return grad_stats_parallel_group
 
     within = stage_optimizer.sum_within_stage(norm)
-    requested.activate(requested.Pipeline(None, linear(2), updates=updates))
+    requested.activate(requested.Pipeline(replace(named("pipedream", 2, 1), updates=updates)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_optimizer, "_part_of_stage", lambda group: f"this stage's of {group}")
         try:

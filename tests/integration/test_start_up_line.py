@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from megatron_pp_ext.integration.request import start_up
-from megatron_pp_ext.integration.request.model_costs import estimate
-from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.trainer.caveat import caveat
+from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 from tests.support.flags import PP4, arguments
@@ -92,7 +93,7 @@ def test_what_follows_the_placement(
     pipeline = read_flags(args)
     assert pipeline is not None
     args.iteration = iteration
-    said = start_up.caveat(pipeline, args)
+    said = caveat(pipeline, args)
     assert said.startswith(start) and bool(said) == bool(start)
     assert ("--pipeline-layer-seeds" in said) == ("nitial weights" in said)
 
@@ -117,7 +118,7 @@ def test_dropout_follows_the_order_that_goes_by_measurements(
     pipeline = read_flags(args)
     assert pipeline is not None
     args.iteration = 7
-    *_, last = start_up.caveat(pipeline, args).split("\n")
+    *_, last = caveat(pipeline, args).split("\n")
     if dropout and measured_by is not None:
         assert last.startswith(f"Under {measured_by} ") and "losses change with the schedule" in last
     else:

@@ -9,9 +9,11 @@ import torch
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.integration.runners.tracing import Counting
+from megatron_pp_ext.job.pipeline import named
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.placement import linear
+
+STOCK = named("1f1b", 2, 4)
 
 
 @pytest.fixture
@@ -46,13 +48,13 @@ def step(number: int, forward_only: bool = False, **about) -> bool | None:
 
 
 def test_a_trace_holds_the_last_step(written: list[list[int]], tmp_path: Path) -> None:
-    requested.activate(requested.Pipeline(None, linear(2), trace=tmp_path / "trace.json"))
+    requested.activate(requested.Pipeline(STOCK, trace=tmp_path / "trace.json"))
     assert [step(0), step(1), step(2, forward_only=True)] == [True, True, None]
     assert written == [[0], [1]]
 
 
 def test_a_trace_of_several_updates_is_written_once(written: list[list[int]], tmp_path: Path) -> None:
-    requested.activate(requested.Pipeline(None, linear(2), trace=tmp_path / "trace.json"))
+    requested.activate(requested.Pipeline(STOCK, trace=tmp_path / "trace.json"))
     for number in range(5):
         step(number, part=number % 3, parts=3)
     assert written == [[0, 1, 2]]
@@ -60,11 +62,11 @@ def test_a_trace_of_several_updates_is_written_once(written: list[list[int]], tm
 
 def test_bytes_are_counted_where_somebody_wants_them(written: list[list[int]], tmp_path: Path) -> None:
     """Counting takes time; a run that compares seconds must not pay for it."""
-    requested.activate(requested.Pipeline(None, linear(2)))
+    requested.activate(requested.Pipeline(STOCK))
     assert step(0) is None
     assert step(0, counting=Counting.BYTES) is True
     assert step(0, counting=Counting.SECONDS) is False
     assert step(0, forward_only=True, counting=Counting.BYTES) is None
-    requested.activate(requested.Pipeline(None, linear(2), trace=tmp_path / "trace.json"))
+    requested.activate(requested.Pipeline(STOCK, trace=tmp_path / "trace.json"))
     assert step(0, counting=Counting.SECONDS) is True
     assert written == [[0]]

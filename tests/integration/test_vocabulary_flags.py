@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.integration.request import start_up
-from megatron_pp_ext.integration.request.validation import _costs, read_flags
+from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
+from megatron_pp_ext.integration.trainer.validation import _costs, read_flags
 from megatron_pp_ext.job import vocabulary_source
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read

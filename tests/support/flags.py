@@ -13,8 +13,8 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request.model_costs import estimate
-from megatron_pp_ext.integration.request.validation import read_flags
+from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import Request
 from megatron_pp_ext.planner import described

@@ -13,7 +13,7 @@ every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 -
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,18 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
+
+_RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
+"""Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
+
+
+class MirroredRank(int):
+    """A pipeline rank counted from the other end, told apart from the true rank of a process."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # in a file it is a number like any other
 
 
 class MirroredGroup:
@@ -39,35 +50,42 @@ class MirroredGroup:
         # torch looks up the members of a group in this table.
         ranks = dist.distributed_c10d._world.pg_group_ranks[group]
         dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
-            global_rank: len(ranks) - 1 - rank for global_rank, rank in ranks.items()
+            global_rank: mirror(rank, len(ranks)) for global_rank, rank in ranks.items()
         }
 
-    def rank(self) -> int:
+    def rank(self) -> MirroredRank:
         """The rank of this process, counted from the end."""
-        return self._group.size() - 1 - self._group.rank()
+        return mirror(self._group.rank(), self._group.size())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
 
+def mirror(rank: int, ranks: int) -> MirroredRank:
+    """Return ``rank`` of ``ranks`` counted from the other end; a rank that is mirrored already stays."""
+    return rank if isinstance(rank, MirroredRank) else MirroredRank(ranks - 1 - rank)
+
+
 @contextmanager
-def mirrored_rank() -> Iterator[None]:
-    """Let ``parallel_state`` report this rank's mirror image in the pipeline within the context."""
+def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
+    """Let ``parallel_state`` report this rank's mirror image in the pipeline, or the true rank, within."""
+    before = vars(parallel_state)[_RANK]
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    size = parallel_state.get_pipeline_model_parallel_world_size()
-    parallel_state.set_pipeline_model_parallel_rank(size - 1 - rank)
+    if isinstance(rank, MirroredRank) is not mirrored:
+        other = parallel_state.get_pipeline_model_parallel_world_size() - 1 - rank
+        parallel_state.set_pipeline_model_parallel_rank(MirroredRank(other) if mirrored else other)
     try:
         yield
     finally:
-        # None, Megatron's own value, makes it read the process group again.
-        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_rank(before)
 
 
-def as_chunk(vp_stage: int | None) -> Any:
+def as_chunk(vp_stage: int | None, pipeline: requested.Pipeline | None = None) -> Any:
     """Return a context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
-    pipeline = requested.pipeline()
-    mirrored = pipeline is not None and vp_stage is not None and pipeline.is_mirrored(vp_stage)
-    return mirrored_rank() if mirrored else nullcontext()
+    pipeline = pipeline or requested.pipeline()
+    if pipeline is None or vp_stage is None:
+        return nullcontext()
+    return mirrored_rank(pipeline.is_mirrored(vp_stage))
 
 
 @around
@@ -85,12 +103,11 @@ def build_chunks_placed(
     if pipeline is None:
         return stock(build_chunk, *args, **kwargs)
     if pipeline.is_mirrored(1):
-        build_chunk = functools.partial(_build_chunk, build_chunk)
+        build_chunk = functools.partial(build_chunk_placed, build_chunk)
     if pipeline.placement.shares_vocabulary:
         build_chunk = share_vocabulary(build_chunk)
     chunks = stock(build_chunk, *args, **kwargs)
-    if pipeline.has_both_ends_on_first_rank:
-        _tie_output_to_embedding(chunks, parallel_state.get_pipeline_model_parallel_group())
+    tie_ends(chunks)
     return chunks
 
 
@@ -107,7 +124,11 @@ def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
         )
 
 
-def _build_chunk(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:
+def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:
+    """Build chunk ``vp_stage`` by ``build``, a mirrored one as the mirror image of this rank builds it.
+
+    ``build`` takes ``pg_collection``, ``vp_stage``, ``pre_process``, ``post_process`` and ``others``.
+    """
     pipeline = requested.require()
     if not pipeline.is_mirrored(vp_stage):
         return build(pg_collection=pg_collection, vp_stage=vp_stage, **others)
@@ -128,18 +149,20 @@ def _build_chunk(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int
     return chunk
 
 
-def _tie_output_to_embedding(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> None:
+def tie_ends(chunks: Sequence[torch.nn.Module]) -> None:
     """Start the tied output weight, which stock leaves at zero, as a copy of the embedding.
 
     Stock fills it by an all-reduce between first and last rank; under a V both are rank 0.
     """
-    tied = tied_weights(chunks, group)
+    if not requested.require().has_both_ends_on_first_rank:
+        return
+    tied = tied_weights(chunks, parallel_state.get_pipeline_model_parallel_group())
     if tied is not None:
         first, last = tied
         last.data.copy_(first.data)
 
 
-def tied_weights(chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+def tied_weights(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
     """Return the embedding's and the output layer's weight on the rank that has both, if they are tied."""
     if group.rank() != 0:
         return None
@@ -180,9 +203,10 @@ def sum_tied_gradients(
     Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
     stock sums them across ranks: after data-parallel reduction and before the division by tokens.  So the
     arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank, is
-    summed by stock in between.
+    summed by stock in between.  Without one, stock is not called: Megatron's group may be older than the
+    schedule, and have the last rank in it.
     """
-    pipeline = requested.pipeline()
+    pipeline = chunk_pipelines.of_model(model)
     if pipeline is None or not pipeline.has_both_ends_on_first_rank:
         return stock(model, *args, **kwargs)
     tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
@@ -190,23 +214,7 @@ def sum_tied_gradients(
     both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
     if len(both) == 2:
         both[0].add_(both[1])
-    stock(model, *args, **kwargs)
+    if pipeline.predicting is not None and pipeline.placement.rank_of(pipeline.predicting) != 0:
+        stock(model, *args, **kwargs)
     if len(both) == 2:
         both[1].copy_(both[0])
-
-
-@around
-def provide_data_placed(stock: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Call the dataset provider of a mirrored chunk under the mirrored rank.
-
-    Seam: ``build_train_valid_test_data_iterators`` in ``megatron.training.training``, which stock
-    calls once a chunk with ``functools.partial(provider, vp_stage=chunk)``.
-    """
-    keywords = getattr(provider, "keywords", {})
-
-    @functools.wraps(provider, assigned=())
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        with as_chunk(keywords.get("vp_stage")):
-            return provider(*args, **kwargs)
-
-    return stock(placed)

@@ -1,4 +1,4 @@
-"""Megatron's process groups, samples and sums for stages with different numbers of replicas.
+"""Megatron's process groups and sums for stages with different numbers of replicas.
 
 Megatron's groups are the rows and columns of a box of ranks.  Here ranks go by stage, then by replica, then
 by tensor parallelism, and the groups of a rank are those that it would have if all stages were like its own:
@@ -7,15 +7,9 @@ by tensor parallelism, and the groups of a rank are those that it would have if 
   of losses are stock's;
 * its pipeline has itself for its stage and the first replica of every other.  It says where the rank is, and
   nothing is sent in it: a first replica is in several pipelines, but has the group of one.
-
-The number of samples in a step cannot go by the number of replicas, which differs by stage.  Megatron counts
-a single data-parallel rank, with all microbatches of a step, and each replica's sampler takes every r-th of
-them, which are the ones that the schedule gives it (``schedule.families.round_robin``).
 """
 
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,21 +26,6 @@ def replicated(pipeline: requested.Pipeline | None = None) -> Replicas | None:
     if pipeline is None or pipeline.updates is None or pipeline.updates.replicas.is_straight:
         return None
     return pipeline.updates.replicas
-
-
-@contextmanager
-def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterator[None]:
-    """Let Megatron's validation see as many ranks as one replica of each stage has.
-
-    From the number of ranks it derives the data-parallel size, and from that the microbatches of a step.
-    """
-    ranks = args.world_size
-    if pipeline is not None and replicated(pipeline):
-        args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    try:
-        yield
-    finally:
-        args.world_size = ranks
 
 
 @around
@@ -118,19 +97,6 @@ def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
     width = parallel_state.get_tensor_model_parallel_world_size()
     column = parallel_state.get_tensor_model_parallel_rank()
     return [rank * width + column for rank in range(replicas.ranks)]
-
-
-@around
-def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let a replica read every r-th microbatch of those that its stage has r replicas for.
-
-    Seam: ``MegatronPretrainingSampler.__init__`` in ``megatron.training.datasets.data_samplers``, to which
-    Megatron gives the rank among the replicas, and 1 for their number.
-    """
-    call = bound(stock, *args, **kwargs)
-    if replicated():
-        call.arguments["data_parallel_size"] = parallel_state.get_data_parallel_group().size()
-    stock(*call.args, **call.kwargs)
 
 
 @around

@@ -36,16 +36,6 @@ def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return stock(*call.args, **call.kwargs)
 
 
-@around
-def keep_within_stage(stock: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return this rank's own value, which is that of all ranks of its stage.
-
-    Seams: ``logical_and_across_model_parallel_group`` and
-    ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
-    """
-    return value if updates_by_stage() else stock(value, *args, **kwargs)
-
-
 def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -172,14 +172,14 @@ def share_vocabulary(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
         model = build_chunk(*args, **kwargs)
         made.append(model)
         if len(made) == requested.require().placement.chunks:
-            _deal_out(made)
+            deal_out(made)
             made.clear()
         return model
 
     return build
 
 
-def _deal_out(chunks: Sequence[Any]) -> None:
+def deal_out(chunks: Sequence[Any]) -> None:
     """Replace embedding and output layer of this rank's ``chunks`` by its parts of them."""
     placement = requested.require().placement
     stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank())

@@ -1,15 +1,16 @@
 """The choice of the runner of this process's steps: Megatron's own, or one of this package's."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from megatron.core import parallel_state
-from megatron.training import get_args
-from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request.start_up import caveat
+from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
@@ -20,6 +21,8 @@ from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses,
 from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
 def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,8 +34,8 @@ def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         pipeline = requested.pipeline()
-        if pipeline is None:
-            return stock(*args, **kwargs)
+        if pipeline is None or pipeline.is_per_model:
+            return by_model(functools.partial(stock, *args, **kwargs))
         announce(pipeline)
         if pipeline.source is None:
             return measured(stock(*args, **kwargs))
@@ -42,11 +45,58 @@ def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a forward-backward function that runs each model by the pipeline that it was built for.
+
+    ``stock`` returns Megatron's own.  Models of different pipelines may take turns.
+    """
+
+    def step(*, model: Any, **kwargs: Any) -> Any:
+        chunks = model if isinstance(model, list) else [model]
+        pipeline = chunk_pipelines.of_model(chunks)
+        if pipeline is None:
+            return stock()(model=model, **kwargs)
+        with requested.using(pipeline):
+            if chunks[0] not in _runners:
+                _runners[chunks[0]] = _first_runner(pipeline, chunks, **kwargs)
+            return _runners[chunks[0]](model=model, **kwargs)
+
+    return step
+
+
+def _first_runner(
+    pipeline: requested.Pipeline,
+    model: Sequence[torch.nn.Module],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    pg_collection: Any = None,
+    **unused: Any,
+) -> PipelineRunner:
+    """Return the runner of ``model`` before its first step; ValueError for what cannot train."""
+    refuse_multimodule(pg_collection)
+    group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
+    require_as_placed(model, pipeline, group)
+    settled = settle(pipeline, model, seq_length, micro_batch_size)
+    announce(pipeline)
+    return put_together(settled, _transport(pipeline))
+
+
+_runners: WeakKeyDictionary[torch.nn.Module, PipelineRunner] = WeakKeyDictionary()
+"""The runner of each model that has trained or was evaluated, by the model's first chunk."""
+
+
+@functools.cache
+def _transport(pipeline: requested.Pipeline) -> ProcessGroups:
+    """Return the connections of all models of ``pipeline``, which cost memory and are made once."""
+    return ProcessGroups(pipeline.settings)
+
+
 @functools.lru_cache(maxsize=1)
 def announce(pipeline: requested.Pipeline) -> None:
     """Print once, on rank 0, what runs and what to know about it; nothing where no flags were read."""
     if pipeline.summary and pipeline.rehearsal is None:
-        print_rank_0("\n".join(filter(None, (pipeline.summary, caveat(pipeline, get_args())))))
+        print_rank_0("\n".join(filter(None, (pipeline.summary, pipeline.settings.caveat()))))
 
 
 def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +114,17 @@ def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def runner(pipeline: requested.Pipeline) -> PipelineRunner:
-    """Return the runner of all steps of ``pipeline``, put together from its parts."""
+    """Return the runner of all steps of the one model of this process."""
+    return put_together(pipeline, ProcessGroups(pipeline.settings))
+
+
+def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
+    """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
     evaluations = Evaluations(pipeline)
     if pipeline.rehearsal is not None:
         source, others = Requested(pipeline), MadeUp()
         rehearsed = FlushedSteps(pipeline.placement, source, evaluations, others)
         return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
-    transport = ProcessGroups()
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)

@@ -6,8 +6,6 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import get_args
-from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.data_parallel import last_actions
@@ -15,8 +13,10 @@ from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline,
 from megatron_pp_ext.integration.runners import free_memory, tracing
 from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
@@ -57,7 +57,7 @@ class FlushFreeSteps:
         """See ``pipeline_runner.Steps``."""
         if self._place is None:
             assert self._pipeline.updates is not None
-            self._place = _Place(self._pipeline.updates.replicas, group)
+            self._place = _Place(self._pipeline.updates.replicas, group, self._pipeline.settings)
             # For evaluations: no group can be made once messages are under way.
             self._groups = self._place.message_groups()
         if inputs.forward_only:
@@ -87,8 +87,8 @@ class FlushFreeTracing(tracing.Tracing):
 class _Place:
     """The place of this rank among all replicas of the stages of its pipeline, whose group is ``group``."""
 
-    def __init__(self, replicas: Replicas, group: dist.ProcessGroup) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: Replicas, group: dist.ProcessGroup, settings: Settings) -> None:
+        self.replicas, self._settings = replicas, settings
         self.ranks = ranks_of_pipeline(group)
         self._rank = self.ranks.index(dist.get_rank())
         self.stage = replicas.stage_of(self._rank)
@@ -106,7 +106,8 @@ class _Place:
     def message_groups(self) -> Directions:
         """Make groups for messages; every rank of the world does so at the same time."""
         stages = [self.replicas.ranks_of(stage) for stage in range(self.replicas.stages)]
-        return message_groups(self.ranks, [pair for two in pairwise(stages) for pair in product(*two)])
+        edges = [pair for two in pairwise(stages) for pair in product(*two)]
+        return message_groups(self._settings, self.ranks, edges)
 
 
 class _RunningPipeline:
@@ -114,8 +115,8 @@ class _RunningPipeline:
 
     def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs, shape: Any) -> None:
         assert pipeline.updates is not None
-        args = get_args()
-        self.done, self.total = 0, args.train_iters - args.curr_iteration
+        settings = pipeline.settings
+        self.done, self.total = 0, steps_to_come(settings, inputs)
         self._place, self._updates = place, pipeline.updates
         about: Any = {"stage": place.stage, "replicas": place.replicas, "interval": self._updates.interval}
         self._kept_after = partial(pipedream.versions_kept, self._updates.weights, **about)
@@ -133,10 +134,10 @@ class _RunningPipeline:
         self._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
         if not place.replicas.is_straight:
             sum_over_replicas(inputs.model)
-        if not self._updates.waits and args.clip_grad:
+        if not self._updates.waits and settings.clip_grad:
             print_rank_0(
-                f"megatron_pp_ext: --clip-grad {args.clip_grad:g} goes by each pipeline stage's own gradient "
-                f"norm under --pipeline-schedule {pipeline.name}; the log shows that of the last stage"
+                f"megatron_pp_ext: --clip-grad {settings.clip_grad:g} goes by each pipeline stage's own "
+                f"gradient norm under --pipeline-schedule {pipeline.name}; the log shows the last stage's"
             )
 
     def update(self, inputs: StepInputs, recorder: Recorder) -> None:
@@ -164,6 +165,16 @@ class _RunningPipeline:
                     f"the model's buffer {name} changes in a forward, and buffers have no versions: what is "
                     "in flight would compute with another one; choose a schedule that flushes, such as 1f1b"
                 )
+
+
+def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
+    """Return the updates from this one to the run's last; ValueError where nobody has said."""
+    if settings.train_steps is None:
+        raise ValueError(
+            "train_steps is not given, but a pipeline that never flushes has to know its last training step; "
+            "give the number of steps, or choose a schedule that flushes, such as 1f1b"
+        )
+    return settings.train_steps() - settings.steps_done(inputs.training_steps)
 
 
 def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:

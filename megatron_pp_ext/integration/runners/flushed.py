@@ -33,7 +33,7 @@ class FlushedSteps:
         channels = self._transport.channels(group, shape, inputs.config)
         vocabulary = None
         if plan.shares_vocabulary:
-            exchanges = self._transport.exchanges(group)
+            exchanges = self._transport.exchanges(group, inputs.model)
             vocabulary = ModelVocabulary(inputs, placement, plan, exchanges, shape)
         stages: Mapping[int, ModelStage]
         pairs: Pairs | None = None

@@ -16,12 +16,9 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import get_args
-from megatron.training.utils import print_rank_0
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request.model_costs import message_bytes
 from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.integration.runners.flushed import require_same_on_all
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
@@ -29,7 +26,7 @@ from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.sources import Requested
 from megatron_pp_ext.job.source import compile_once
-from megatron_pp_ext.planner.layout.advice import advised
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule.actions import Schedule
@@ -50,7 +47,7 @@ class ProfileGuide(Requested):
     def __init__(self, pipeline: requested.Pipeline) -> None:
         super().__init__(pipeline)
         assert pipeline.profile_steps is not None
-        self._pipeline, self._steps = pipeline, pipeline.profile_steps
+        self._pipeline, self._steps, self._settings = pipeline, pipeline.profile_steps, pipeline.settings
         self._measured_steps = 0
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
@@ -58,9 +55,13 @@ class ProfileGuide(Requested):
         self._has_warned = False
         self._durations = _StepDurations()
 
+    def _current_step(self, inputs: StepInputs) -> int:
+        """Return the number, from 1, of the training step that runs."""
+        return self._settings.steps_done(inputs.training_steps) + 1
+
     def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
         """See ``pipeline_runner.Recording``."""
-        step = _current_step()
+        step = self._current_step(inputs)
         counting = None
         if step in self._steps:
             counting = tracing.Counting.SECONDS if self._measured_steps else tracing.Counting.BYTES
@@ -76,7 +77,7 @@ class ProfileGuide(Requested):
         if inputs.forward_only:
             yield
             return
-        step = _current_step()
+        step = self._current_step(inputs)
         if step > self._steps.last and self._costs is None:
             self._end_of_measurement(step, group)
         yield
@@ -94,7 +95,7 @@ class ProfileGuide(Requested):
 
     def phase(self, inputs: StepInputs) -> Hashable:
         """See ``sources.Source``."""
-        return super().phase(inputs), _current_step() in self._steps, self._costs is not None
+        return super().phase(inputs), self._current_step(inputs) in self._steps, self._costs is not None
 
     def schedule(self, inputs: StepInputs) -> Schedule:
         """See ``sources.Source``."""
@@ -105,7 +106,7 @@ class ProfileGuide(Requested):
         schedule = self._requested[key]
         if self._costs is not None:
             return self._shorter(schedule, self._costs)
-        return schedule.with_halved_backwards if _current_step() in self._steps else schedule
+        return schedule.with_halved_backwards if self._current_step(inputs) in self._steps else schedule
 
     def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
         if self._measured_steps:
@@ -125,7 +126,7 @@ class ProfileGuide(Requested):
         if gathered is not None:
             name, placement = self._pipeline.name, self._pipeline.placement
             steps = [RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)]
-            measured = [replace(measured_costs(steps), message=message_bytes(get_args()))]
+            measured = [replace(measured_costs(steps), message=self._settings.message_bytes())]
         self._records = []
         dist.broadcast_object_list(measured, src=0)
         (costs,) = measured
@@ -134,12 +135,12 @@ class ProfileGuide(Requested):
 
     def _advise(self, costs: Costs) -> None:
         """Log a better layout for the next start, if there is one; collective."""
-        free = min(free_bytes_by_rank())
-        if dist.get_rank() > 0:
+        advice, free = self._settings.advice, min(free_bytes_by_rank())
+        if dist.get_rank() > 0 or advice is None:
             return
-        args, schedule = get_args(), next(iter(self._requested.values()))
+        schedule = next(iter(self._requested.values()))
         try:
-            found = advised(args, args.data_parallel_size, costs, schedule, self._pipeline.name, free)
+            found = advice(costs, schedule, self._pipeline.name, free)
         except ValueError:  # any model may train, also one that the estimate does not know
             return
         if found is not None:
@@ -220,8 +221,3 @@ class _StepDurations:
 
 def _change(before: float, after: float) -> str:
     return f"{abs(1 - after / before):.1%} {'shorter' if after <= before else 'longer'}"
-
-
-def _current_step() -> int:
-    """Return the number, from 1, of the training step that runs; in an evaluation, of the last one or 0."""
-    return int(getattr(get_args(), "curr_iteration", -1)) + 1

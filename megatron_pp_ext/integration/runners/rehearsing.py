@@ -6,7 +6,7 @@ step, which warms up, counts bytes; all later ones are timed.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean, median
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args
+from megatron.core.utils import get_attr_wrapped_model
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_pp_ext.integration import requested
@@ -63,10 +63,10 @@ class MadeUp:
         ranks = dist.get_process_group_ranks(group)
         return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, device())
 
-    def exchanges(self, group: dist.ProcessGroup) -> Exchanges:
+    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
         """See ``Transport``."""
         everyone = parallel_state.get_model_parallel_group()
-        return MadeUpExchanges(group, everyone, get_args().padded_vocab_size)
+        return MadeUpExchanges(group, everyone, get_attr_wrapped_model(model[0], "vocab_size"))
 
 
 class MadeUpLosses:

@@ -1,7 +1,9 @@
-"""What carries messages and exchanges between the ranks of a pipeline, as Megatron's flags request it."""
+"""What carries messages and exchanges between the ranks of a pipeline."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.integration.runners.message_groups import (
@@ -10,6 +12,7 @@ from megatron_pp_ext.integration.runners.message_groups import (
     message_groups,
     vocabulary_exchanges,
 )
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 
@@ -25,8 +28,8 @@ class Transport(Protocol):
     def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
         """Return the channels of one step for messages of ``shape`` in the pipeline ``group``."""
 
-    def exchanges(self, group: dist.ProcessGroup) -> Exchanges:
-        """Return the exchanges of a vocabulary that the pipeline ``group`` shares."""
+    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
+        """Return the exchanges of the vocabulary of ``model``, which the pipeline ``group`` shares."""
 
 
 class ProcessGroups:
@@ -34,22 +37,23 @@ class ProcessGroups:
 
     hides_exchanges = True
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._directions: Directions | None = None
         self._exchanges: Exchanges | None = None
 
     def directions(self, group: dist.ProcessGroup) -> Directions:
         """Return the process groups, down and up, of the messages in ``group``."""
         if self._directions is None:
-            self._directions = message_groups(dist.get_process_group_ranks(group))
+            self._directions = message_groups(self._settings, dist.get_process_group_ranks(group))
         return self._directions
 
     def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
         """See ``Transport``."""
         return message_channels(dist.get_process_group_ranks(group), self.directions(group), shape, config)
 
-    def exchanges(self, group: dist.ProcessGroup) -> Exchanges:
+    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
         """See ``Transport``."""
         if self._exchanges is None:
-            self._exchanges = vocabulary_exchanges(group)
+            self._exchanges = vocabulary_exchanges(self._settings, group)
         return self._exchanges

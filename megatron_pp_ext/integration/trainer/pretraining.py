@@ -20,7 +20,7 @@ from megatron.training import arguments, get_args, pretrain
 
 from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
-from megatron_pp_ext.integration.request.agreement import refused
+from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.job.layers import predicting_stage
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}

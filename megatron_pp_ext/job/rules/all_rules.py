@@ -1,13 +1,18 @@
 """The table of what cannot be asked together."""
 
+import re
 from typing import Any
 
 from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules, stock, without_flush
 from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
 TABLE = (*measuring.RULES, *stock.RULES, *schedules.RULES, *pairs_and_vocabulary.RULES, *without_flush.RULES)
 """All rules, in the order in which they are looked at."""
+
+
+_FLAG = re.compile(r"--([a-z0-9-]+)")
 
 
 def refuse(asked: Asked) -> None:
@@ -23,6 +28,15 @@ def refuse_to_plan(asked: Asked) -> None:
 def refuse_without_pipeline(asked: Asked) -> None:
     """Raise ValueError for what needs a pipeline where a model has none."""
     refuse_by(asked, (schedules.NO_PIPELINE,))
+
+
+def refuse_model(asked: Asked) -> None:
+    """Raise ValueError for what a model that is built cannot train with, in the words of its config."""
+    try:
+        refuse_by(asked, (*schedules.RULES, *pairs_and_vocabulary.RULES))
+    except Refused as error:
+        line = _FLAG.sub(lambda found: found[1].replace("-", "_"), str(error))
+        raise Refused(line.replace("pipeline_schedule ", ""), error.rule) from None
 
 
 def refuse_config(config: Any) -> None:

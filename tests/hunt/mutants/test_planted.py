@@ -81,5 +81,5 @@ def test_a_section_of_the_page_is_replaced(tmp_path: Path) -> None:
     written = page.read_text()
     assert written.startswith("# Tests that notice\n")
     assert re.findall(r"^## (.*)$", written, re.MULTILINE) == ["One", "Two"]
-    assert "first" not in written
+    assert "\nfirst\n" not in written  # its command names the tests that ran
     assert written.index("fourth") < written.index("second") < written.index("third")

@@ -1,7 +1,6 @@
-"""What a run says at its start: the schedule with its prediction, and what follows the placement."""
+"""What a run says at its start: the schedule with its prediction."""
 
 import functools
-from argparse import Namespace
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.integration.requested import Pipeline
@@ -9,7 +8,6 @@ from megatron_pp_ext.job.vocabulary_source import CostsOf
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -41,7 +39,6 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
 
 def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
     request, placement = pipeline.request, pipeline.placement
-    assert request is not None
     name = pipeline.source.name if pipeline.source else f"Megatron's own {request.schedule}"
     chunks = "1 chunk" if placement.chunks == 1 else f"{placement.chunks} chunks"
     shape = f"{name}: {placement.ranks} ranks x {chunks}"
@@ -81,7 +78,6 @@ def _about_vocabulary(pipeline: Pipeline) -> str:
 
 def _schedule(pipeline: Pipeline) -> Schedule:
     request = pipeline.request
-    assert request is not None
     if pipeline.source is None:
         return catalog.build(request.schedule, request.ranks, request.microbatches, pipeline.placement.chunks)
     return pipeline.source.build(request.microbatches, None)
@@ -90,52 +86,8 @@ def _schedule(pipeline: Pipeline) -> Schedule:
 def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
     """Return the costs of the stages, and words that say so where they are not those of the model."""
     request = pipeline.request
-    assert request is not None
     try:
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
         return costs.merged(pipeline.placement.stages), ""
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"
-
-
-def caveat(pipeline: Pipeline, args: Namespace) -> str:
-    """Return what makes this run differ from one under 1F1B, as two seeds do; empty where nothing does.
-
-    Megatron seeds initial weights and dropout by pipeline rank, so both follow the placement of the layers.
-    ``args`` are those of a run whose checkpoint is loaded, if it has one.
-    """
-    if pipeline.source is None or pipeline.placement.shape is Shape.LINEAR:
-        return ""
-    is_loaded = args.iteration > 0 or (args.load and args.finetune)
-    is_loaded = is_loaded or getattr(args, "pretrained_checkpoint", None)
-    follow = []
-    if not is_loaded and not args.pipeline_layer_seeds:
-        follow.append("initial weights")
-    if args.attention_dropout > 0 or args.hidden_dropout > 0:
-        follow.append("dropout")
-    if not follow:
-        return ""
-    fix = {
-        "initial weights": "start from one checkpoint, or add --pipeline-layer-seeds to all runs",
-        "dropout": "turn dropout off",
-    }
-    verb = "follow" if follow != ["dropout"] else "follows"
-    said = (
-        f"{' and '.join(follow).capitalize()} {verb} the placement of layers: this run differs from one "
-        f"under 1F1B as two seeds do.\nTo make losses equal, {', and '.join(fix[one] for one in follow)}."
-    )
-    if "dropout" in follow and (measured_by := _measured_by(pipeline)):
-        said += (
-            f"\nUnder {measured_by} the order of a rank's chunks goes by measurements, and dropout by that "
-            "order: losses change with the schedule, and two runs with one seed may differ."
-        )
-    return said
-
-
-def _measured_by(pipeline: Pipeline) -> str | None:
-    """Return the flag by which the schedule changes during the run; None where it stays as it is."""
-    if pipeline.profile_steps is not None:
-        return f"--pipeline-profile-steps {pipeline.profile_steps}"
-    assert pipeline.source is not None
-    name = pipeline.source.name
-    return f"--pipeline-schedule {name}" if catalog.abilities(name).measures_memory else None

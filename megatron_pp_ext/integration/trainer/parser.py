@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_pp_ext.integration.request.agreement import refused
+from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.job import flag_hint, our_flags
 
 

@@ -13,7 +13,7 @@ from megatron.training import get_args
 
 import megatron_pp_ext
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.request.agreement import require_agreement
+from megatron_pp_ext.integration.trainer.agreement import require_agreement
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.schedule.names import CSV_PREFIX
 
@@ -58,10 +58,9 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
             found[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
     if args.pipeline_model_parallel_layout is not None:
         found["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
-    request = pipeline.request if pipeline else None
-    if pipeline is None or request is None:
+    if pipeline is None:
         return found
-    placement = pipeline.placement
+    request, placement = pipeline.request, pipeline.placement
     chunks = f"{placement.chunks} chunk{'s' * (placement.chunks > 1)}"
     found["the placement is"] = f"{placement.shape}, {placement.ranks} ranks x {chunks}"
     found["the data-parallel size is"] = str(request.data)

@@ -14,12 +14,13 @@ from typing import Any
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core import replicated_ranks
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
-from megatron_pp_ext.integration.request import model_costs
-from megatron_pp_ext.integration.request.agreement import refused
-from megatron_pp_ext.integration.request.start_up import show_compiling, summary
+from megatron_pp_ext.integration.start_up import show_compiling, summary
+from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
+from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
+from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.chunks import chunks_requested
 from megatron_pp_ext.job.pipeline import Request
@@ -67,7 +68,7 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
             raise refused(error) from error
         try:
             checks = args.check_for_nan_in_loss_and_grad
-            with replicated_ranks.one_of_each(args, found):
+            with one_of_each(args, found):
                 result = stock(args, defaults)
             if found is not None and found.rehearsal is not None:
                 # Megatron drops it beside its fake process group, but the planned job makes these checks.
@@ -77,7 +78,11 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
         # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
         args.pipeline_placement = describe(found.placement) if found and found.source else None
         if found is not None:
-            found = replace(found, predicting=layers.predicting_stage(args, found.placement.stages))
+            found = replace(
+                found,
+                predicting=layers.predicting_stage(args, found.placement.stages),
+                settings=settings(args, found),
+            )
         requested.activate(found)
         return result
 
@@ -134,12 +139,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     request = pipeline.read(args, data, asked.releases)
     if request.is_stock or args.pipeline_schedule is None:
         return requested.Pipeline(
-            None,
-            request.placement,
-            args.pipeline_trace,
-            profile=args.profile_pipeline,
-            request=request,
-            layout=layout,
+            request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
     try:
         source = requested_source(request, functools.partial(_costs, args))
@@ -154,14 +154,12 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         # A rank without data learns from global rank 0, which is absent, that there is some to train on.
         args.do_train = True
     return requested.Pipeline(
+        request,
         source,
-        source.placement,
-        args.pipeline_trace,
-        request.updates,
+        trace=args.pipeline_trace,
         profile_steps=profile_steps,
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,
-        request=request,
         layout=layout,
     )
 

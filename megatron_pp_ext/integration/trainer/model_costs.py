@@ -1,8 +1,7 @@
 """The costs of a model's stages, estimated from Megatron's arguments before anything is built.
 
 Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
-the layers: seconds are proportional to floating-point operations, activations and messages are counted in
-bytes, and messages take no time.
+the layers (``planner.step.costs_of_stages``).
 """
 
 import copy
@@ -10,11 +9,8 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.job import layers, sizes
-from megatron_pp_ext.planner.step import workload
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
+from megatron_pp_ext.job import sizes
+from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule.costs import Costs
 
 
@@ -27,15 +23,7 @@ def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> C
     """
     if args.hidden_size is None or args.num_attention_heads is None:
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
-    model = model_parts(args, vocabulary=vocabulary(args))
-    parts = stage_parts(args, model, layers.by_stage(args, stages), shares_vocabulary)
-    shared = shared_vocabulary(args, model) if shares_vocabulary else None
-    return Costs(tuple(part.costs() for part in parts), message=message_bytes(args), vocabulary=shared)
-
-
-def message_bytes(args: Namespace) -> float:
-    """The bytes of a message between stages of ``args``'s model, of the longest one where lengths vary."""
-    return workload.message_bytes(args, LayerCosts(args).hidden_bytes)
+    return stage_costs(args, stages, vocabulary(args), shares_vocabulary)
 
 
 def vocabulary(args: Namespace) -> int:

@@ -1,0 +1,255 @@
+"""``megatron_pp_ext.install``: schedules for any trainer on megatron.core, without flags.
+
+The seams of megatron.core are put in place by the first call.  What is installed applies to the models that
+are built while it is: their chunks are placed by it, and their steps run by it whatever is installed later.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.settings import Settings
+from megatron_pp_ext.integration.start_up import summary
+from megatron_pp_ext.job import call
+from megatron_pp_ext.job.vocabulary_source import requested_source
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.simulate import simulate
+
+GivenCosts = str | Path | Costs | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What runs under ``install``.  As text it is the line that the first step prints."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    """Those of an ordinary step; steps may have other numbers."""
+    peak: float
+    """The activations of the rank that keeps most, in microbatches of all stages of a rank."""
+    bubble: float
+    """The predicted idle part of a step, between 0 and 1."""
+    line: str
+
+    @property
+    def chunks(self) -> int:
+        """The chunks a rank, for virtual_pipeline_model_parallel_size where there are several."""
+        return self.placement.chunks
+
+    def __str__(self) -> str:
+        return self.line
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a call, to tell whether another one asks for the same."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int | None = None
+    memory_limit: float | str | None = None
+    costs: GivenCosts | None = None
+    vocabulary: str | None = None
+    trace: str | Path | None = None
+    timeout: float | timedelta | None = None
+
+    def pipeline(self) -> tuple[requested.Pipeline, InForce]:
+        """Return what the call requests; ValueError, in one line, if it cannot be."""
+        given = None if self.costs is None else call.read_costs(self.costs)
+        chunks = self.chunks
+        if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
+            chunks = max(1, len(given.stages) // self.ranks)
+        if (
+            given is None
+            and isinstance(self.memory_limit, (int, float))
+            and self.memory_limit > LARGEST_FRACTION
+        ):
+            raise ValueError(
+                f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; "
+                "give costs, or a fraction of 1F1B's peak, such as 0.5"
+            )
+        request = call.requested(
+            self.schedule, self.ranks, self.microbatches, chunks, self.memory_limit, self.vocabulary
+        )
+        costs_of = partial(_costs, given, self.ranks)
+        source = requested_source(request, costs_of)
+        pipeline = requested.Pipeline(
+            request,
+            source,
+            Settings() if self.timeout is None else Settings(timeout=_patience(self.timeout)),
+            trace=None if self.trace is None else Path(self.trace),
+            is_per_model=True,
+            costs=given,
+        )
+        line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
+        costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
+        timeline = simulate(source.build(self.microbatches, None), costs.merged(source.placement.stages))
+        found = InForce(
+            source.name,
+            source.placement,
+            self.microbatches,
+            max(timeline.peak_microbatches),
+            timeline.bubble,
+            line,
+        )
+        return replace(pipeline, summary=line), found
+
+
+def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool) -> Costs:
+    """Return the costs of ``stages`` stages, those ``given`` or unit costs."""
+    if given is None:
+        loop = Placement(Shape.LOOP, ranks, stages // ranks, shares_vocabulary)
+        return Costs.unit(loop)
+    if len(given.stages) != stages:
+        raise ValueError(
+            f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
+            "one for each"
+        )
+    if shares_vocabulary and given.vocabulary is None:
+        raise ValueError(
+            "the costs have none of a part of a shared vocabulary; give them a vocabulary, or leave one out"
+        )
+    return given
+
+
+def _patience(timeout: float | timedelta) -> timedelta:
+    patience = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+    if patience <= timedelta(0):
+        raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
+    return patience
+
+
+@dataclass(slots=True)
+class _Installed:
+    call: _Call
+    pipeline: requested.Pipeline
+    found: InForce
+
+
+_installed: _Installed | None = None
+_kept: int | None = None
+"""The names that were replaced already when the seams were put in place; None while they are not."""
+
+
+def install(
+    schedule: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    memory_limit: float | str | None = None,
+    costs: GivenCosts | None = None,
+    vocabulary: str | None = None,
+    trace: str | Path | None = None,
+    timeout: float | timedelta | None = None,
+) -> InForce:
+    """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
+
+    Call it on every rank with the same arguments, before the model is built and best before its process
+    groups are made.  ``schedule`` is a name of ``mpp list``, ``csv:FILE``, ``flex`` or ``auto``; those that
+    never flush need Megatron's own loop.  ``ranks`` is the pipeline-parallel size, ``microbatches`` are those
+    of an ordinary step: any step may have others.  ``chunks`` is the number of stages a rank, where the
+    schedule leaves it open; the model's config has to have it as virtual_pipeline_model_parallel_size.
+    ``memory_limit`` is that of ``flex``: a fraction of 1F1B's peak, or an amount in the unit of ``costs``.
+    ``costs`` is a file, ``Costs``, or a number for each stage, which each F, I and W takes; without any,
+    those of ``flex`` and ``auto`` follow from the model before its first step.  ``vocabulary`` is "shared" or
+    "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
+    take, a timedelta or minutes (10).
+
+    The same call again does nothing.  Another one replaces the schedule, unless a model was built for it.
+
+    ValueError, in one line, for what cannot be.
+    """
+    global _installed
+    asked = _Call(schedule, ranks, microbatches, chunks, memory_limit, costs, vocabulary, trace, timeout)
+    if _installed is not None and asked == _installed.call:
+        return _installed.found
+    pipeline, found = asked.pipeline()
+    _patch()
+    if _installed is not None:
+        _require_unused(_installed.pipeline)
+    requested.activate(pipeline)
+    _installed = _Installed(asked, pipeline, found)
+    return found
+
+
+@contextmanager
+def installed(schedule: str, **about: Any) -> Iterator[InForce]:
+    """Run the models that are built within the context by ``schedule``, and yield what will run.
+
+    The arguments are those of ``install``.  Models that are built outside of it run by what is installed
+    there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
+    context or outside of it.
+    """
+    pipeline, found = _Call(schedule, **about).pipeline()
+    _patch()
+    with requested.using(pipeline):
+        yield found
+
+
+def uninstall() -> None:
+    """Undo ``install``: put back all that was replaced in Megatron, and in modules that imported it by name.
+
+    ValueError, in one line, while a model is left whose layers are not where stock's schedule expects them.
+    """
+    global _installed, _kept
+    if _kept is None:
+        return
+    from megatron_pp_ext.integration import patching
+    from megatron_pp_ext.integration.core import chunk_pipelines
+
+    gc.collect()  # a model that is gone may be part of circles
+    chunk_pipelines.forget()
+    if _installed is not None:
+        requested.activate(None)
+    _installed = None
+    patching.undo(_kept)
+    _kept = None
+
+
+def _patch() -> None:
+    """Put the seams of megatron.core in place, once; ValueError, in one line, where they do not fit."""
+    global _kept
+    flags = requested.pipeline()
+    if flags is not None and not flags.is_per_model:
+        raise ValueError(
+            f"--pipeline-schedule {flags.name} is in force already; leave out the flag, or the call for "
+            "another schedule"
+        )
+    if _kept is not None:
+        return
+    from megatron_pp_ext.integration import patching
+
+    try:
+        # This comes first: a Megatron that is too old or too new may not have what the seams import.
+        patching.require_known_release()
+        from megatron_pp_ext.integration import core_seams
+
+        _kept = patching.applied()
+        patching.apply(core_seams.CORE)
+    except patching.SeamError as error:
+        _kept = None
+        raise ValueError(f"megatron_pp_ext: {error}") from error
+
+
+def _require_unused(pipeline: requested.Pipeline) -> None:
+    from megatron_pp_ext.integration.core import chunk_pipelines
+
+    gc.collect()
+    chunks = chunk_pipelines.built_for(pipeline)
+    if chunks:
+        raise ValueError(
+            f"{pipeline.name} is installed, and a model with {chunks} chunks on this rank was built for it; "
+            "call megatron_pp_ext.install before the model is built, or delete the model first"
+        )

@@ -1,0 +1,85 @@
+"""Whether a model was built as the placement says, looked at before its first step.
+
+A builder that goes round the functions which are placed would put other layers on a rank than the schedule
+runs there, and train another model without an error.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.schedule.placement import Placement
+
+_LAYER = re.compile(r"decoder\.layers\.\d+")
+
+
+class Built(NamedTuple):
+    """What a chunk has: the numbers of its layers, counted from 1, and the ends of the model."""
+
+    layers: tuple[int, ...]
+    embeds: bool
+    ends: bool
+
+
+def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> None:
+    """Raise ValueError, on all ranks of the pipeline ``group``, unless all have the stages of the placement.
+
+    ``model`` are the chunks of this rank.  Collective over ``group``.
+    """
+    told: list[list[Built]] = [[]] * group.size()
+    dist.all_gather_object(told, [built(chunk) for chunk in model], group=group)
+    problem = misplaced(told, pipeline.placement)
+    if problem:
+        raise ValueError(f"{pipeline.name} cannot train this model: {problem}")
+
+
+def built(chunk: torch.nn.Module) -> Built:
+    """Return what ``chunk`` has, whatever it is wrapped in."""
+    part: Any = chunk_pipelines.part_of(chunk)
+    layers = tuple(
+        module.layer_number
+        for name, module in part.named_modules()
+        if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
+    )
+    return Built(
+        layers, bool(getattr(part, "pre_process", False)), bool(getattr(part, "post_process", False))
+    )
+
+
+def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
+    """Return why the chunks of each rank are not the placement's stages; empty if they are."""
+    for rank, chunks in enumerate(told):
+        if len(chunks) != placement.chunks:
+            return (
+                f"it has {placement.chunks} chunks a rank, and rank {rank} of the pipeline asks for a step "
+                f"with {len(chunks)}; pass the list of all chunks as model, or, where a trainer takes one, "
+                "choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
+            )
+    expected = 1
+    for stage in range(placement.stages):
+        rank, chunk = placement.rank_of(stage), placement.chunk_of(stage)
+        found = told[rank][chunk]
+        where = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
+        wanted = tuple(range(expected, expected + len(found.layers)))
+        if found.layers != wanted:
+            has = ", ".join(map(str, found.layers))
+            return f"{where}, which has to begin with layer {expected}, and has layers {has}; {_FIX}"
+        expected += len(found.layers)
+        for end, has_end, at in (
+            ("embedding", found.embeds, 0),
+            ("output layer", found.ends, placement.stages - 1),
+        ):
+            if has_end is not (stage == at):
+                return f"{where}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"
+    return ""
+
+
+_FIX = (
+    "let its builder give vp_stage to Megatron's model class and layer functions, install the schedule "
+    "before the model is built, or choose a schedule with one chunk a rank, such as 1f1b or zb-h1"
+)

@@ -1,0 +1,57 @@
+"""What hooks and runners have to know of a training run beside its schedule.
+
+Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
+(``trainer.run_settings``); the defaults are for a training loop that says nothing of itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from megatron_pp_ext.planner.layout.rows import Shortest
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+
+PIPELINE = "pp"
+"""The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
+
+
+class Advice(Protocol):
+    """Looks for a layout that suits measured costs."""
+
+    def __call__(
+        self, costs: Costs, schedule: Schedule, name: str, free: float
+    ) -> tuple[str, Shortest] | None:
+        """Return a shorter layout for the next start, if there is one; see ``planner.layout.advice``.
+
+        ValueError for a model that cannot be estimated.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """A training run, as far as the pipeline has to know it.
+
+    What a run settles only later, such as the step that it resumes from, is a function.
+    """
+
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a message may take before its job ends; the default is Megatron's own."""
+    communicators: Path | None = None
+    """A YAML file of settings of NCCL's groups, as Megatron reads it; messages take those of ``pp``."""
+    has_priority: bool = False
+    """Whether messages have streams of a high priority whatever that file says."""
+    clip_grad: float = 0.0
+    """The gradient norm that updates are clipped to; 0 where they are not."""
+    train_steps: Callable[[], int] | None = None
+    """Returns the training steps of the whole run, which a pipeline that never flushes has to know."""
+    steps_done: Callable[[int], int] = lambda counted: counted
+    """Returns the training steps before the one that runs, of which the runner has counted some itself."""
+    message_bytes: Callable[[], float] = lambda: 0.0
+    """Returns the bytes of a message, for schedules that are compiled from measurements."""
+    advice: Advice | None = None
+    """Looks for a better layout behind the steps that were measured; None where nobody wants one."""
+    caveat: Callable[[], str] = lambda: ""
+    """Returns what makes the run differ from one under 1F1B; said once, before the first step."""

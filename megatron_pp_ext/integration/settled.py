@@ -1,0 +1,91 @@
+"""What a model settles of the pipeline that was installed before it was built.
+
+A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
+parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
+forwards and backwards run in pairs where the config asks for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config, get_te_version
+
+from megatron_pp_ext.integration.core.chunk_pipelines import part_of
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.csv_schedule import require_trainable
+from megatron_pp_ext.job.model_config import arguments
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import ENGINE, Asked
+from megatron_pp_ext.job.vocabulary_source import requested_source
+from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+
+
+def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
+    """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
+
+    A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.
+    """
+    request, config = pipeline.request, get_model_config(model[0])
+    of_part = partial(getattr, part_of(model[0]))
+    longest = of_part("max_sequence_length", sequence)
+    known: Any = {
+        "pipeline_schedule": request.schedule,
+        "pipeline_model_parallel_size": pipeline.placement.ranks,
+        "pipeline_vocabulary": request.vocabulary,
+        "pipeline_memory_limit": request.limit,
+        "pipeline_costs": pipeline.costs,
+        "pipeline_trace": pipeline.trace,
+        "micro_batch_size": microbatch,
+        "global_batch_size": microbatch * request.microbatches,
+        "seq_length": longest if config.variable_seq_lengths else sequence,
+        "max_position_embeddings": longest,
+        "padded_vocab_size": of_part("vocab_size", None),
+        "position_embedding_type": of_part("position_embedding_type", "rope"),
+        "untie_embeddings_and_output_weights": not of_part("share_embeddings_and_output_weights", False),
+        "transformer_impl": "transformer_engine" if any(map(_is_of_engine, model)) else "local",
+        "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
+    }
+    args = arguments(config, getattr(model[0], "ddp_config", None), **known)
+    is_paired = bool(args.overlap_moe_expert_parallel_comm)
+    all_rules.refuse_model(
+        Asked(
+            args,
+            {ENGINE: str(get_te_version())},
+            placement=pipeline.placement,
+            chunks=pipeline.placement.chunks,
+            splits=request.splits_backward or is_paired,
+            from_file=request.from_file,
+        )
+    )
+    predicting = layers.predicting_stage(args, pipeline.placement.stages)
+    if pipeline.has_both_ends_on_first_rank and predicting not in (None, pipeline.placement.stages - 1):
+        raise ValueError(
+            f"{pipeline.name} that a call installed needs multi-token prediction beside the output layer, "
+            f"whose copy of the embedding is on the first rank, and it is in stage {predicting} of this "
+            "layout; put the m into the last stage"
+        )
+    if request.from_file is not None:
+        require_trainable(request.from_file, args)
+    needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
+    if not is_paired and not needs_costs:
+        return pipeline
+
+    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
+        if pipeline.costs is not None:
+            return pipeline.costs
+        return stage_costs(args, stages, args.padded_vocab_size, shares_vocabulary)
+
+    placed = replace(pipeline.placement, shares_vocabulary=False)
+    request = replace(request, placements=(placed,), is_paired=is_paired)
+    return replace(pipeline, request=request, source=requested_source(request, costs_of))
+
+
+def _is_of_engine(chunk: torch.nn.Module) -> bool:
+    """Whether ``chunk`` has a layer of Transformer Engine, whatever its config says."""
+    return any("transformer_engine" in type(part).__module__ for part in chunk.modules())

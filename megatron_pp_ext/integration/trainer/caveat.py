@@ -1,0 +1,50 @@
+"""What makes a run differ from one under 1F1B, said at its start."""
+
+from argparse import Namespace
+
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.placement import Shape
+
+
+def caveat(pipeline: Pipeline, args: Namespace) -> str:
+    """Return what makes this run differ from one under 1F1B, as two seeds do; empty where nothing does.
+
+    Megatron seeds initial weights and dropout by pipeline rank, so both follow the placement of the layers.
+    ``args`` are those of a run whose checkpoint is loaded, if it has one.
+    """
+    if pipeline.source is None or pipeline.placement.shape is Shape.LINEAR:
+        return ""
+    is_loaded = args.iteration > 0 or (args.load and args.finetune)
+    is_loaded = is_loaded or getattr(args, "pretrained_checkpoint", None)
+    follow = []
+    if not is_loaded and not args.pipeline_layer_seeds:
+        follow.append("initial weights")
+    if args.attention_dropout > 0 or args.hidden_dropout > 0:
+        follow.append("dropout")
+    if not follow:
+        return ""
+    fix = {
+        "initial weights": "start from one checkpoint, or add --pipeline-layer-seeds to all runs",
+        "dropout": "turn dropout off",
+    }
+    verb = "follow" if follow != ["dropout"] else "follows"
+    said = (
+        f"{' and '.join(follow).capitalize()} {verb} the placement of layers: this run differs from one "
+        f"under 1F1B as two seeds do.\nTo make losses equal, {', and '.join(fix[one] for one in follow)}."
+    )
+    if "dropout" in follow and (measured_by := _measured_by(pipeline)):
+        said += (
+            f"\nUnder {measured_by} the order of a rank's chunks goes by measurements, and dropout by that "
+            "order: losses change with the schedule, and two runs with one seed may differ."
+        )
+    return said
+
+
+def _measured_by(pipeline: Pipeline) -> str | None:
+    """Return the flag by which the schedule changes during the run; None where it stays as it is."""
+    if pipeline.profile_steps is not None:
+        return f"--pipeline-profile-steps {pipeline.profile_steps}"
+    assert pipeline.source is not None
+    name = pipeline.source.name
+    return f"--pipeline-schedule {name}" if catalog.abilities(name).measures_memory else None

@@ -1,0 +1,17 @@
+"""Statistics of an update by which Megatron's loop would make the stages wait for each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.core.stage_optimizer import updates_by_stage
+
+
+@around
+def keep_within_stage(stock: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return this rank's own value, which is that of all ranks of its stage.
+
+    Seams: ``logical_and_across_model_parallel_group`` and
+    ``reduce_max_stat_across_model_parallel_group`` in ``megatron.training.utils``.
+    """
+    return value if updates_by_stage() else stock(value, *args, **kwargs)

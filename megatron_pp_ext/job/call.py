@@ -1,0 +1,88 @@
+"""What a call from Python requests, where no flags are given: the same ``Request`` as from flags."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.pipeline import Request, named
+from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule.check import require_one_forward_order
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.names import AUTO, SHARED
+
+
+def requested(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    limit: float | str | None = None,
+    vocabulary: str | None = None,
+) -> Request:
+    """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
+
+    The arguments are those of ``megatron_pp_ext.install``.
+    """
+    for name, value, least in (("ranks", ranks, 2), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(
+                f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
+            )
+    if vocabulary not in (None, SHARED, AUTO):
+        raise ValueError(f"vocabulary is {vocabulary!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
+    can = catalog.abilities(schedule)
+    if not can.flushes:
+        raise ValueError(
+            f"{schedule} never flushes: its stages update their weights within a step, each at its own time, "
+            "and a loop on megatron.core updates all of them once a step; choose a schedule that flushes, "
+            "such as 1f1b or v-half, or train with Megatron's own loop and --pipeline-schedule"
+        )
+    if can.file is not None:
+        request = _from_file(schedule, can.file, ranks, microbatches, chunks, limit)
+    else:
+        request = named(
+            schedule, ranks, microbatches, chunks, None if limit is None else memory_limit.read(limit, ranks)
+        )
+    return replace(request, vocabulary=vocabulary)
+
+
+def _from_file(
+    name: str, file: Path, ranks: int, microbatches: int, chunks: int | None, limit: float | str | None
+) -> Request:
+    if limit is not None:
+        raise ValueError(f"a memory limit has no meaning for {name}: leave it out, or choose flex")
+    try:
+        schedule = csv_file.read(file)
+    except OSError as error:
+        raise ValueError(f"{name}: {error}; give the path of a schedule's file") from error
+    placement = schedule.placement
+    for what, given, found in (
+        ("ranks", ranks, schedule.ranks),
+        ("microbatches", microbatches, schedule.microbatches),
+        ("chunks", placement.chunks if chunks is None else chunks, placement.chunks),
+    ):
+        if given != found:
+            raise ValueError(f"{file} is a schedule for {found} {what}, got {given}; give {what}={found}")
+    if placement.shares_vocabulary:
+        raise ValueError(
+            f"the ranks of {file} share the vocabulary, which mpp simulates but training cannot do; write "
+            "the schedule without --shared-vocabulary"
+        )
+    require_one_forward_order(schedule)
+    return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
+
+
+def read_costs(given: str | Path | Costs | Sequence[float]) -> Costs:
+    """Return the costs that a file has, that are given as they are, or that have one number for each stage.
+
+    Such a number is what each F, I and W of the stage takes.  ValueError, in one line, for anything else.
+    """
+    if isinstance(given, Costs):
+        return given
+    if isinstance(given, (str, Path)):
+        try:
+            return costs_file.read(given)
+        except OSError as error:
+            raise ValueError(f"costs: {error}; give the path of a file with costs") from error
+    return Costs(tuple(StageCosts(number, number, number) for number in given))

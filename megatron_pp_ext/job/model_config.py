@@ -1,0 +1,52 @@
+"""A model's config in the words of Megatron's flags, where a trainer has no flags.
+
+Rules and costs read flags.  Most settings have one name in both; ``arguments`` says the others.
+"""
+
+from argparse import Namespace
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megatron_pp_ext.job import flag_table
+
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+
+_NOT_ASKED = {
+    # A config has a value for these that nobody asked for, and this package does not look at it.
+    "overlap_p2p_comm",
+    "microbatch_group_size_per_vp_stage",
+}
+
+
+def arguments(*configs: Any, **known: Any) -> Namespace:
+    """Return the arguments that flags would have set to ask for what ``configs`` have.
+
+    These are a TransformerConfig and what else has settings under the names of Megatron's arguments, such as
+    the config of data parallelism.  ``known`` are arguments by name, and come first.
+    """
+    found: dict[str, Any] = {}
+    names = vars(flag_table.parse([], {}))
+    for config in configs:
+        for field in fields(config) if is_dataclass(config) else ():
+            name = _RENAMED.get(field.name, field.name)
+            # What several of them have is asked for if one of them asks.
+            if name in names and name not in _NOT_ASKED and not found.get(name):
+                found[name] = getattr(config, field.name, None)
+    layout = found.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        found["pipeline_model_parallel_layout"] = _spelled(layout)
+    if found.get("num_query_groups") is not None:
+        found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
+    return flag_table.parse([], {**found, **known})
+
+
+def _spelled(layout: Any) -> str | None:
+    """Return a layout of a config as the flag takes it; None where it is not spelled by letters."""
+    text = str(layout)
+    return text if "|" in text else None

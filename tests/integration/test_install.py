@@ -1,0 +1,133 @@
+"""Schedules for a loop on megatron.core alone equal stock bit for bit, without megatron.training."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.own_loop import CHUNKS, COUNTS, Record
+from tests.support.rounding import of_losses
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What both ranks found; see ``own_loop_runs``."""
+    file = tmp_path_factory.mktemp("own_loop") / "found.pickle"
+    command = [sys.executable, "-m", "tests.support.own_loop_runs", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks: list[dict] = pickle.loads(file.read_bytes())
+    return ranks
+
+
+def whole(ranks: list[Record], what: str) -> dict[str, torch.Tensor]:
+    """Return the gradients or weights of all ranks by name."""
+    merged: dict[str, torch.Tensor] = {}
+    for record in ranks:
+        merged.update(getattr(record, what))
+    return merged
+
+
+def assert_same(ranks: list[Record], stock: list[Record]) -> None:
+    """The losses of each step are where the caller looks, on the last rank; all numbers are stock's."""
+    assert stock[-1].losses and all(stock[-1].losses)
+    assert [record.losses for record in ranks] == [record.losses for record in stock]
+    for what in ("gradients", "weights"):
+        expected, actual = whole(stock, what), whole(ranks, what)
+        assert expected.keys() == actual.keys()
+        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_installed_schedules_equal_stock(found, name, tied) -> None:
+    """Steps have 8, 3 and 5 microbatches; the process groups are older than the schedule."""
+    assert_same([rank[name, tied] for rank in found], [rank["stock", tied] for rank in found])
+
+
+def test_a_line_says_what_is_in_force(found) -> None:
+    assert found[0]["line", "v-half"] == (
+        "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0%"
+    )
+
+
+def test_undone_it_is_stock(found) -> None:
+    assert all(rank["restored"] for rank in found)
+    assert_same([rank["again"] for rank in found], [rank["stock", False] for rank in found])
+
+
+def test_lengths_vary(found) -> None:
+    """A trainer that announces no length says seq_length=1."""
+    assert_same([rank["v-half", "lengths"] for rank in found], [rank["stock", "lengths"] for rank in found])
+
+
+def test_passes_without_a_backward(found) -> None:
+    """An evaluation and a pass that collects no losses come before any training step."""
+    for rank in found:
+        (losses, collected), (expected, values) = rank["v-half", "passes"], rank["stock", "passes"]
+        assert losses == expected
+        assert len(collected) == len(values)
+        assert all(map(torch.equal, collected, values))
+    assert len(values) == 2
+
+
+def test_the_vocabulary_is_shared(found) -> None:
+    """The order of sums differs, so losses are close only."""
+    stock, shared = (found[-1][key].losses for key in (("stock", True), "shared"))
+    for expected, actual in zip(stock, shared, strict=True):
+        assert actual == pytest.approx(expected, rel=of_losses(len(COUNTS)))
+
+
+def test_a_trace_is_written(found) -> None:
+    assert found[0]["trace"]
+
+
+def test_models_of_one_process_have_schedules_of_their_own(found) -> None:
+    several = [rank["several"] for rank in found]
+    for name in ("v-half", "zb-h1"):
+        assert_same([rank[name] for rank in several], [rank["stock"] for rank in several])
+
+
+def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> None:
+    told = [rank["several"]["offsets"] for rank in found]
+    assert told == [([1, 2, 7, 8], [1, 2, 7, 8]), ([3, 4, 5, 6], [3, 4, 5, 6])]
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        (
+            "built before",
+            "v-half cannot train this model: chunk 1 of pipeline rank 1 is stage 2, which has to",
+        ),
+        ("chunks", "v-half has 2 chunks a rank, and this model's config says 1; set virtual_pipeline"),
+        ("one chunk", "rank 0 of the pipeline asks for a step with 1; pass the list of all chunks as model"),
+        ("changed", "v-half is installed, and a model with 2 chunks on this rank was built for it; call"),
+        ("left", "a model that was built for v-half is still there, and Megatron's own schedule would"),
+        ("ranks", "zb-h1 was installed for 4 pipeline ranks, and this model's pipeline has 2; give"),
+        ("config", "1f1b does not support delay_wgrad_compute: schedules split the backward themselves"),
+        ("one config", "this config has a model for v-half and is to have one for Megatron's own schedule"),
+    ],
+)
+def test_what_cannot_train_is_refused_on_all_ranks(found, what, line) -> None:
+    for rank in found:
+        assert line in rank["refused"][what]
+        assert "\n" not in rank["refused"][what]
+
+
+def test_a_refused_step_changes_nothing(found) -> None:
+    assert [rank["refused"]["still trains"] for rank in found] == ["", ""]
+
+
+def test_a_config_that_was_handed_over_is_refused_where_nothing_is_installed(found) -> None:
+    for rank in found:
+        assert rank["arrived"].startswith(
+            "this model's config was made for schedule zb-h1 in another process"
+        )

@@ -1,0 +1,103 @@
+"""What ``megatron_pp_ext.install`` refuses before it imports anything heavy."""
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import megatron_pp_ext
+from megatron_pp_ext.job import call, model_config
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import loop
+
+
+@pytest.mark.parametrize(
+    ("about", "line"),
+    [
+        ({"schedule": "v-hlaf"}, "v-hlaf"),
+        ({"schedule": "pipedream"}, "pipedream never flushes: its stages update their weights within a step"),
+        ({"schedule": "pipedream-2bw"}, "choose a schedule that flushes, such as 1f1b or v-half"),
+        ({"ranks": 1}, "ranks is 1, but must be a whole number from 2 on; give ranks=2"),
+        ({"ranks": 2.5}, "ranks is 2.5, but must be a whole number"),
+        ({"microbatches": 0}, "microbatches is 0, but must be a whole number from 1 on"),
+        ({"chunks": True}, "chunks is True, but must be a whole number"),
+        ({"chunks": 3}, "v-half"),
+        ({"memory_limit": 0.5}, "a memory limit has no meaning for v-half: leave it out, or choose flex"),
+        ({"schedule": "flex"}, "flex needs a memory limit: give a fraction of 1F1B's peak, such as 0.5"),
+        ({"schedule": "flex", "memory_limit": 2e9}, "an amount in the unit of costs, and none are given"),
+        ({"schedule": "flex", "memory_limit": 0.5, "costs": [1, 1, 1]}, "costs are given for 3 stages, but"),
+        ({"schedule": "flex", "memory_limit": 0.5, "costs": "no.json"}, "no.json"),
+        ({"schedule": "csv:no.csv"}, "csv:no.csv: "),
+        ({"vocabulary": "split"}, "vocabulary is 'split'; give 'shared' or 'auto', or leave it out"),
+        ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),
+        ({"timeout": timedelta(0)}, "but must be above 0; give minutes, such as 10"),
+    ],
+    ids=lambda value: (
+        "-".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else ""
+    ),
+)
+def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
+    given = {"schedule": "v-half", "ranks": 4, "microbatches": 8, **about}
+    with pytest.raises(ValueError) as error:
+        megatron_pp_ext.install(given.pop("schedule"), **given)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_heavy_is_imported_for_a_refusal() -> None:
+    program = (
+        "import sys, megatron_pp_ext\n"
+        "try: megatron_pp_ext.install('pipedream', ranks=4, microbatches=8)\n"
+        "except ValueError: print(sorted({'torch', 'megatron.core'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_a_file_is_for_its_own_ranks_and_microbatches(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    megatron_pp_ext.write_csv(megatron_pp_ext.build("v-half", 4, 8), file)
+    found = call.requested(f"csv:{file}", 4, 8)
+    assert (found.placement.chunks, found.splits_backward) == (2, True)
+    for wrong, line in (
+        ((2, 8), "4 ranks, got 2"),
+        ((4, 6), "8 microbatches, got 6"),
+        ((4, 8, 1), "2 chunks"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            call.requested(f"csv:{file}", *wrong)
+    with pytest.raises(ValueError, match="a memory limit has no meaning for csv:"):
+        call.requested(f"csv:{file}", 4, 8, limit=0.5)
+
+
+def test_costs_are_a_file_an_object_or_numbers(tmp_path: Path) -> None:
+    from megatron_pp_ext.schedule import costs_file
+
+    unit = Costs.unit(loop(2, 2))
+    costs_file.write(unit, tmp_path / "costs.json")
+    assert call.read_costs(unit) is unit
+    assert call.read_costs([1.0] * 4) == unit
+    assert call.read_costs(tmp_path / "costs.json") == unit
+
+
+def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
+    from dataclasses import make_dataclass
+
+    config = make_dataclass("Config", [("tp_comm_overlap", bool), ("num_moe_experts", int)])(True, 8)
+    parallel = make_dataclass("Parallel", [("tp_comm_overlap", bool), ("use_megatron_fsdp", bool)])(
+        False, False
+    )
+    asked = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
+    args = model_config.arguments(config, parallel, **asked)
+    assert (args.tp_comm_overlap, args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
+    all_rules.refuse_model(Asked(args, splits=False))
+    with pytest.raises(ValueError, match=r"^zb-h1 does not support tp_comm_overlap: the buffers"):
+        all_rules.refuse_model(Asked(args, splits=True))
+    parallel.use_megatron_fsdp = True
+    args = model_config.arguments(config, parallel, **asked)
+    with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
+        all_rules.refuse_model(Asked(args))

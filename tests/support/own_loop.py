@@ -1,0 +1,161 @@
+"""A training loop on megatron.core alone, as a user would write one; it knows nothing of schedules.
+
+Weights and batches depend on names and numbers alone, so that runs on any placement can be compared.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pp_ext.integration.core.global_names import global_parameters
+
+CHUNKS = {
+    "1f1b": 1,
+    "zb-h1": 1,
+    "v-half": 2,
+    "v-min": 2,
+    "dualpipe-v": 2,
+    "interleaved": 2,
+    "flex": 2,
+    "auto": 2,
+}
+"""Schedules to compare, and their chunks a rank."""
+
+COUNTS = (8, 3, 5)
+"""The microbatches of the steps of a run."""
+
+LAYERS, HIDDEN, WORDS, LENGTH = 8, 16, 32, 8
+
+
+@dataclass
+class Record:
+    """What a run leaves: the losses of each step, and by global names the last gradients and the weights."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def start(ranks: int = 2) -> None:
+    """Make the process groups of a pipeline of ``ranks``."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, ranks)
+    model_parallel_cuda_manual_seed(1)
+
+
+def config_of(chunks: int, **more: Any) -> TransformerConfig:
+    """Return the config of a small GPT with ``chunks`` chunks a rank."""
+    # Some of Megatron's functions read the number of chunks from here.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
+    sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 2}
+    return TransformerConfig(
+        **sizes,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **more,
+    )
+
+
+def build(
+    chunks: int, tied: bool = False, config: TransformerConfig | None = None, **more: Any
+) -> list[DistributedDataParallel]:
+    """Build the chunks of this rank, with weights that follow from their names."""
+    config = config or config_of(chunks, **more)
+    model = []
+    for chunk in range(chunks):
+        ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk if chunks > 1 else None}
+        part = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            WORDS,
+            4 * LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            share_embeddings_and_output_weights=tied,
+            vp_stage=ends["vp_stage"],
+        )
+        model.append(part)
+    for name, parameter in global_parameters(model):
+        seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.data.copy_(drawn * 0.1)
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    return [DistributedDataParallel(config=config, ddp_config=settings, module=part) for part in model]
+
+
+def batches(lengths: tuple[int, ...] = (LENGTH,), seed: int = 7) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches of one sample, whose lengths go round ``lengths``."""
+    generator, number = torch.Generator().manual_seed(seed), 0
+    while True:
+        length = lengths[number % len(lengths)]
+        tokens, number = torch.randint(0, WORDS, (1, length + 1), generator=generator), number + 1
+        yield {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(length)[None],
+            "attention_mask": torch.triu(torch.ones(1, 1, length, length), 1).bool(),
+        }
+
+
+def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward step: the losses of a batch, and what makes one loss of them."""
+    batch = next(iterator)
+    return model(**batch), partial(_mean)
+
+
+def _mean(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return losses.detach().clone()
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -> list[Any]:
+    """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
+    run = schedules.get_forward_backward_func()
+    return run(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=count,
+        micro_batch_size=1,
+        **{"seq_length": LENGTH, "forward_only": False, **about},
+    )
+
+
+def train(
+    model: list[Any], counts: tuple[int, ...], lengths: tuple[int, ...] = (LENGTH,), **about: Any
+) -> Record:
+    """Train by one step for each of ``counts``, which are numbers of microbatches."""
+    record, iterators = Record(), [batches(lengths) for _ in model]
+    optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=1e-2)
+    for count in counts:
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        losses = run_step(model, iterators, count, **about)
+        record.losses.append([float(entry["loss"]) for entry in losses])
+        finalize_model_grads(model)
+        for name, parameter in global_parameters(model):
+            parameter.grad = parameter.main_grad
+            record.gradients[name] = parameter.main_grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    record.weights = {name: one.detach().clone() for name, one in global_parameters(model)}
+    return record

@@ -1,0 +1,196 @@
+"""What ``tests/integration/test_install.py`` compares: runs under stock and under installed schedules.
+
+All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes
+what the two ranks found to the file that it is given.
+"""
+
+import gc
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class NoTrainer:
+    """Finds no megatron.training."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.split(".")[:2] == ["megatron", "training"]:
+            raise ImportError(f"{name} is not there")
+
+
+sys.meta_path.insert(0, NoTrainer())
+
+
+from tests.support.ranks import run_ranks  # isort: skip  # noqa: E402 (the stand-ins come before Megatron)
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
+
+import megatron_pp_ext  # noqa: E402
+from tests.support import own_loop  # noqa: E402
+from tests.support.few_trials import few_trials  # noqa: E402
+
+LENGTHS = (8, 5, 7, 3)
+
+
+def on_rank(rank: int, folder: str) -> dict[Any, Any]:
+    """Return what this rank found, by the names under which tests look for it."""
+    own_loop.start()
+    stock_names = _names()
+    found: dict[Any, Any] = {}
+    for tied in (False, True):
+        found["stock", tied] = own_loop.train(own_loop.build(1, tied), own_loop.COUNTS)
+    found["stock", "lengths"] = _lengths(1)
+    found["stock", "passes"] = _passes(own_loop.build(1))
+    for name, chunks in own_loop.CHUNKS.items():
+        for tied in (False, True):
+            limit = {"memory_limit": 0.8} if name == "flex" else {}
+            found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
+            found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
+            gc.collect()
+            megatron_pp_ext.uninstall()
+    found["restored"] = _names() == stock_names
+    found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
+    trace = Path(folder, "trace.json")
+    megatron_pp_ext.install("v-half", ranks=2, microbatches=3, trace=trace, timeout=5)
+    found["v-half", "lengths"] = _lengths(2)
+    found["v-half", "passes"] = _passes(own_loop.build(2))
+    found["trace"] = trace.exists()
+    gc.collect()
+    megatron_pp_ext.uninstall()
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
+        found["shared"] = own_loop.train(own_loop.build(1, tied=True), own_loop.COUNTS)
+    found["several"] = _several()
+    found["refused"] = _refused()
+    found["arrived"] = _arrived()
+    return found
+
+
+def _names() -> list[int]:
+    """Return what stands behind some of the names that are replaced, one of them imported here."""
+    return [
+        id(stock_schedules.get_forward_backward_func),
+        id(parallel_state.is_pipeline_last_stage),
+        id(own_loop.GPTModel.__init__),
+        id(is_pipeline_last_stage),
+    ]
+
+
+is_pipeline_last_stage = parallel_state.is_pipeline_last_stage
+
+
+def _lengths(chunks: int) -> own_loop.Record:
+    """Train on microbatches of different lengths, as trainers do that announce none of them."""
+    model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    return own_loop.train(model, (3, 5), LENGTHS, seq_length=1)
+
+
+def _passes(model: list[Any]) -> list[Any]:
+    """Return losses of an evaluation, and what a log-probability pass collects, before any training."""
+    iterators = [own_loop.batches() for _ in model]
+    losses = own_loop.run_step(model, iterators, 3, forward_only=True)
+    collected = own_loop.run_step(model, iterators, 2, forward_only=True, collect_non_loss_data=True)
+    return [[float(one["loss"]) for one in losses], collected]
+
+
+def _several() -> dict[str, own_loop.Record]:
+    """Train three models of one process in turn, of which one has stock's schedule."""
+    models = {"stock": own_loop.build(1)}
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
+        models["v-half"] = own_loop.build(2)
+        layers = [part.layer_number for chunk in models["v-half"] for part in chunk.module.decoder.layers]
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
+        models["zb-h1"] = own_loop.build(1)
+    found = {name: own_loop.train(model, (8,)) for name, model in models.items()}
+    for model in models.values():
+        own_loop.run_step(model, [own_loop.batches() for _ in model], 2, forward_only=True)
+    found["offsets"] = _offsets(models["v-half"]), layers
+    return found
+
+
+def _offsets(model: list[Any]) -> list[int]:
+    """Return the numbers of the layers as Megatron's functions tell them outside of the context."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    told: list[int] = []
+    for chunk, part in enumerate(model):
+        first = get_transformer_layer_offset(part.config, vp_stage=chunk) + 1
+        told += range(first, first + get_num_layers_to_build(part.config, vp_stage=chunk))
+    return told
+
+
+def _refused() -> dict[str, str]:
+    """Return the lines that refuse models which were not built for the schedule that they are to run by."""
+    gc.collect()
+    megatron_pp_ext.uninstall()
+    found = {"built before": _built_before(), **_built_under_v_half()}
+    gc.collect()
+    megatron_pp_ext.install("v-min", ranks=2, microbatches=8)  # nothing is built for v-half any more
+    megatron_pp_ext.install("zb-h1", ranks=4, microbatches=8)
+    found["ranks"] = _error(lambda: own_loop.build(1))
+    megatron_pp_ext.install("1f1b", ranks=2, microbatches=8)
+    found["config"] = _with_a_setting_that_cannot_be()
+    gc.collect()
+    megatron_pp_ext.uninstall()
+    found["one config"] = _one_config_for_two_models()
+    return found
+
+
+def _step(model: list[Any]) -> str:
+    return _error(lambda: own_loop.run_step(model, [own_loop.batches() for _ in model], 2))
+
+
+def _built_before() -> str:
+    model = own_loop.build(2)
+    megatron_pp_ext.install("v-half", ranks=2, microbatches=8)
+    return _step(model)
+
+
+def _built_under_v_half() -> dict[str, str]:
+    found = {"chunks": _error(lambda: own_loop.build(1))}
+    model = own_loop.build(2)
+    found["one chunk"] = _step(model[:1])
+    found["changed"] = _error(lambda: megatron_pp_ext.install("v-min", ranks=2, microbatches=8))
+    found["left"] = _error(megatron_pp_ext.uninstall)
+    found["still trains"] = _step(model)
+    return found
+
+
+def _with_a_setting_that_cannot_be() -> str:
+    model = own_loop.build(1)
+    model[0].config.delay_wgrad_compute = True
+    return _step(model)
+
+
+def _one_config_for_two_models() -> str:
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
+        config = own_loop.build(2)[0].config
+    spec = own_loop.get_gpt_layer_local_spec()
+    return _error(lambda: own_loop.GPTModel(config, spec, own_loop.WORDS, own_loop.LENGTH, vp_stage=0))
+
+
+def _arrived() -> str:
+    """Return the line for a config that was made for a schedule and copied to where none is installed."""
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
+        copied = pickle.dumps(own_loop.config_of(1))
+    gc.collect()
+    megatron_pp_ext.uninstall()
+    model = own_loop.build(1, config=pickle.loads(copied))
+    return _error(lambda: own_loop.run_step(model, [own_loop.batches()], 2))
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    (file,) = sys.argv[1:]
+    folder = str(Path(file).parent)
+    with few_trials(folder):
+        Path(file).write_bytes(pickle.dumps(run_ranks(on_rank, 2, folder)))
