@@ -161,11 +161,10 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
     }
     model: Any
     if job.builder:
-        layers = TransformerConfig(**transformer)
-        layers.seq_length = about[
-            "seq_length"
-        ]  # as Bridge's recipes do; its warm-up of kernels reads it there
-        model = GPTModelConfig(transformer=layers, transformer_layer_spec=_layers_of_builder, **about)
+        model = GPTModelConfig(
+            transformer=TransformerConfig(**transformer), transformer_layer_spec=_layers_of_builder, **about
+        )
+        model.transformer.seq_length = model.seq_length  # Bridge's warm-up of kernels reads it there
         model.pre_wrap_hooks.append(partial(_look, run))
     else:
         model = GPTModelProvider(**transformer, transformer_layer_spec=_layers, **about)

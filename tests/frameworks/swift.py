@@ -5,13 +5,14 @@
 Its start-up, which reads a dataset and a hub, is left out: the trainer gets its attributes here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from mcore_bridge import ModelConfig, get_mcore_model
+from mcore_bridge.bridge import GPTBridge
 from mcore_bridge.model.register import ModelLoader
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -43,6 +44,13 @@ MICROBATCHES = (8, 3, 5)
 """The number of microbatches of each step."""
 LONGEST = 32
 """Tokens of the longest microbatch; others have fewer."""
+
+
+NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""What Transformer Engine's layers call the norms that are part of them, and Megatron's own layers call theirs."""
 
 
 @dataclass
@@ -79,6 +87,7 @@ def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
     parallel_state.initialize_model_parallel(1, 2, virtual)
     model_parallel_cuda_manual_seed(1)
     ModelLoader.get_transformer_layer_spec = _local_layers
+    GPTBridge._set_state_dict = _by_local_name(GPTBridge._set_state_dict)
     config = _config(virtual)
     models = get_mcore_model(config)
     config.bridge.load_weights(models, folder)
@@ -107,6 +116,15 @@ def _local_layers(loader: ModelLoader, vp_stage: int | None = None) -> Any:
     )
     spec.layer_norm = WrappedTorchNorm
     return spec
+
+
+def _by_local_name(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Convert the weights of Megatron's own layers, which have some other names."""
+
+    def converted(bridge: GPTBridge, module: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        return convert(bridge, module, NORMS.get(key, key), *args, **kwargs)
+
+    return converted
 
 
 def _config(virtual: int | None) -> ModelConfig:
