@@ -28,7 +28,7 @@ from swift.megatron.trainers.trainer import MegatronTrainer
 from transformers import LlamaConfig
 
 import megatron_pp_ext
-from tests.support import ranks
+from tests.support import frameworks, ranks
 from tests.support.training import global_parameters
 
 LLAMA = LlamaConfig(
@@ -50,7 +50,7 @@ NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""What Transformer Engine's layers call the norms that are part of them, and Megatron's own layers call theirs."""
+"""The norms that are part of Transformer Engine's layers, as Megatron's own layers call theirs."""
 
 
 @dataclass
@@ -65,10 +65,11 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, by global name
     exported: dict[str, torch.Tensor] = field(default_factory=dict)  # as loaded, in Hugging Face's names
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
+    steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
 def train(folder: str, name: str | None, chunks: int = 1) -> Run:
-    """Train the model whose Hugging Face weights are in ``folder``; where ``name`` is None, under stock's 1F1B."""
+    """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B."""
     runs = ranks.run_ranks(_train, 2, folder, name, chunks)
     last = next(run for run in runs if run.losses)
     for run in runs:
@@ -97,12 +98,14 @@ def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
     }
     trainer = _trainer(config, models)
     batches = [_batches() for _ in models]
-    for microbatches in MICROBATCHES:
-        trainer.args.num_microbatches = microbatches
-        metrics, norm, _ = trainer.train_step(batches if virtual else batches[0])
-        run.losses += [metric["loss"][0].item() for metric in metrics]
-        run.norms.append(norm)
-    evaluated = trainer.evaluate(batches if virtual else batches[0])
+    data = batches if virtual else batches[0]
+    with frameworks.counting_steps() as run.steps:
+        for microbatches in MICROBATCHES:
+            trainer.args.num_microbatches = microbatches
+            metrics, norm, _ = trainer.train_step(data)
+            run.losses += [metric["loss"][0].item() for metric in metrics]
+            run.norms.append(norm)
+        evaluated = trainer.evaluate(data)
     if "loss" in evaluated:
         run.validation = evaluated["loss"].tolist()
     run.weights = dict(global_parameters(models))

@@ -37,6 +37,7 @@ def stock(weights: Path) -> swift.Run:
 def test_same_bits_as_stock(name: str, chunks: int, weights: Path) -> None:
     """Microbatches of several lengths, and as many as no interleaved schedule of stock's would take."""
     ours, theirs = swift.train(str(weights), name, chunks), stock(weights)
+    assert (ours.steps, theirs.steps) == ([*swift.MICROBATCHES, swift.MICROBATCHES[-1]], [])
     assert len(ours.losses) == sum(swift.MICROBATCHES)
     assert ours.losses == theirs.losses
     assert ours.validation == theirs.validation != []
