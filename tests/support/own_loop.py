@@ -94,8 +94,10 @@ def build(
         model.append(part)
     for name, parameter in global_parameters(model):
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
-        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        parameter.data.copy_(drawn * 0.1)
+        # A part of a shared vocabulary has its rows of the whole weight.
+        first, rows = getattr(parameter, "vocabulary_rows", (0, len(parameter)))
+        drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
+        parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
     settings = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
     return [DistributedDataParallel(config=config, ddp_config=settings, module=part) for part in model]
 

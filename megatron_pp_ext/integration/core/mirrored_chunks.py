@@ -100,7 +100,7 @@ def build_chunks_placed(
     """
     _require_chunk_argument(build_chunk)
     pipeline = requested.pipeline()
-    if pipeline is None:
+    if pipeline is None or pipeline.is_per_model:  # then the models' classes place them (``placed_models``)
         return stock(build_chunk, *args, **kwargs)
     if pipeline.is_mirrored(1):
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
