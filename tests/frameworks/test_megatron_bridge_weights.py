@@ -29,8 +29,10 @@ LLAMA = LlamaConfig(
 )
 
 
-def _round_trip(rank: int, folder: Path) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-    """Return the numbers of the layers on this rank, and what all ranks export together."""
+def _round_trip(
+    rank: int, folder: Path
+) -> tuple[list[list[int]], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the layers on this rank, what all ranks export together, and the output weight if it is here."""
     megatron_pp_ext.install("v-half", ranks=2, microbatches=8)
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider()
@@ -44,7 +46,12 @@ def _round_trip(rank: int, folder: Path) -> tuple[list[list[int]], dict[str, tor
     provider.initialize_model_parallel(seed=1)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     exported = {name: tensor.clone() for name, tensor in bridge.export_hf_weights(model, cpu=True)}
-    return [[layer.layer_number for layer in chunk.decoder.layers] for chunk in model], exported
+    layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in model]
+    return (
+        layers,
+        exported,
+        [chunk.output_layer.weight.detach().clone() for chunk in model if chunk.post_process],
+    )
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -56,10 +63,8 @@ def test_weights_come_and_go_by_name(is_tied: bool, tmp_path: Path) -> None:
     expected = saved.state_dict()
     first, last = ranks.run_ranks(_round_trip, 2, tmp_path)
     assert (first[0], last[0]) == ([[1, 2], [7, 8]], [[3, 4], [5, 6]])
-    for _, exported in (first, last):
-        if is_tied:
-            assert "lm_head.weight" not in exported or torch.equal(
-                exported["lm_head.weight"], expected["model.embed_tokens.weight"]
-            )
-        assert exported.keys() | {"lm_head.weight"} == expected.keys() | {"lm_head.weight"}
+    for _, exported, _ in (first, last):
+        assert exported.keys() | {"lm_head.weight"} == expected.keys()
         assert not [name for name in exported if not torch.equal(exported[name], expected[name])]
+    assert torch.equal(first[2][0], expected["lm_head.weight"])
+    assert last[2] == []
