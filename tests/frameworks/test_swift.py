@@ -1,5 +1,6 @@
 """ms-swift's training step on mcore-bridge's models under our schedules: as without us, to the last bit."""
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,11 @@ import torch
 
 from tests.support import frameworks, rounding
 
+if "megatron.bridge" in sys.modules:
+    # It gives Megatron's multi-token prediction a forward that needs mcore-bridge's own config.
+    pytest.skip(
+        "mcore-bridge changes Megatron for all in its process: run this file alone", allow_module_level=True
+    )
 frameworks.require("mcore_bridge")
 frameworks.require("swift")
 frameworks.name_engine_layers()
