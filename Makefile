@@ -2,6 +2,7 @@
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
 # make test   lint, types and tests: about a quarter of an hour on two cores      (ARGS=what pytest should get)
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
+# make test-frameworks   Megatron-Bridge and ms-swift under our schedules, in an environment of their own
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
@@ -21,11 +22,13 @@ OLDER := 0.17.1 0.18.2
 # The torch of most clusters today, with what it needs at one exact version and what .venv has not got: of CUDA's
 # libraries only one, since .venv's have the same major version. That is a download of 742 MiB.
 torch-2.11 := torch==2.11.0 triton==3.6.0 nvidia-curand==10.4.0.35
+# Trainers on megatron.core, with what they import that .venv has not got.
+frameworks := -r tests/frameworks/requirements.txt
 # What the environment of a target is made for.
 anew = $(or $($*),megatron-core==$*)
 packages = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-.PHONY: env demo test test-all test-matrix smoke lint lock clean mutants faults fuzz
+.PHONY: env demo test test-all test-frameworks test-matrix smoke smoke-frameworks lint lock clean mutants faults fuzz
 
 env: .venv/.installed
 
@@ -52,12 +55,23 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
-	$(MAKE) $(OLDER:%=test-%)
+	$(MAKE) $(OLDER:%=test-%) test-frameworks
 
 test-matrix: env $(OLDER:%=test-%)
 	$(BIN)/python -m pytest $(PARALLEL) tests/integration $(ARGS)
 
-smoke: $(OLDER:%=smoke-%) smoke-torch-2.11
+smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
+
+# Importing a framework takes longer than a test, and the ranks of one test fill two cores: no workers.  One process
+# for each: mcore-bridge, which ms-swift is on, changes Megatron for all that is in its own.
+test-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_megatron_bridge*.py $(ARGS)
+	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_swift.py $(ARGS)
+
+smoke-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest -n 0 tests/frameworks/test_megatron_bridge.py -k v-half-tied $(ARGS)
+
+.venv-frameworks/.installed: tests/frameworks/requirements.txt
 
 test-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)

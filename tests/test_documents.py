@@ -53,6 +53,8 @@ OTHERS = {
     "apex": "--cpp_ext --cuda_ext",
     "benchmarks": "--hidden --ranks",
     "extending": "--pipeline-most-microbatches",
+    "frameworks": "--external_plugins --model --dataset --pipeline_model_parallel_size --config-name "
+    "--virtual_pipeline_model_parallel_size --custom-megatron-init-path",
     "slash": "--account-for-embedding --decoder-first",  # --account-for-embedding/loss-in-pipeline-split
 }
 """The options of other programs that the documents name."""

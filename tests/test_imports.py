@@ -88,6 +88,7 @@ BELOW_IN_INTEGRATION = {
     "core": {"requested"},
     "settled": {"requested", "core"},
     "runners": {"settings", "requested", "settled", "core"},
+    "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {"releases", "settings", "requested", "start_up", "core", "mends"},
     "core_seams": {*_SEAMS, "core", "runners"},
     "trainer_seams": {*_SEAMS, "core", "trainer"},

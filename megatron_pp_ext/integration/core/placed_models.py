@@ -6,6 +6,7 @@ Other trainers have builders of their own, and all of them make each chunk by th
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     if pipeline.placement.shares_vocabulary:
         deal_out(chunks)
     tie_ends(chunks)
+    # It imports this room.  Whatever built the chunks is imported by now, and imports weights into them next.
+    import_module("megatron_pp_ext.integration.frameworks").put_in_place()
 
 
 def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None) -> None:

@@ -1,0 +1,16 @@
+"""What frameworks on megatron.core need beyond core: hooks into their own code, for those that are in use.
+
+A framework that was not imported is not imported here either; its place is looked for when a model is built.
+"""
+
+import sys
+
+from megatron_pp_ext.integration import patching
+from megatron_pp_ext.integration.frameworks import megatron_bridge
+
+SEAMS = megatron_bridge.SEAMS
+
+
+def put_in_place() -> None:
+    """Replace the places of the frameworks that are imported by now; SeamError where one does not fit."""
+    patching.apply(seam for seam in SEAMS if seam.module in sys.modules)

@@ -1,0 +1,76 @@
+"""Megatron-Bridge's own pretrain() under our schedules trains as it does without us, to the last bit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import frameworks, rounding
+
+frameworks.require("megatron.bridge")
+
+from tests.frameworks.megatron_bridge import Job, Run, assert_same_bits, stock, under  # noqa: E402
+
+CASES: dict[str, tuple[str, Job, dict[str, Any]]] = {
+    "v-half-tied": ("v-half", Job(chunks=2, is_tied=True), {}),
+    "zb-h1-builder-tied": ("zb-h1", Job(builder=True, is_tied=True), {}),
+    "v-min-builder": ("v-min", Job(chunks=2, builder=True), {}),
+    "1f1b": ("1f1b", Job(), {}),
+    "dualpipe-v-builder": ("dualpipe-v", Job(chunks=2, builder=True), {}),
+    "interleaved-odd-microbatches": ("interleaved", Job(chunks=2, microbatches=5), {}),
+    "flex": ("flex", Job(chunks=2), {"chunks": 2, "memory_limit": 0.75}),
+}
+"""A schedule, a job, and what else ``install`` is told."""
+
+
+@pytest.mark.usefixtures("short_searches")
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits_as_stock(case: str) -> None:
+    name, job, about = CASES[case]
+    ours, theirs = under(name, job, **about), stock(job)
+    assert len(ours.losses) == job.steps
+    assert theirs.steps == []
+    assert_same_bits(ours, theirs)
+    if job.chunks == 1:
+        assert ours.norms == theirs.norms
+
+
+def test_data_parallel_with_overlap_and_evaluation() -> None:
+    job = Job(chunks=2, world_size=4, is_tied=True, overlaps=True, evaluations=2)
+    ours = under("v-half", job)
+    assert ours.validation
+    assert_same_bits(ours, stock(job))
+
+
+@pytest.mark.parametrize("first", ["stock", "v-half"])
+def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
+    """Two steps under one and two under the other are four under stock."""
+    job = Job(steps=4, is_tied=True)
+    starts: dict[str, Callable[..., Run]] = {"stock": stock, "v-half": partial(under, "v-half")}
+    second = next(name for name in starts if name != first)
+    chunks = {"stock": 1, "v-half": 2}
+    begun = starts[first](replace(job, steps=2, chunks=chunks[first], save=str(tmp_path)))
+    resumed = starts[second](replace(job, chunks=chunks[second], load=str(tmp_path)))
+    losses, norms = (getattr(begun, name) + getattr(resumed, name) for name in ("losses", "norms"))
+    assert_same_bits(replace(resumed, losses=losses, norms=norms), stock(job))
+
+
+def test_experts_in_some_layers() -> None:
+    """Which layer has experts goes by its global number, which Bridge asks for before it builds a chunk."""
+    job = Job(chunks=2, experts_in=(0, 1, 1, 0, 0, 0, 1, 0))
+    ours = under("v-half", job)
+    assert any("experts" in name for name in ours.weights)
+    assert_same_bits(ours, stock(job))
+
+
+def test_multi_token_prediction() -> None:
+    """It uses the output weight twice a microbatch, and a split backward adds the two gradients in turn."""
+    job = Job(chunks=2, builder=True, predicts=True)
+    ours, theirs = under("v-half", job), stock(job)
+    assert any(name.startswith("mtp.") for name in ours.weights)
+    assert ours.losses[0] == theirs.losses[0]
+    for mine, stocks in zip(ours.losses, theirs.losses, strict=True):
+        assert mine == pytest.approx(stocks, rel=rounding.of_losses(updates=2))
