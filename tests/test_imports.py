@@ -95,7 +95,7 @@ BELOW_IN_INTEGRATION = {
     "cpu_seams": _SEAMS,
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
     "trainers_tried": set(),
-    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends"},
+    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends", "frameworks"},
     "arrival": {"patching", "core_seams"},
     "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams", "mends"},
     "__init__": {"patching", "seams"},

@@ -195,7 +195,7 @@ def _import_seams() -> str | None:
 
 def _examine_seams(console: Console) -> str | None:
     """Print every seam and whether it fits; return in one line which do not, None if all do."""
-    from megatron_pp_ext.integration import seams
+    from megatron_pp_ext.integration import frameworks, seams
     from megatron_pp_ext.integration.mends.table import MENDS
 
     problems = []
@@ -207,8 +207,8 @@ def _examine_seams(console: Console) -> str | None:
     table.add_column("for")
     table.add_column("as since")
     table.add_column("fits")
-    always = seams.all_seams()
-    for seam in seams.all_seams(cpu=True):
+    always = (*seams.all_seams(), *frameworks.SEAMS)
+    for seam in (*seams.all_seams(cpu=True), *filter(_can_be_imported, frameworks.SEAMS)):
         since = seam.since(releases.megatron_release())
         fits = "not in this release"
         if since is not None:
@@ -237,6 +237,15 @@ def _examine_seams(console: Console) -> str | None:
         return None
     advice = "install a release of docs/compatibility.md, or run without megatron_pp_ext"
     return f"{len(problems)} seam(s) above do not fit this Megatron: {advice}"
+
+
+def _can_be_imported(seam: patching.Seam) -> bool:
+    """Return whether the framework of ``seam`` is here, with all that it needs."""
+    try:
+        importlib.import_module(seam.module)
+    except ImportError:
+        return False
+    return True
 
 
 def _version(package: str) -> str | None:

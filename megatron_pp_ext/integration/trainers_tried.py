@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 TRIED: Mapping[str, tuple[str, ...]] = {
     "megatron-bridge": ("0.6.2",),
     "mcore-bridge": ("1.6.5",),
-    "ms-swift": (),
+    "ms-swift": ("4.6.0",),
     "verl": (),
     "nemo-rl": (),
     "slime": (),

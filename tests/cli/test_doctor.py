@@ -64,6 +64,14 @@ def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pyte
     ]
 
 
+def test_what_was_tried_is_what_tests_install() -> None:
+    lines = (Path(__file__).parents[1] / "frameworks" / "requirements.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    assert {name: tried for name, tried in trainers_tried.TRIED.items() if tried} == {
+        name: (pinned[name],) for name in trainers_tried.TRIED if name in pinned
+    }
+
+
 def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
