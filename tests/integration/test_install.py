@@ -12,6 +12,7 @@ import torch
 from megatron_pp_ext import activation
 from tests.support.own_loop import CHUNKS, COUNTS, Record
 from tests.support.rounding import of_losses
+from tests.support.training import since
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,11 @@ def assert_same(ranks: list[Record], stock: list[Record]) -> None:
 def test_installed_schedules_equal_stock(found, name, tied) -> None:
     """Steps have 8, 3 and 5 microbatches; the process groups are older than the schedule."""
     assert_same([rank[name, tied] for rank in found], [rank["stock", tied] for rank in found])
+
+
+@since((0, 19), "megatron-core before 0.19 builds hybrid models of Mamba layers alone")
+def test_a_hybrid_model(found) -> None:
+    assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
 
 
 def test_a_line_says_what_is_in_force(found) -> None:

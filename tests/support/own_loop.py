@@ -4,7 +4,7 @@ Weights and batches depend on names and numbers alone, so that runs on any place
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,19 +73,38 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
     )
 
 
+def gpt(config: TransformerConfig, **given: Any) -> GPTModel:
+    """Return a chunk of a GPT."""
+    return GPTModel(config, get_gpt_layer_local_spec(), **given)
+
+
+def hybrid(config: TransformerConfig, **given: Any) -> Any:
+    """Return a chunk of a hybrid of attention and MLP layers, whose pattern has a segment a stage."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from tests.support.hybrid_layers import stack
+
+    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    pattern = "|".join(["*-" * (LAYERS // 2 // stages)] * stages)
+    return HybridModel(config, stack, hybrid_layer_pattern=pattern, **given)
+
+
 def build(
-    chunks: int, tied: bool = False, config: TransformerConfig | None = None, **more: Any
+    chunks: int,
+    tied: bool = False,
+    config: TransformerConfig | None = None,
+    model_class: Callable[..., Any] = gpt,
+    **more: Any,
 ) -> list[DistributedDataParallel]:
     """Build the chunks of this rank, with weights that follow from their names."""
     config = config or config_of(chunks, **more)
     model = []
     for chunk in range(chunks):
         ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk if chunks > 1 else None}
-        part = GPTModel(
+        part = model_class(
             config,
-            get_gpt_layer_local_spec(),
-            WORDS,
-            4 * LENGTH,
+            vocab_size=WORDS,
+            max_sequence_length=4 * LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(**ends),
             post_process=parallel_state.is_pipeline_last_stage(**ends),
             share_embeddings_and_output_weights=tied,

@@ -28,6 +28,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 
 import megatron_pp_ext  # noqa: E402
+from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
 from tests.support import own_loop  # noqa: E402
 from tests.support.few_trials import few_trials  # noqa: E402
 
@@ -50,6 +51,12 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
             found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
     gc.collect()
     megatron_pp_ext.uninstall()
+    if megatron_release() >= CORE_0_19:
+        found["stock", "hybrid"] = own_loop.train(own_loop.build(1, model_class=own_loop.hybrid), (3,))
+        with megatron_pp_ext.installed("v-half", ranks=2, microbatches=3):
+            found["v-half", "hybrid"] = own_loop.train(own_loop.build(2, model_class=own_loop.hybrid), (3,))
+        gc.collect()
+        megatron_pp_ext.uninstall()
     found["restored"] = _names() == stock_names
     found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
