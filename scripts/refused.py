@@ -16,6 +16,7 @@ TABLE = (
     *without_flush.RULES,
     *measuring.RULES,
     measuring.NOT_COUNTED,
+    measuring.NOT_COMPILED,
     *stock.CONFIG,
 )
 
