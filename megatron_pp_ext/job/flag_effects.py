@@ -1,8 +1,8 @@
 """What each of Megatron's arguments does to the time and the memory of a training step.
 
-``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat and
-are said beside an estimate (``bounds``), those with which it would be of something else and is refused, and
-those without effect.  An argument that has its default value is not asked.
+``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
+and are said beside an estimate (``bounds``), those with which it would be of something else and is refused,
+and those without effect.  An argument that has its default value is not asked.
 """
 
 import tomllib
@@ -39,7 +39,7 @@ def described() -> set[str]:
 
 
 def refused(what: str) -> dict[str, str]:
-    """Return the arguments whose ``what``, "stages" or "step", the costs do not know, each with the reason."""
+    """Return the arguments of which the costs of ``what``, "stages" or "step", know nothing, and why."""
     return _by_name(table()["refused"][what])
 
 

@@ -8,8 +8,8 @@ from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step import model_description
+from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from tests.support.flags import read_by_commands, read_by_megatron
 from tests.support.training import TINY
@@ -50,12 +50,12 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--hidden-size many", "invalid int value: 'many'"),
         ("--hidden-size 33", "--hidden-size 33 is not divisible by --num-attention-heads 4"),
         ("--bf16 --fp16", "contradict each other"),
-        ("--yaml-cfg x", "it reads flags alone; give the model's sizes as flags"),
+        ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (
             "--multi-latent-attention",
-            "^the planner does not support --multi-latent-attention: its compressed keys are not modelled; "
-            "leave it out of the estimate$",
+            "^the planner does not support --multi-latent-attention: its compressed keys and values are not "
+            "modelled; leave it out of the estimate, or measure the job with mpp rehearse$",
         ),
     ],
 )

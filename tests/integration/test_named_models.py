@@ -10,8 +10,8 @@ from megatron_pp_ext.integration.releases import RELEASES, megatron_release
 from megatron_pp_ext.job.flag_table import FILE, by_release
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import described, model_names
-from megatron_pp_ext.planner.step import model_description
 from megatron_pp_ext.planner.search.launch_lines import Launch
+from megatron_pp_ext.planner.step import model_description
 from scripts.flag_table import rows_of_megatron, written
 from tests.support.flags import pasted, read_by_commands, read_by_megatron, validated
 from tests.support.training import TINY

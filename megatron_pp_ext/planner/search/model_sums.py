@@ -59,7 +59,8 @@ class ModelSums:
             if key not in self._totals:
                 self._totals[key] = self._sum(self._before[:, -1] * is_full, len(self.model.layers), kept)
             layers = self._totals[key]
-        return layers + self._beside(args, shares_vocabulary, len(cut) == 1) + self.model.other.times(len(cut))
+        beside = self._beside(args, shares_vocabulary, is_one=len(cut) == 1)
+        return layers + beside + self.model.other.times(len(cut))
 
     def least(self, args: Namespace, fewest: Sequence[int], shares_vocabulary: bool) -> LeastSeconds:
         """Return what stages take at least where the first, each middle and the last have so many layers."""
