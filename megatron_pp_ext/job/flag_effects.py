@@ -73,16 +73,20 @@ def not_counted(args: Namespace) -> list[str]:
 
 def flag(name: str) -> str:
     """Return the flag that gives the argument ``name`` another value than its default."""
-    rows = [row for rows in flag_table.by_release().values() for row in rows if row["dest"] == name]
-    flags: list[str] = next(row["flags"] for row in rows[::-1] if row.get("sets", ...) != row["default"])
+    flags: list[str] = _setting()[name]["flags"]
     return flags[0]
 
 
-@cache
 def takes_value(name: str) -> bool:
     """Whether a word follows the flag of the argument ``name``."""
-    rows = [row for rows in flag_table.by_release().values() for row in rows if row["dest"] == name]
-    return "sets" not in rows[-1]
+    return "sets" not in _setting()[name]
+
+
+@cache
+def _setting() -> dict[str, flag_table.Row]:
+    """Return by argument the row that sets another value than the default, of the newest release with one."""
+    rows = [row for rows in flag_table.by_release().values() for row in rows]
+    return {row["dest"]: row for row in rows if row.get("sets", ...) != row["default"]}
 
 
 @cache
