@@ -107,6 +107,7 @@ def test_what_is_recomputed_runs_again_before_the_gradients() -> None:
     assert_operations(block, 24 * HIDDEN**2, 2 * SCORES, repeated=layer)
     selective = costs("--recompute-granularity selective", 8).stages[3]
     assert_operations(selective, 12 * HIDDEN**2, SCORES, repeated=SCORES)
+    assert costs("--recompute-activations", 8).stages[3] == selective
 
 
 def test_a_layer_without_an_estimate_is_refused() -> None:
