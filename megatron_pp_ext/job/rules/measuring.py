@@ -113,8 +113,8 @@ NOT_COMPILED = Rules(
     rows=tuple(
         _unknown_to_costs(
             "stages",
-            "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or choose "
-            "a schedule that is not compiled",
+            "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or leave flex "
+            "and every auto out",
         )
     ),
 )
