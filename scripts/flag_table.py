@@ -3,7 +3,7 @@
     python scripts/flag_table.py
 
 reads the Megatron that Python would import and replaces what the table has of its release; PYTHONPATH leads
-to another one.  Which arguments the costs count is decided by hand, in the table, and kept.
+to another one.  What a new argument does to a step is written by hand, into ``job/flag_effects.toml``.
 """
 
 import json
@@ -62,7 +62,7 @@ def written(releases: Mapping[str, Sequence[Row]]) -> str:
     for line, names in sorted(having.items()):
         few = {} if len(names) == len(releases) else {"releases": names}
         lines.append(json.dumps({**json.loads(line), **few}))
-    head = json.dumps({"releases": [*releases], "counted": json.loads(FILE.read_text())["counted"]}, indent=1)
+    head = json.dumps({"releases": [*releases]}, indent=1)
     return head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
 
 

@@ -29,6 +29,10 @@ HEAD = """\
 Training and every command refuse these flags before anything starts, in one line with the reason and the fix.
 Words *like these* stand for what the job has. Values that cannot be read, and sizes that do not divide each
 other, are refused too, by an error that names the nearest that works.
+
+What `mpp estimate` and `mpp search` refuse with the advice to measure the job, training refuses where it
+predicts its stages from the model's sizes: under `flex` and `auto`, and for `auto` as layout or vocabulary.
+Measured stages (`--pipeline-costs`) and all other schedules go with it.
 """
 
 

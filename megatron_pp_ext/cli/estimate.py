@@ -57,6 +57,7 @@ def estimate(
     machine = systems.read(system)
     args, words = described(flags, model)
     args.micro_batch_size = args.micro_batch_size or 1
+    from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.job.pipeline import for_world
     from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.planner.step.estimate import estimate_request
@@ -68,6 +69,8 @@ def estimate(
         estimated = estimate_request(args, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     show(estimated, request, machine, gpus)
+    without = not_counted(args)
+    show_not_counted(without)
     if chosen:
         console.print(chosen)
     show_launch("To train it:", launch, missing(words))
@@ -79,6 +82,7 @@ def estimate(
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
             **asdict(estimated),
+            "not_counted": without,
             **launch.record(),
         }
         write_json(json, content)
@@ -140,6 +144,12 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
             f"does not fit: rank {estimated.ranks.index(fullest)} needs {fullest.total / 1e9:.1f} GB of "
             f"{machine.memory_bytes / 1e9:.0f} GB, {largest[1] / 1e9:.1f} GB of it {largest[0]}"
         )
+
+
+def show_not_counted(lines: Sequence[str]) -> None:
+    """Say what the step is beside its estimate, which is made without these flags."""
+    if lines:
+        console.print(f"a step may be other than estimated, which is made without {'; '.join(lines)}")
 
 
 def show_launch(title: str, launch: "Launch", filled_in: Sequence[str]) -> None:

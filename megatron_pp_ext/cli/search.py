@@ -32,6 +32,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
         print_flags(words_of(job.flags, job.model))
         return
     from megatron_pp_ext.cli.search_report import Report
+    from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.candidate import strip
@@ -47,7 +48,8 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     limit = machines.limit(system)
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
-    report = Report(best, [*words, *filled_in], system, machines.gpus, limit, measuring.script, filled_in)
+    all_words, without = [*words, *filled_in], tuple(not_counted(args))
+    report = Report(best, all_words, system, machines.gpus, limit, measuring.script, filled_in, without)
     report.show()
     for path in outputs.paths:
         report.draw(path)

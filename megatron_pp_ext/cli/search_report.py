@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.cli.estimate import show_launch
+from megatron_pp_ext.cli.estimate import show_launch, show_not_counted
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
@@ -32,7 +32,8 @@ _COLUMNS = (
 class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
-    ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give.
+    ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
+    ``not_counted`` what estimates are made without.
     """
 
     result: Result
@@ -42,6 +43,7 @@ class Report:
     limit: float
     script: Path | None = None
     filled_in: tuple[str, ...] = ()
+    not_counted: tuple[str, ...] = ()
 
     def show(self) -> None:
         """Print the table, the frontier, and the command that starts the best."""
@@ -52,6 +54,7 @@ class Report:
             f"{result.replayed:,} were replayed; none of the others can be among the best\n"
             f"{self._room()}; 8 in 10 of {result.best[0].estimate.band}"
         )
+        show_not_counted(self.not_counted)
         table = folding(*_COLUMNS[:-3])
         for number, name, *numbers, _, behind, alike in self._rows():
             notes = (("behind", behind), (_ALIKE, alike))
@@ -92,6 +95,7 @@ class Report:
             "legal": result.legal,
             "unfit": result.unfit,
             "replayed": result.replayed,
+            "not_counted": self.not_counted,
             "best": [
                 {
                     "name": one.candidate.name,

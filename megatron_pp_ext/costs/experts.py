@@ -20,7 +20,7 @@ def experts(costs: LayerCosts) -> Part:
     inner = args.moe_ffn_hidden_size or inner_width(costs)
     here = args.num_experts // args.expert_model_parallel_size
     inside = _routed(costs, feed_forward(costs, inner, copies=chosen, experts=here))
-    if not args.swiglu:
+    if costs.gates == 1:
         # The activation before it is scaled by the router's probabilities.
         inside += Part(after_forward=costs.sizes.cut(chosen * inner))
     if "moe_act" in costs.recomputed:

@@ -25,7 +25,7 @@ class LayerCosts:
         self.kernels = kernels or KernelSeconds()
         self.sizes = ActivationSizes(args)
         self.products = ProductCosts(args, self.sizes, self.kernels)
-        self.gates = 2 if args.swiglu else 1
+        self.gates = 2 if args.swiglu or args.quick_geglu else 1
         self.is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
         is_selective = args.recompute_granularity == "selective"
         self.recomputed = set(args.recompute_modules or ["core_attn"]) if is_selective else set()

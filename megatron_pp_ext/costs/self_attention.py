@@ -7,6 +7,9 @@ _FUSED_KERNELS, _UNFUSED_KERNELS = 11, 16
 """The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
 
 
+_ROTARY = ("rope", "yarn", "mrope")
+
+
 def attention(costs: LayerCosts) -> Part:
     """Return self-attention with its norm and its projections."""
     args = costs.args
@@ -18,6 +21,8 @@ def attention(costs: LayerCosts) -> Part:
     if "core_attn" in costs.recomputed:
         core = core.recomputed(kept=0)
     # Attention in single products repeats keys and values for every query.
+    if args.add_qkv_bias and not args.add_bias_linear:
+        core += Part(parameters=projected / costs.sizes.share)
     kept = Part(after_forward=costs.sizes.cut(query + (3 * query if costs.is_unfused else projected)))
     if costs.sizes.waiting < 1:
         # Beside what attention keeps of its output there is the quantized copy of the product behind it.
@@ -48,7 +53,7 @@ def _core(costs: LayerCosts, query: int, keys_and_values: int) -> Part:
     results, gradients = (
         costs.sizes.tokens * width / costs.sizes.share for width in (query, query + keys_and_values)
     )
-    rotated = query + keys_and_values / 2 if args.position_embedding_type == "rope" else 0
+    rotated = query + keys_and_values / 2 if args.position_embedding_type in _ROTARY else 0
     if costs.is_unfused:
         rotated += query + keys_and_values  # put in the order of heads
     turning = costs.kernels.copy(2 * costs.sizes.cut(rotated))

@@ -74,6 +74,8 @@ def padded_vocabulary(args: Namespace) -> int:
     """Return the rows of the embedding, padded as Megatron does for tensor-parallel ranks to share them."""
     if args.padded_vocab_size:
         return int(args.padded_vocab_size)
+    if not getattr(args, "pad_vocab_size", True):
+        return int(args.vocab_size)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return math.ceil(args.vocab_size / multiple) * multiple
 

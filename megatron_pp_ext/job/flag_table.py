@@ -4,13 +4,12 @@
 ``rows`` has the ``flags`` that set one argument, and of the argument its name ``dest`` where that is not the
 first flag's, its ``default`` where it has one, and either the value that a flag ``sets`` by itself, or the
 ``type``, number (``nargs``, in argparse's words) and ``choices`` of the values behind it.  ``releases`` are
-those whose parser has the row, where not all do.  ``counted`` names, by hand, the arguments that the costs of
-a step or the rules for a pipeline depend on.
+those whose parser has the row, where not all do.
 """
 
 import json
 import re
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -126,13 +125,6 @@ def by_release() -> dict[str, list[Row]]:
         ]
         for release in table["releases"]
     }
-
-
-@cache
-def counted() -> Mapping[str, Action]:
-    """Return the arguments that costs and rules depend on, this package's included, by their names."""
-    names = {*_table()["counted"], *our_flags.names()}
-    return {action.dest: action for action in parser()._actions if action.dest in names}
 
 
 def name_of(flag: str) -> str:

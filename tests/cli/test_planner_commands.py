@@ -45,6 +45,18 @@ def test_estimate_tells_time_and_every_ranks_memory(mpp, model, tmp_path):
     assert f"{total / 1e9:.2f}" in result.output
 
 
+def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
+    file = tmp_path / "found.json"
+    of_search = "search", "--gpus", 4, "--global-batch-size", 8, "--schedules", "1f1b", "--seq-length", 512
+    said = "--qk-layernorm (longer: kernels are added, or no longer fused or hidden)"
+    for command, values in (("estimate",), PIPELINE), (of_search, {}):
+        result = mpp(*command, "--model", model(**values, qk_layernorm=True), "--json", file)
+        assert result.exit_code == 0, result.output
+        assert said in " ".join(result.output.split())
+        assert json.loads(file.read_text())["not_counted"] == [said]
+    assert "is made without" not in mpp("estimate", "--model", model(**PIPELINE)).output
+
+
 def test_estimate_says_what_does_not_fit(mpp, model):
     huge = model(**{**PIPELINE, "hidden_size": 16384, "num_layers": 80})
     assert "does not fit: rank 0 needs" in mpp("estimate", "--model", huge).output

@@ -4,11 +4,11 @@ import pytest
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.step import model_description
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from tests.support.flags import read_by_commands, read_by_megatron
@@ -29,7 +29,7 @@ def test_a_description_and_its_flags_say_the_same():
     candidate = Candidate(2, 1, 2, 2, 4, 1, 8, Recompute("all", "full", "uniform", 1), "flex", 2, 123456)
     args = read_by_megatron(launch_lines.flags(candidate, spelled(values)))
     expected = vars(candidate.described(describe(values)))
-    for name in flag_table.counted().keys() - {"attention_backend"}:
+    for name in model_description.arguments().keys() - {"attention_backend"}:
         assert getattr(args, name) == expected[name]
 
 
@@ -50,12 +50,12 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--hidden-size many", "invalid int value: 'many'"),
         ("--hidden-size 33", "--hidden-size 33 is not divisible by --num-attention-heads 4"),
         ("--bf16 --fp16", "contradict each other"),
-        ("--yaml-cfg x", "it reads flags alone; give the model's sizes as flags"),
+        ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (
             "--multi-latent-attention",
-            "^the planner does not support --multi-latent-attention: its compressed keys are not modelled; "
-            "leave it out of the estimate$",
+            "^the planner does not support --multi-latent-attention: its compressed keys and values are not "
+            "modelled; leave it out of the estimate, or measure the job with mpp rehearse$",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -11,15 +11,20 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
+from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.model_costs import estimate
+<<<<<<< HEAD
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 from megatron_pp_ext.schedule import catalog
+=======
+from megatron_pp_ext.schedule import catalog, costs_file
+>>>>>>> counted
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
-from tests.support.flags import arguments
+from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.flags import estimated_costs as costs
 from tests.support.tiers import first
 from tests.support.training import train
@@ -107,11 +112,63 @@ def test_what_is_recomputed_runs_again_before_the_gradients() -> None:
     assert_operations(block, 24 * HIDDEN**2, 2 * SCORES, repeated=layer)
     selective = costs("--recompute-granularity selective", 8).stages[3]
     assert_operations(selective, 12 * HIDDEN**2, SCORES, repeated=SCORES)
+    assert costs("--recompute-activations", 8).stages[3] == selective
 
 
 def test_a_layer_without_an_estimate_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern; measure"):
         costs("--hybrid-layer-pattern M-M-", 4)
+
+
+PREDICTED = (
+    "--pipeline-schedule flex --pipeline-memory-limit 0.5",
+    "--pipeline-schedule auto",
+    "--pipeline-schedule v-half --pipeline-model-parallel-layout auto",
+    "--pipeline-schedule v-half --pipeline-vocabulary auto",
+)
+
+
+@pytest.mark.parametrize("schedule", PREDICTED)
+def test_training_chooses_nothing_by_the_costs_of_another_model(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = (
+        "^a prediction from the model's sizes does not support --window-size .*: attention is counted over "
+        "whole sequences; measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE"
+    )
+    assert_refused(monkeypatch, f"{PP4} {schedule} --window-size 3,0", line)
+    assert read(monkeypatch, f"{PP4} {schedule} --window-size 31,0 --optimizer muon") is not None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--multi-latent-attention",
+        "--experimental-attention-variant dsa",
+        "--moe-latent-size 8",
+        "--squared-relu",
+    ],
+)
+def test_stages_without_a_formula_have_no_costs(flags: str) -> None:
+    """What is only said beside an estimate has some."""
+    if flags == "--squared-relu":
+        assert costs(flags, 8) == costs("", 8)
+    else:
+        with pytest.raises(ValueError, match=f"does not support {flags}: "):
+            costs(flags, 8)
+
+
+def test_measured_stages_may_have_any_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    costs_file.write(costs("", 8), tmp_path / "costs.json")
+    measured = f"--pipeline-costs {tmp_path / 'costs.json'} --window-size 3,0"
+    assert read(monkeypatch, f"{PP4} {PREDICTED[0]} {measured}") is not None
+
+
+def test_the_start_line_does_not_take_windows_for_whole_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{PP4} --pipeline-schedule v-half --window-size 3,0"
+    pipeline = read(monkeypatch, flags)
+    line = start_up.summary(pipeline, partial(estimate, arguments(flags)))
+    assert line.endswith(" at unit costs")
 
 
 def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:

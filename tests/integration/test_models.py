@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration import releases
+from megatron_pp_ext.schedule import costs_file
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import linear
 from tests.support import rounding
 from tests.support.comparison import (
     TWICE_USED,
@@ -186,7 +189,12 @@ def described_layers(file: Path) -> list[str]:
 
 @since(releases.CORE_0_19, "before 0.19 a checkout's script builds such a model")
 def test_layers_that_a_file_describes_one_by_one(tmp_path: Path) -> None:
-    """With one chunk a rank, which ``flex`` takes by itself; Megatron builds them in no other way."""
+    """With one chunk a rank, which ``flex`` takes by itself; Megatron builds them in no other way.
+
+    It compiles them from measured stages alone.
+    """
+    costs = tmp_path / "costs.json"
+    costs_file.write(Costs.unit(linear(2)), costs)
     flags = ["--pipeline-model-parallel-size", "2", *described_layers(tmp_path / "layers.json")]
-    for schedule in ("zb-h1", "flex --pipeline-memory-limit 1"):
+    for schedule in ("zb-h1", f"flex --pipeline-memory-limit 1 --pipeline-costs {costs}"):
         assert_same_bits(run(2, [*flags, "--pipeline-schedule", *schedule.split()]), stock(2, *flags))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_pp_ext.integration.releases import RELEASES, megatron_release
-from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.flag_table import FILE, by_release
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import described, model_names
 from megatron_pp_ext.planner.search.launch_lines import Launch
+from megatron_pp_ext.planner.step import model_description
 from scripts.flag_table import rows_of_megatron, written
 from tests.support.flags import pasted, read_by_commands, read_by_megatron, validated
 from tests.support.training import TINY
@@ -24,11 +24,11 @@ def as_megatron_reads(words: Sequence[str], ours: Namespace) -> dict[str, Any]:
     """What Megatron reads in ``words`` for the arguments that costs depend on."""
     theirs = read_by_megatron(words)
     theirs.attention_backend = ours.attention_backend  # an enumeration there
-    return {name: getattr(theirs, name) for name in flag_table.counted()}
+    return {name: getattr(theirs, name) for name in model_description.arguments()}
 
 
 def counted(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in flag_table.counted()}
+    return {name: getattr(args, name) for name in model_description.arguments()}
 
 
 SIZES = (

@@ -4,7 +4,9 @@ import pytest
 from megatron.training import yaml_arguments
 
 from megatron_pp_ext.integration.core import mirrored_chunks
-from megatron_pp_ext.schedule.placement import loop
+from megatron_pp_ext.schedule import costs_file
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import linear, loop
 from tests.support.flags import PP4, assert_refused, read
 from tests.support.ranks import RankError
 from tests.support.training import train
@@ -103,11 +105,13 @@ def test_refused_in_one_line(case, monkeypatch):
 HETEROGENEOUS = "--heterogeneous-layers-config-path layers.json"
 
 
-def test_layers_of_their_own_are_compiled_for_one_chunk_a_rank(monkeypatch):
+def test_layers_of_their_own_are_compiled_for_one_chunk_a_rank(monkeypatch, tmp_path):
     """A V in place of it would fail when the model is built."""
     flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1"
     assert {one.chunks for one in read(monkeypatch, flags).request.placements} != {1}
-    assert {one.chunks for one in read(monkeypatch, f"{flags} {HETEROGENEOUS}").request.placements} == {1}
+    costs_file.write(Costs.unit(linear(4)), tmp_path / "costs.json")
+    flags += f" --pipeline-costs {tmp_path / 'costs.json'} {HETEROGENEOUS}"
+    assert {one.chunks for one in read(monkeypatch, flags).request.placements} == {1}
 
 
 def test_a_provider_that_builds_one_chunk_is_refused_several(monkeypatch):

@@ -47,10 +47,43 @@ def stages(layers=(4, 4), **changed):
 )
 def test_parameters_are_those_of_the_published_files(name, parameters):
     """The sums of all tensors in the models' own files (their index of safetensors)."""
-    given = model_names.named(name)
-    args = describe({**given.values, **EXACT, "micro_batch_size": 1})
+    assert on_one_rank(**model_names.named(name).values, **EXACT) == parameters
+
+
+def on_one_rank(**values):
+    args = describe({"micro_batch_size": 1, **values})
     (part,) = Workload(args, system.read("h100"), linear(1), 1).by_rank
-    assert part.parameters + part.expert_parameters == parameters
+    return part.parameters + part.expert_parameters
+
+
+LLAMA = {**model_names.named("llama3-8b").values, **EXACT}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"swiglu": False, "quick_geglu": True},
+        {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True},
+        {"position_embedding_type": "yarn"},
+        {"pad_vocab_size": False, "make_vocab_size_divisible_by": 100_000},
+    ],
+)
+def test_other_flags_for_the_same_parameters(changed):
+    assert on_one_rank(**{**LLAMA, **changed}) == 8_030_261_248
+
+
+def test_biases_of_attention_alone():
+    queries, keys_and_values = 32 * 128, 2 * 8 * 128
+    biased = on_one_rank(**{**LLAMA, "add_qkv_bias": True}) - on_one_rank(**LLAMA)
+    assert biased == 32 * (queries + keys_and_values)
+
+
+def test_a_single_rank_predicts_with_the_embedding_that_it_has():
+    """Each depth has a layer, the projection of 2 x 4096 to 4096 numbers, and a norm before the output."""
+    layer = (8_030_261_248 - 2 * 128_256 * 4096 - 4096) // 32
+    for depths in (1, 2):
+        more = on_one_rank(**LLAMA, mtp_num_layers=depths) - 8_030_261_248
+        assert more == depths * (layer + 2 * 4096 * 4096 + 4096)
 
 
 def test_the_ends_of_the_model_are_in_the_first_and_the_last_stage():
@@ -66,7 +99,8 @@ def test_each_depth_of_prediction_has_a_layer_and_an_output_layer():
     _, (_, deep) = stages(mtp_num_layers=2)
     each = made.prediction + made.layers[-1] + made.head
     assert deep.weight_operations - plain.weight_operations == pytest.approx(2 * each.weight_operations)
-    assert deep.parameters - plain.parameters == 2 * each.parameters
+    # All depths take the same copy of the embedding.
+    assert deep.parameters - plain.parameters == 2 * each.parameters - made.output.parameters
 
 
 def test_prediction_is_where_the_layout_puts_it():

@@ -9,8 +9,19 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+<<<<<<< HEAD
 from megatron_pp_ext.job import sizes
 from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
+=======
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.job import layers, sizes
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.planner.step import workload
+from megatron_pp_ext.planner.step.model_description import changed, settle
+from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
+>>>>>>> counted
 from megatron_pp_ext.schedule.costs import Costs
 
 
@@ -19,8 +30,11 @@ def estimate(args: Namespace, stages: int, shares_vocabulary: bool = False) -> C
 
     With ``shares_vocabulary`` every rank of the pipeline has a part of the embedding and the output layer.
 
-    Raises ValueError where the arguments do not determine them.
+    Raises ValueError where the arguments do not determine them, and for what the costs do not know.
     """
+    args = changed(args)
+    settle(args)
+    all_rules.refuse_to_predict(Asked(args))
     if args.hidden_size is None or args.num_attention_heads is None:
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
     return stage_costs(args, stages, vocabulary(args), shares_vocabulary)

@@ -25,6 +25,11 @@ def refuse_to_plan(asked: Asked) -> None:
     refuse_by(asked, (measuring.NOT_COUNTED, *stock.RULES))
 
 
+def refuse_to_predict(asked: Asked) -> None:
+    """Raise ValueError for what the costs of stages do not know, unless a file gives these costs."""
+    refuse_by(asked, (measuring.NOT_COMPILED,))
+
+
 def refuse_without_pipeline(asked: Asked) -> None:
     """Raise ValueError for what needs a pipeline where a model has none."""
     refuse_by(asked, (schedules.NO_PIPELINE,))

@@ -1,6 +1,9 @@
 """What cannot go with measuring a run, with rehearsing it and with planning it."""
 
-from megatron_pp_ext.job import layers
+from collections.abc import Iterator
+from functools import partial
+
+from megatron_pp_ext.job import flag_effects, layers
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 _NEEDS = Rules(
@@ -80,14 +83,39 @@ _REHEARSAL = Rules(
 
 _LEAVE_OUT = "leave it out of the estimate"
 
+
+def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
+    """Yield a rule for each argument, and for values of others, that the costs of ``what`` do not know."""
+    for name, reason in flag_effects.refused(what).items():
+        value = f" {{{name}}}" if flag_effects.takes_value(name) else ""
+        is_asked = partial(lambda name, asked: flag_effects.is_asked(asked.args, name), name)
+        yield Rule(f"{flag_effects.flag(name)}{value}", reason, fix, is_asked)
+    for name, values in flag_effects.known_values(what).items():
+        is_other = partial(lambda name, known, asked: asked[name] not in (None, *known), name, values)
+        reason = f"only {', '.join(values[:-1])} and {values[-1]} are modelled"
+        yield Rule(f"{flag_effects.flag(name)} {{{name}}}", reason, fix, is_other)
+
+
 NOT_COUNTED = Rules(
     "In `mpp estimate` and `mpp search`",
     lambda asked: True,
     beside="the planner",
     rows=(
-        Rule("--multi-latent-attention", "its compressed keys are not modelled", _LEAVE_OUT),
-        Rule("--yaml-cfg", "it reads flags alone", "give the model's sizes as flags"),
-        Rule("--use-megatron-fsdp", "it shards weights in a way that is not modelled", _LEAVE_OUT),
+        *_unknown_to_costs("stages", f"{_LEAVE_OUT}, or measure the job with mpp rehearse"),
+        *_unknown_to_costs("step", _LEAVE_OUT),
+    ),
+)
+
+NOT_COMPILED = Rules(
+    "Where training predicts its stages: `flex`, `auto`, and `auto` for a layout or the vocabulary",
+    lambda asked: asked.pipeline_costs is None,
+    beside="a prediction from the model's sizes",
+    rows=tuple(
+        _unknown_to_costs(
+            "stages",
+            "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or leave flex "
+            "and every auto out",
+        )
     ),
 )
 

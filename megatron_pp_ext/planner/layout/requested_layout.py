@@ -76,6 +76,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
 def _require_choice(args: Namespace) -> None:
     """Raise ValueError where ``args`` leave no layout to choose, or costs are not those of its layers."""
     all_rules.refuse(Asked(args))
+    all_rules.refuse_to_predict(Asked(args))
     ranks, count = args.pipeline_model_parallel_size, layers.count(args)
     stages = ranks * _chunks(args)
     if count < stages:

@@ -59,7 +59,8 @@ class ModelSums:
             if key not in self._totals:
                 self._totals[key] = self._sum(self._before[:, -1] * is_full, len(self.model.layers), kept)
             layers = self._totals[key]
-        return layers + self._beside(args, shares_vocabulary) + self.model.other.times(len(cut))
+        beside = self._beside(args, shares_vocabulary, is_one=len(cut) == 1)
+        return layers + beside + self.model.other.times(len(cut))
 
     def least(self, args: Namespace, fewest: Sequence[int], shares_vocabulary: bool) -> LeastSeconds:
         """Return what stages take at least where the first, each middle and the last have so many layers."""
@@ -70,7 +71,7 @@ class ModelSums:
             is_full = args.recompute_granularity == "full"
             seconds = self._again if is_full else self._plain
             first, last = map(_summed, zip(*end_parts(self.model, shares_vocabulary), strict=True))
-            last += prediction_parts(args, self.model)[1]
+            last += prediction_parts(args, self.model, has_embedding=True)[1]
             other = self.model.other
             bare = other + first, other, other + last
             took = [
@@ -89,12 +90,12 @@ class ModelSums:
             )
         return self._least[key]
 
-    def _beside(self, args: Namespace, shares_vocabulary: bool) -> Part:
-        """Return what the stages have beside their layers, but for what each of them has."""
-        key = "beside", shares_vocabulary
+    def _beside(self, args: Namespace, shares_vocabulary: bool, is_one: bool) -> Part:
+        """Return what the stages, or the only one, have beside their layers, but for what each has."""
+        key = "beside", shares_vocabulary, is_one
         if key not in self._totals:
             ends = [part for parts in end_parts(self.model, shares_vocabulary) for part in parts]
-            self._totals[key] = _summed([*ends, *prediction_parts(args, self.model)])
+            self._totals[key] = _summed([*ends, *prediction_parts(args, self.model, has_embedding=is_one)])
         return self._totals[key]
 
     def _recomputed(self, args: Namespace, cut: Sequence[int], size: int, kept: float) -> Part:

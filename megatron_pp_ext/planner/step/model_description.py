@@ -7,9 +7,10 @@ from a JSON object: ``{"num_layers": 96, "hidden_size": 12288, "num_attention_he
 
 from argparse import Action, Namespace
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job import flag_effects, flag_table, our_flags
 from megatron_pp_ext.json_input import did_you_mean, is_number
 from megatron_pp_ext.schedule import catalog
 
@@ -27,9 +28,16 @@ _MORE_CHOICES = {"main_params_dtype"}
 """Arguments for which the costs know more values than Megatron's parser accepts."""
 
 
+@cache
+def arguments() -> Mapping[str, Action]:
+    """Return the arguments of a model and its training, this package's included, by their names."""
+    names = {*flag_effects.described(), *our_flags.names()}
+    return {action.dest: action for action in flag_table.parser()._actions if action.dest in names}
+
+
 def require_known(values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, naming ``where``, for a name that no cost depends on."""
-    known = flag_table.counted()
+    """Raise ValueError, naming ``where``, for a name that a description has no place for."""
+    known = arguments()
     for name in values:
         if name not in known:
             hint = did_you_mean(name, known, "leave it out", cutoff=0.6)
@@ -61,6 +69,8 @@ def settle(args: Namespace) -> None:
         args.recompute_granularity = "selective"
     if args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
     args.num_layers = args.num_layers or args.encoder_num_layers
     args.seq_length = args.seq_length or args.encoder_seq_length
 
@@ -70,10 +80,10 @@ def require_complete(args: Namespace, where: str) -> None:
     for name in _NEEDED:
         if getattr(args, name) is None and (name != "num_layers" or not args.hybrid_layer_pattern):
             raise ValueError(f"{where} has no {flag(name)}: give it")
-    for name, action in flag_table.counted().items():
+    for name, action in arguments().items():
         value = getattr(args, name)
         rule = _rule(action, value, args)
-        if value is not None and rule:
+        if value not in (None, action.default) and rule:
             raise ValueError(f"{where} has {flag(name)} {value!r}, but it must be {rule}: correct it")
     if not args.kv_channels and args.hidden_size % args.num_attention_heads:
         raise ValueError(

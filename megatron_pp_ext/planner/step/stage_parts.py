@@ -75,7 +75,7 @@ def stage_parts(
         sums[-1] += last
     predicting = predicting_stage(args, len(sums))
     if predicting is not None:
-        predicted, losses = prediction_parts(args, model)
+        predicted, losses = prediction_parts(args, model, has_embedding=predicting == 0)
         sums[predicting] += predicted
         sums[-1] += losses
     return sums
@@ -87,11 +87,16 @@ def end_parts(model: ModelParts, shares_vocabulary: bool) -> list[tuple[Part, Pa
     return ends if shares_vocabulary else [*ends, (model.table, model.output)]
 
 
-def prediction_parts(args: Namespace, model: ModelParts) -> tuple[Part, Part]:
-    """Return what multi-token prediction adds to its stage, and to the last one."""
+def prediction_parts(args: Namespace, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
+    """Return what multi-token prediction adds to its stage, and to the last one.
+
+    All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
+    """
     depths = args.mtp_num_layers or 0
-    copies = Part(parameters=model.head.parameters)
-    predicted = (model.prediction + model.layers[-1] + copies).times(depths)
+    norm = Part(parameters=model.last_norm.parameters)
+    predicted = (model.prediction + model.layers[-1] + norm).times(depths)
+    if depths and not has_embedding:
+        predicted += Part(parameters=model.output.parameters)
     return predicted, replace(model.head, parameters=0).times(depths)
 
 

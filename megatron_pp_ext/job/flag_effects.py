@@ -1,0 +1,105 @@
+"""What each of Megatron's arguments does to the time and the memory of a training step.
+
+``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
+and are said beside an estimate (``bounds``), those with which it would be of something else and is refused,
+and those without effect.  An argument that has its default value is not asked.
+"""
+
+import tomllib
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.job import flag_table
+
+FILE = Path(__file__).with_name("flag_effects.toml")
+
+_BESIDE_COSTS = "what a model is beside its costs"
+"""The arguments without effect that a description of a model may have."""
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """Return the sections of ``FILE``; a section has names, with spaces between, by what they do."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def counted() -> set[str]:
+    """Return the names of the arguments that the costs of a step count."""
+    return set(_by_name(table()["counted"]))
+
+
+def described() -> set[str]:
+    """Return the names of the arguments that a description of a model and its training may have."""
+    others = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
+    beside = table()["without_effect"][_BESIDE_COSTS].split()
+    return counted().union(beside, *map(_by_name, others))
+
+
+def refused(what: str) -> dict[str, str]:
+    """Return the arguments of which the costs of ``what``, "stages" or "step", know nothing, and why."""
+    return _by_name(table()["refused"][what])
+
+
+def known_values(what: str) -> Mapping[str, list[str]]:
+    """Return the values that the costs of ``what``, "stages" or "step", know, where not all, by argument."""
+    found: Mapping[str, list[str]] = table()["values"][what]
+    return found
+
+
+def is_asked(args: Namespace, name: str) -> bool:
+    """Whether ``args`` give the argument ``name`` another value than the installed Megatron does."""
+    default = _defaults().get(name)
+    value = getattr(args, name, default)
+    if name == "window_size":
+        return value is not None and _hides(value, args.seq_length)
+    return bool(value != default)
+
+
+def not_counted(args: Namespace) -> list[str]:
+    """Return the flags in ``args`` that an estimate is made without, with what a step is beside it.
+
+    Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
+    """
+    lines = []
+    for how, names in table()["bounds"].items():
+        asked = [flag(name) for name in names.split() if is_asked(args, name)]
+        if asked:
+            lines.append(f"{', '.join(asked)} ({how})")
+    return lines
+
+
+def flag(name: str) -> str:
+    """Return the flag that gives the argument ``name`` another value than its default."""
+    flags: list[str] = _setting()[name]["flags"]
+    return flags[0]
+
+
+def takes_value(name: str) -> bool:
+    """Whether a word follows the flag of the argument ``name``."""
+    return "sets" not in _setting()[name]
+
+
+@cache
+def _setting() -> dict[str, flag_table.Row]:
+    """Return by argument the row that sets another value than the default, of the newest release with one."""
+    rows = [row for rows in flag_table.by_release().values() for row in rows]
+    return {row["dest"]: row for row in rows if row.get("sets", ...) != row["default"]}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {row["dest"]: row["default"] for row in flag_table.installed()}
+
+
+def _hides(window: object, length: int | None) -> bool:
+    """Whether ``window``, such as 127,0, hides from a token some of those before it in its sequence."""
+    before = str(window).strip("()").partition(",")[0]
+    tokens = int(before) if before.lstrip("-").isdigit() else 0
+    return tokens >= 0 and (length is None or tokens + 1 < length)
+
+
+def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
+    return {name: kind for kind, names in groups.items() for name in names.split()}

@@ -1,0 +1,165 @@
+"""What each of Megatron's flags does to an estimate, found by giving it other values than its own."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.job import flag_effects, flag_table
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.planner import described
+from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
+from tests.support.tiers import first
+
+SIZES = (
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 16"
+)
+ON_4 = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+MODELS = {
+    "dense": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --fp8-format hybrid --use-distributed-optimizer "
+    "--sequence-parallel --num-query-groups 2",
+    "plain": f"{SIZES} --padded-vocab-size 1000 --pipeline-model-parallel-size 2 --fp16 "
+    "--group-query-attention --transformer-impl local --attention-dropout 0 --hidden-dropout 0",
+    "experts": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --num-experts 16 --moe-ffn-hidden-size 256 "
+    "--moe-layer-freq 2 --expert-model-parallel-size 8 --micro-batch-size 4 --global-batch-size 256 "
+    "--num-layers-per-virtual-pipeline-stage 2 --disable-bias-linear --optimizer sgd "
+    "--moe-token-dispatcher-type alltoall --moe-router-topk 4",
+    "recomputed": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity full "
+    "--recompute-method block --recompute-num-layers 1",
+    "selective": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity selective --swiglu",
+    "of seven layers": f"{SIZES} --num-layers 7 --vocab-size 1000 {ON_4} --disable-bias-linear",
+    "of encoders": "--encoder-num-layers 8 --encoder-seq-length 1024 --hidden-size 512 "
+    "--num-attention-heads 8 --micro-batch-size 2 --step-batch-size-schedule 0:64 --vocab-size 1000",
+    "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
+}  # fmt: skip
+"""Models that need different flags; that of seven layers and the last need one flag more."""
+
+GPUS = {"experts": 64, "of encoders": 1}
+
+TEXTS = {
+    "hybrid_layer_pattern": ["*-*-*-*-"],
+    "hybrid_override_pattern": ["*-*-*-*-"],
+    "pipeline_model_parallel_layout": ["Et*3|t*5L"],
+    "moe_layer_freq": ["[0,1,1,1,1,1,1,1]"],
+    "step_batch_size_schedule": ["0:128"],
+    "recompute_modules": ["layernorm"],
+    "window_size": ["127,0"],
+}
+"""Values of flags that take a text of some form."""
+
+NUMBERS = ("2", "4", "1", "0", "96", "4096")
+
+
+def values(name: str) -> Iterator[list[str]]:
+    """Yield command lines that give the argument another value than its default."""
+    for row in flag_table.installed():
+        if row["dest"] != name:
+            continue
+        if "sets" in row:
+            if row["sets"] != row["default"]:
+                yield [row["flags"][0]]
+            continue
+        few = TEXTS.get(name) or row.get("choices") or (NUMBERS if row.get("type") else ("x",))
+        is_number = row.get("type") in ("int", "float")
+        for value in few:
+            if row["default"] is None or (float(value) if is_number else value) != row["default"]:
+                yield [row["flags"][0], str(value)]
+
+
+@cache
+def estimated(model: str, *more: str) -> Estimate | None:
+    """Return the estimate of one of ``MODELS`` with more flags; None where that is refused."""
+    try:
+        args = described.read([*MODELS[model].split(), *more], None).counted()
+        return estimate_request(args, system.read("h100"), for_world(args, GPUS.get(model, 16)))
+    except ValueError:
+        return None
+
+
+def changes(name: str, model: str) -> bool:
+    """Whether some value of the argument ``name`` changes the estimate of ``model``."""
+    found = (estimated(model, *words) for words in values(name))
+    return any(one is not None and one != estimated(model) for one in found)
+
+
+def spread(names: list[str], number: int) -> list[Any]:
+    """Return ``names`` for ``parametrize``, all but ``number`` from everywhere among them marked ``wide``."""
+    every = len(names) // number
+    return first(number, sorted(names, key=lambda name: names.index(name) % every > 0))
+
+
+def of_installed(names: set[str]) -> list[str]:
+    """Return those of ``names`` that the installed Megatron has, in order."""
+    return sorted(names & {row["dest"] for row in flag_table.installed()})
+
+
+WITHOUT = {name for names in flag_effects.table()["without_effect"].values() for name in names.split()}
+BOUNDS = {name for names in flag_effects.table()["bounds"].values() for name in names.split()}
+REFUSED = flag_effects.refused("stages") | flag_effects.refused("step")
+
+
+def test_every_argument_of_every_release_is_in_one_class() -> None:
+    """Whoever adds a release says what its new flags do, in job/flag_effects.toml."""
+    table = flag_effects.table()
+    sections = table["counted"], table["bounds"], *table["refused"].values(), table["without_effect"]
+    listed = [name for groups in sections for names in groups.values() for name in names.split()]
+    assert len(listed) == len(set(listed))
+    for release, rows in flag_table.by_release().items():
+        assert {row["dest"] for row in rows} <= set(listed), release
+    assert set(listed) == {row["dest"] for rows in flag_table.by_release().values() for row in rows}
+
+
+def test_values_that_costs_know_are_some_of_megatrons() -> None:
+    rows = {row["dest"]: row for row in flag_table.installed()}
+    for what in ("stages", "step"):
+        for name, known in flag_effects.known_values(what).items():
+            assert name in flag_effects.counted()
+            assert set(known) < set(rows[name]["choices"])
+
+
+@pytest.mark.parametrize("name", of_installed(flag_effects.counted()))
+def test_what_is_counted_changes_some_estimate(name: str) -> None:
+    assert any(changes(name, model) for model in MODELS)
+
+
+@pytest.mark.parametrize("name", spread(of_installed(WITHOUT), 24))
+def test_what_has_no_effect_changes_no_estimate(name: str) -> None:
+    assert not any(changes(name, model) for model in ("dense", "experts"))
+
+
+@pytest.mark.parametrize("name", spread(of_installed(BOUNDS), 12))
+def test_what_is_said_beside_an_estimate_is_named_there(name: str) -> None:
+    for words in values(name):
+        args = described.read([*MODELS["dense"].split(), *words], None).args
+        (line,) = flag_effects.not_counted(args)
+        assert line.startswith(f"{words[0]} (")
+        assert not changes(name, "dense")
+
+
+@pytest.mark.parametrize("name", of_installed(set(REFUSED)))
+def test_what_an_estimate_would_be_wrong_with_is_refused_in_one_line(name: str) -> None:
+    words = next(values(name))
+    with pytest.raises(ValueError, match=r"^the planner does not support --") as error:
+        described.read([*MODELS["experts"].split(), *words], None).counted()
+    assert f"{' '.join(words)}: {REFUSED[name]}; leave it out of the estimate" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["1023,0", "-1,0", "4096,4096"])
+def test_a_window_as_long_as_the_sequence_is_no_window(value: str) -> None:
+    assert estimated("dense", f"--window-size={value}") == estimated("dense")
+    assert estimated("dense", "--window-size=1022,0") is None
+
+
+def test_a_default_that_is_given_is_not_asked() -> None:
+    given = ("--cpu-offloading-num-layers", "0", "--softmax-type", "vanilla", "--optimizer", "adam")
+    args = described.read([*MODELS["dense"].split(), *given], None).counted()
+    assert flag_effects.not_counted(args) == []
+
+
+def test_other_optimizers_are_refused() -> None:
+    with pytest.raises(ValueError, match="--optimizer muon: only adam and sgd are modelled; leave it out"):
+        described.read([*MODELS["dense"].split(), "--optimizer", "muon"], None).counted()
