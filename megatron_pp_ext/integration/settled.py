@@ -79,6 +79,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
         if pipeline.costs is not None:
             return pipeline.costs
+        all_rules.refuse_to_predict(Asked(args))
         return stage_costs(args, stages, args.padded_vocab_size, shares_vocabulary)
 
     placed = replace(pipeline.placement, shares_vocabulary=False)

@@ -14,12 +14,8 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-<<<<<<< HEAD
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
-from megatron_pp_ext.schedule import catalog
-=======
 from megatron_pp_ext.schedule import catalog, costs_file
->>>>>>> counted
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts
 from megatron_pp_ext.schedule.simulate import simulate

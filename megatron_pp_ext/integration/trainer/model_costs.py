@@ -9,19 +9,11 @@ from argparse import Namespace
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-<<<<<<< HEAD
 from megatron_pp_ext.job import sizes
-from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
-=======
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.job import layers, sizes
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.planner.step import workload
+from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.planner.step.model_description import changed, settle
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
->>>>>>> counted
 from megatron_pp_ext.schedule.costs import Costs
 
 
