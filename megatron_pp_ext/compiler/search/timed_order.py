@@ -79,7 +79,7 @@ def _note(tables: Tables, timed: TimedOrder, rank: int, first: int, last: int) -
         action = timed.order[rank, place]
         code = action // tables.microbatches
         timed.place[action] = place
-        timed.live[rank, place + 1] = timed.live[rank, place] + tables.taken[code] - tables.freed[code]
+        timed.live[rank, place + 1] = timed.live[rank, place] + tables.kept[code]
 
 
 @part_of_loop
