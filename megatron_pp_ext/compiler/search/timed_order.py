@@ -1,6 +1,7 @@
 """An order of split backwards with its times, which follow single moves; for the compiled loops.
 
-An action is a number here: its code times the number of microbatches, plus its microbatch.
+An action is a number here: its code times the number of microbatches, plus its microbatch.  Where the output
+of a station goes is written out: functions for it make the moves a quarter slower.
 """
 
 from collections.abc import Sequence
