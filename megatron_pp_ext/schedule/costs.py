@@ -57,18 +57,18 @@ class StageCosts:
                 return self.input_gradient + self.weight_gradient
         raise ValueError(f"{kind} is no work of a stage: ask Costs.seconds")
 
-    def released(self, kind: Kind) -> float:
-        """Return the part of ``activation`` that the end of an action of this kind gives back."""
+    def kept(self, kind: Kind) -> float:
+        """Return what an action of this kind keeps from its start; below 0, what its end gives back."""
         match kind:
             case Kind.F:
-                return 0.0
-            case Kind.I:
-                return self.released_by_input_gradient
-            case Kind.W:
-                return self.activation - self.released_by_input_gradient
-            case Kind.B:
                 return self.activation
-        raise ValueError(f"{kind} is no work of a stage: ask Costs.released")
+            case Kind.I:
+                return -self.released_by_input_gradient
+            case Kind.W:
+                return self.released_by_input_gradient - self.activation
+            case Kind.B:
+                return -self.activation
+        raise ValueError(f"{kind} is no work of a stage: ask Costs.kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +167,12 @@ class Costs:
         return replace(self, stages=stages)
 
     def kept(self, action: Action) -> float:
-        """Return the activations that ``action`` keeps from its start on."""
+        """Return the activations that ``action`` keeps from its start; below 0, what its end gives back."""
         if action.kind is Kind.S:
             return self._shared(action).activation
-        return self.stages[action.stage].activation if action.kind is Kind.F else 0.0
-
-    def released(self, action: Action) -> float:
-        """Return the activations that are given back at the end of ``action``."""
         if action.kind is Kind.T:
-            return self._shared(action).activation
-        return 0.0 if action.kind is Kind.S else self.stages[action.stage].released(action.kind)
+            return -self._shared(action).activation
+        return self.stages[action.stage].kept(action.kind)
 
     def _shared(self, action: Action) -> VocabularyCosts:
         if self.vocabulary is None:

@@ -134,14 +134,6 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
     return Message(stage, receiver, microbatch) if receiver != stage and 0 <= receiver < stages else None
 
 
-def giver(action: Action, stages: int) -> Action | None:
-    """Return the action whose message ``action`` takes, a backward named as by ``delivers``, or None."""
-    message = incoming_message(action, stages)
-    if message is None:
-        return None
-    return Action(message.sender, Kind.F if message.sender < message.receiver else Kind.I, message.microbatch)
-
-
 def planned_launches(
     orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
 ) -> list[list[tuple[Launch, ...]]]:

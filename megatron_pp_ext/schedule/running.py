@@ -11,11 +11,11 @@ Such a pipeline comes to repeat itself, every update or every few.  Then it has 
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from megatron_pp_ext.schedule.actions import Action, delivers
+from megatron_pp_ext.schedule.actions import Action, delivers, needs
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import giver, outgoing_message
+from megatron_pp_ext.schedule.messages import outgoing_message
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.walk import Walk
@@ -76,17 +76,17 @@ class _Running:
 
     def next_update(self, update: int) -> None:
         """Go on to the end of ``update``, whose number is one more than the last time."""
-        replicas, stages = self._replicas, self._replicas.stages
+        replicas, placement = self._replicas, linear(self._replicas.stages)
         # So many updates are still to come that none lacks a forward.
         orders = pipedream.step(replicas, self._interval, update, update + replicas.ranks + 1)
-        program = Program.of_orders(orders, linear(stages), is_open=True)
+        program = Program.of_orders(orders, placement, is_open=True)
         for number in Walk(program).line:
             rank, action = program.columns.rank[number], program.actions[number]
-            made_by = giver(action, stages)
-            if made_by is not None:
-                self._free[rank] = max(self._free[rank], self._left.pop(made_by) + self._costs.hop)
+            for need in needs(action, placement):
+                if need.stage != action.stage:
+                    self._free[rank] = max(self._free[rank], self._left.pop(need) + self._costs.hop)
             self._free[rank] += self._costs.seconds(action)
-            if outgoing_message(action, stages) is not None:
+            if outgoing_message(action, placement.stages) is not None:
                 self._left[delivers(action)] = self._free[rank]
         for ranks, seconds in self._together:
             done = max(self._free[rank] for rank in ranks) + seconds

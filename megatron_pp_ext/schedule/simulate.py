@@ -117,12 +117,9 @@ class Timeline:
         live = 0.0
         yield self.start, live
         for action, start, end in self.events[rank]:
-            if (kept := self.costs.kept(action)) > 0:
+            if kept := self.costs.kept(action):
                 live += kept
-                yield start, live
-            elif (released := self.costs.released(action)) > 0:
-                live -= released
-                yield end, live
+                yield start if kept > 0 else end, live
 
     @cached_property
     def _busy(self) -> float:

@@ -33,6 +33,7 @@ from itertools import accumulate, islice
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import HIDDEN, HOP, SUMS, WORK
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -131,13 +132,16 @@ def _run(orders: Sequence[Order], placement: Placement, microbatches: int) -> "_
 
 
 class _Paper:
-    """The ranks at work; ``moments`` are the times, each with a rank, at which one may go on."""
+    """The ranks at work; ``moments`` are the times, each with a rank, at which one may go on.
+
+    An action tells who waits for it.  The needs of a ``Program``, turned round, would take twice as long.
+    """
 
     def __init__(self, orders: Sequence[Order], placement: Placement) -> None:
         self.moments = [(0, rank) for rank in range(len(orders))]
         self.done: list[list[Action]] = [[] for _ in orders]
         self.has_backwards = any(action.kind is not Kind.F for order in orders for action in order)
-        self._orders = orders
+        self._orders, self._placement = orders, placement
         self._home = [placement.rank_of(stage) for stage in range(placement.stages)]
         self._at = [0] * len(orders)
         self._now = [0] * len(orders)
@@ -161,10 +165,10 @@ class _Paper:
         return max(self._now)
 
     @property
-    def most_kept(self) -> int:
+    def most_kept(self) -> float:
         """The most stages' activations that a rank has kept at one time."""
-        change = {Kind.F: 1, Kind.W: -1, Kind.B: -1}
-        return max(max(accumulate(change.get(action.kind, 0) for action in order)) for order in self.done)
+        kept = Costs.unit(self._placement).kept
+        return max(max(accumulate(map(kept, order))) for order in self.done)
 
     def go_on(self, moment: int, rank: int) -> None:
         """Let ``rank`` do at ``moment`` what it should do first, if it is free and can do anything."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_pp_ext.files import read_text, write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
@@ -61,15 +62,14 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
     """Return what a recorder would have seen of one rank."""
-    costs = timeline.costs
-    live_after = accumulate(costs.kept(action) - costs.released(action) for action, _, _ in events)
-    change = {Kind.F: 1, Kind.W: -1, Kind.B: -1}
-    pairs = accumulate(change.get(action.kind, 0) for action, _, _ in events)
+    actions, each_counts = [action for action, _, _ in events], Costs.unit(timeline.schedule.placement)
+    live_after = accumulate(map(timeline.costs.kept, actions))
+    pairs = accumulate(map(each_counts.kept, actions))
     measured = (
         Measured(action, begin - timeline.start, end - timeline.start, live)
         for (action, begin, end), live in zip(events, live_after, strict=True)
     )
-    return RankRecord(tuple(measured), peak, max(pairs))
+    return RankRecord(tuple(measured), peak, int(max(pairs)))
 
 
 def read(path: Path) -> RecordedStep:

@@ -100,8 +100,7 @@ def test_what_an_action_takes_and_gives_back():
     """Codes are F by stage, I from the last stage back, W and whole backwards by stage."""
     costs = Costs((StageCosts(1, 2, 3, 7, 2), StageCosts(4, 5, 6, 9, 4)), hop=1)
     problem = problem_of(linear(2), 3, costs, [20, 20])
-    assert problem.taken == (7, 9, 0, 0, 0, 0, 0, 0)
-    assert problem.freed == (0, 0, 4, 2, 5, 5, 7, 9)
+    assert problem.kept == (7, 9, -4, -2, -5, -5, -7, -9)
     assert problem.home == (0, 1, 1, 0, 0, 1, 0, 1)
     assert problem.work == [3 * 6, 3 * 15]
     assert (problem.stations, problem.size) == (4, 18)

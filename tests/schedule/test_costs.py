@@ -10,7 +10,7 @@ from megatron_pp_ext.schedule.placement import v
 def test_a_whole_backward_takes_both_halves_and_releases_everything():
     stage = StageCosts(3, 4, 5, activation=10, released_by_input_gradient=4)
     assert [stage.seconds(kind) for kind in OF_STAGES] == [3, 4, 5, 9]
-    assert [stage.released(kind) for kind in OF_STAGES] == [0, 4, 6, 10]
+    assert [stage.kept(kind) for kind in OF_STAGES] == [10, -4, -6, -10]
 
 
 def test_unit_costs_count_chunks():
@@ -77,4 +77,4 @@ def test_work_on_a_vocabulary_is_a_ranks():
         with pytest.raises(ValueError, match="is no work of a stage"):
             costs.stages[0].seconds(kind)
         with pytest.raises(ValueError, match="is no work of a stage"):
-            costs.stages[0].released(kind)
+            costs.stages[0].kept(kind)

@@ -18,8 +18,7 @@ def recorded(timeline: Timeline) -> RecordedStep:
     for row in timeline.events:
         live, events = 0.0, []
         for action, start, end in row:
-            stage = timeline.costs.stages[action.stage]
-            live += stage.activation if action.kind is Kind.F else -stage.released(action.kind)
+            live += timeline.costs.kept(action)
             events.append(Measured(action, start, end, round(live)))
         records.append(RankRecord(tuple(events), 0, 0))
     return RecordedStep("a", timeline.schedule.placement, tuple(records))

@@ -65,7 +65,7 @@ def shortest(placement, microbatches, costs, limits, *, effort, hint=None, ranks
         for stage in placement.stages_of(rank):
             cost = costs.stages[stage]
             for i in range(microbatches):
-                early, late = round(cost.released(Kind.I)), round(cost.released(Kind.W))
+                early, late = -round(cost.kept(Kind.I)), -round(cost.kept(Kind.W))
                 for at, change in (
                     (start[stage, Kind.F, i], early + late),
                     (end[stage, Kind.I, i], -early),

@@ -70,7 +70,7 @@ def live(schedule, costs, start, rank, moment):
         if a.kind == "F" and start[a] <= moment:
             kept += stage.activation
         elif start[a] + seconds <= moment:
-            kept -= stage.released(a.kind)
+            kept += stage.kept(a.kind)
     return kept
 
 

@@ -1,4 +1,7 @@
-"""A heap of actions by time, without an action twice; for the compiled loops."""
+"""A heap of actions by time, without an action twice; for the compiled loops.
+
+With ``heapq``, whose lists each move would make anew, the moves take about a tenth longer.
+"""
 
 from typing import NamedTuple
 

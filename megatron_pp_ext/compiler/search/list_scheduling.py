@@ -94,7 +94,7 @@ def _schedule(
     """
     stages, microbatches = tables.stages, tables.microbatches
     duration, delay, home = tables.duration, tables.delay, tables.home
-    taken, freed, limits, own = tables.taken, tables.freed, tables.limits, tables.own
+    kept, limits, own = tables.kept, tables.limits, tables.own
     ranks, actions = orders.shape
     stations = 2 * stages
     chunks = own.shape[1] // 2
@@ -145,7 +145,7 @@ def _schedule(
                 continue
             arrival = arrived[station, count]
             if station < stages:
-                if live[rank] + taken[station] > limits[rank]:
+                if live[rank] + kept[station] > limits[rank]:
                     if has_weight and arrival <= now + duration[next_weight]:
                         blocked_due = min(blocked_due, at)
                     continue
@@ -154,7 +154,7 @@ def _schedule(
                     ahead = 0
                     for chunk in own[rank, :chunks]:
                         behind = done[chunk] - oldest + (1 if chunk == station else 0)
-                        ahead += taken[chunk] * max(1, behind)
+                        ahead += kept[chunk] * max(1, behind)
                     if ahead > limits[rank]:
                         continue
             first_due = min(first_due, at)
@@ -192,7 +192,7 @@ def _schedule(
         left -= 1
         makespan = max(makespan, end)
         free_at[rank] = end
-        live[rank] += taken[best] - freed[best]
+        live[rank] += kept[best]
         decides[rank] = end
         if best >= stations:
             weights_done[rank] += 1

@@ -38,7 +38,7 @@ def rearranged(
     place, repairs = first, 0
     while place < last:
         code = new[place] // tables.microbatches
-        if live + tables.taken[code] > tables.limits[rank]:
+        if live + tables.kept[code] > tables.limits[rank]:
             found = -1 if repairs == _REPAIRS else _weight(tables, timed, rank, new, first, place, last)
             if found < 0:
                 return first, first
@@ -51,7 +51,7 @@ def rearranged(
             new[place] = weight
             code = weight // tables.microbatches
             repairs += 1
-        live += tables.taken[code] - tables.freed[code]
+        live += tables.kept[code]
         place += 1
     return first, last
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.columns import Arrays, Column, Lists
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import B, I, Program, W
@@ -46,9 +46,9 @@ class Problem:
 
     ``stations_by_rank`` are each rank's stations in the order in which a microbatch visits them.
     ``duration`` and ``home``, the rank, are indexed by code (stations, W, whole backwards).  ``delay`` is
-    indexed by station and is the hop to the next one, 0 on the same rank.  The start of a code's action takes
-    ``taken`` units of memory and its end gives back ``freed``.  ``limits`` are per rank.  ``scale`` is the
-    number of integer time units in one unit of the costs.
+    indexed by station and is the hop to the next one, 0 on the same rank.  A code's action has ``kept`` units
+    of memory from its start or, below 0, gives them back at its end.  ``limits`` are per rank.  ``scale`` is
+    the number of integer time units in one unit of the costs.
     """
 
     placement: Placement
@@ -57,8 +57,7 @@ class Problem:
     duration: tuple[int, ...]
     delay: tuple[int, ...]
     home: tuple[int, ...]
-    taken: tuple[int, ...]
-    freed: tuple[int, ...]
+    kept: tuple[int, ...]
     limits: tuple[int, ...]
     scale: float
 
@@ -90,15 +89,8 @@ class Problem:
 
     def fits(self, orders: Orders) -> bool:
         """Whether no rank ever keeps more than its limit."""
-        taken, freed = self.taken, self.freed
-        for order, limit in zip(orders, self.limits, strict=True):
-            live = 0
-            for code in order:
-                live += taken[code]
-                if live > limit:
-                    return False
-                live -= freed[code]
-        return True
+        lives = (accumulate(map(self.kept.__getitem__, order), initial=0) for order in orders)
+        return all(max(live) <= limit for live, limit in zip(lives, self.limits, strict=True))
 
     def split(self, orders: Orders) -> Orders:
         """Return ``orders`` with an I and its W in place of every whole backward."""
@@ -184,32 +176,32 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     stages = range(placement.stages)
     forwards = [placement.rank_of(stage) for stage in stages]
     route = forwards + forwards[::-1]
-    times = [(cost.forward, cost.input_gradient, cost.weight_gradient) for cost in costs.stages]
-    scale = _scale([costs.hop, *(time for stage in times for time in stage)], 3 * len(times) * microbatches)
-    f, i, w = ([max(1, round(stage[kind] * scale)) for stage in times] for kind in range(3))
-    hop = round(costs.hop * scale)
-
-    kept = [cost.activation for cost in costs.stages]
-    early = [cost.released_by_input_gradient for cost in costs.stages]
-    grain, slack = _grain([*kept, *early], limits)
-    kept_units = [round(value * grain) for value in kept]
-    early_units = [round(value * grain) for value in early]
-    late_units = [all_ - first for all_, first in zip(kept_units, early_units, strict=True)]
-    zeros = [0] * placement.stages
-    last = 2 * placement.stages - 1
+    seconds = [cost.seconds(kind) for cost in costs.stages for kind in OF_STAGES[:-1]]
+    scale = _scale([costs.hop, *seconds], len(seconds) * microbatches)
+    units = [value for cost in costs.stages for value in (cost.activation, cost.released_by_input_gradient)]
+    grain, slack = _grain(units, limits)
+    whole = [_whole(cost, scale, grain) for cost in costs.stages]
+    by_code = [(stage, kind) for kind in OF_STAGES for stage in whole[:: -1 if kind is Kind.I else 1]]
+    hop, last = round(costs.hop * scale), 2 * placement.stages - 1
     own = tuple(placement.stages_of(rank) for rank in range(placement.ranks))
     return Problem(
         placement=placement,
         microbatches=microbatches,
         stations_by_rank=tuple((*forth, *(last - stage for stage in reversed(forth))) for forth in own),
-        duration=(*f, *i[::-1], *w, *(a + b for a, b in zip(i, w, strict=True))),
+        duration=tuple(int(stage.seconds(kind)) for stage, kind in by_code),
         delay=(*(hop if here != there else 0 for here, there in pairwise(route)), 0),
         home=(*route, *forwards, *forwards),
-        taken=(*kept_units, *zeros, *zeros, *zeros),
-        freed=(*zeros, *early_units[::-1], *late_units, *kept_units),
+        kept=tuple(int(stage.kept(kind)) for stage, kind in by_code),
         limits=tuple(math.floor(limit * (1 + TOLERANCE) * grain) + slack for limit in limits),
         scale=scale,
     )
+
+
+def _whole(costs: StageCosts, scale: float, grain: float) -> StageCosts:
+    """Return ``costs`` in whole numbers; work takes some time."""
+    times = costs.forward, costs.input_gradient, costs.weight_gradient
+    kept = costs.activation, costs.released_by_input_gradient
+    return StageCosts(*(max(1, round(time * scale)) for time in times), *(round(one * grain) for one in kept))
 
 
 def _scale(values: Sequence[float], actions: int) -> float:

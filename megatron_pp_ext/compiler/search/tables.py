@@ -26,8 +26,7 @@ class Tables(NamedTuple):
     duration: Integers
     delay: Integers
     home: Integers
-    taken: Integers
-    freed: Integers
+    kept: Integers
     limits: Integers
     own: Integers
 
@@ -35,7 +34,7 @@ class Tables(NamedTuple):
 @lru_cache(maxsize=64)
 def tables(problem: Problem) -> Tables:
     """Return the arrays of ``problem``."""
-    all_activations = problem.microbatches * sum(problem.taken)
+    all_activations = problem.microbatches * sum(problem.kept[: problem.placement.stages])
     limits = [min(limit, all_activations) for limit in problem.limits]
     return Tables(
         problem.placement.stages,
@@ -46,8 +45,7 @@ def tables(problem: Problem) -> Tables:
                 problem.duration,
                 problem.delay,
                 problem.home,
-                problem.taken,
-                problem.freed,
+                problem.kept,
                 limits,
                 problem.stations_by_rank,
             )

@@ -1,6 +1,7 @@
 """An order of split backwards with its times, which follow single moves; for the compiled loops.
 
-An action is a number here: its code times the number of microbatches, plus its microbatch.
+An action is a number here: its code times the number of microbatches, plus its microbatch.  Where the output
+of a station goes is written out: functions for it make the moves a quarter slower.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ def _note(tables: Tables, timed: TimedOrder, rank: int, first: int, last: int) -
         action = timed.order[rank, place]
         code = action // tables.microbatches
         timed.place[action] = place
-        timed.live[rank, place + 1] = timed.live[rank, place] + tables.taken[code] - tables.freed[code]
+        timed.live[rank, place + 1] = timed.live[rank, place] + tables.kept[code]
 
 
 @part_of_loop

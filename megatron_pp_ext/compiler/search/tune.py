@@ -160,7 +160,7 @@ def _period(problem: Problem) -> int:
         gradient = 2 * stages - 1 - stage
         way = starts[gradient] - starts[stage] + problem.duration[gradient]
         weight = problem.duration[problem.weight_of(gradient)]
-        kept[problem.home[stage]] += problem.taken[stage] * (way + weight)
+        kept[problem.home[stage]] += problem.kept[stage] * (way + weight)
     # A rank that keeps nothing may have a limit of nothing.
     limited = zip(kept, problem.limits, strict=True)
     by_memory = max((area // limit for area, limit in limited if area), default=0)

@@ -18,7 +18,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from operator import itemgetter
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
 from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, v
 
@@ -68,7 +68,8 @@ def _squeeze(timetable: Iterable[Action], placement: Placement, cap: int) -> tup
     for action in timetable:
         rank, ticks = home[action.stage], _TICKS[action.kind]
         row = rows[rank]
-        start = max(ends.get(before, 0) for before in _waits_for(action, placement.stages))
+        before = delivers(action._replace(microbatch=action.microbatch - 1))
+        start = max(ends.get(one, 0) for one in (before, *needs(action, placement)))
         if action.kind is Kind.F:
             start = max(start, _last_full(row, live[rank], cap, start))
         at = bisect(row, start, key=itemgetter(0))
@@ -80,7 +81,7 @@ def _squeeze(timetable: Iterable[Action], placement: Placement, cap: int) -> tup
             at += 1
         row.insert(at, (start, action))
         live[rank] += 1 if action.kind is Kind.F else -1
-        ends[action] = start + ticks
+        ends[delivers(action)] = start + ticks
     return tuple(tuple(action for _, action in row) for row in rows)
 
 
@@ -96,14 +97,3 @@ def _last_full(row: list[tuple[int, Action]], live: int, cap: int, earliest: int
         if live >= cap:
             return start + _TICKS[action.kind]
     return earliest
-
-
-def _waits_for(action: Action, stages: int) -> tuple[Action, ...]:
-    """Return what has to end first: the inputs, and the same work on the microbatch before."""
-    stage, kind, microbatch = action
-    before = Action(stage, kind, microbatch - 1)
-    if kind is Kind.F:
-        return before, Action(stage - 1, Kind.F, microbatch)
-    if stage == stages - 1:
-        return before, Action(stage, Kind.F, microbatch)
-    return before, Action(stage + 1, Kind.B, microbatch)
