@@ -9,8 +9,6 @@ import torch
 from tests.support import frameworks, rounding
 
 frameworks.require("verl")
-# Xframeworks.name_engine_layers()
-# Xtorch.jit._state.disable()
 
 from tests.frameworks import verl_engine  # noqa: E402
 
@@ -39,10 +37,10 @@ def test_same_bits_as_stock(name: str, layers: list[list[int]], weights: Path) -
     """With as many microbatches in a step as no interleaved schedule of stock's would take."""
     ours, theirs = verl_engine.train(str(weights), name, chunks=len(layers)), stock(weights)
     assert ours.layers == layers
-    counts = [len(losses) for losses in ours.losses]
+    counts = [len(losses) for losses in ours.losses[::2]]
     assert any(count % 2 for count in counts)
-    # The actor's pass, the reference's, and the update.
-    assert (ours.steps, theirs.steps) == ([count for count in counts for _ in range(3)], [])
+    # Three passes, then two updates.
+    assert (ours.steps, theirs.steps) == ([count for count in counts for _ in range(5)], [])
     assert ours.losses == theirs.losses
     assert ours.norms == pytest.approx(theirs.norms, rel=rounding.relative())
     for mine, other in zip([*ours.passes, ours.weights], [*theirs.passes, theirs.weights], strict=True):

@@ -1,9 +1,9 @@
-"""verl's Megatron engine for an actor and its reference model, on forked ranks.
+"""verl's Megatron engine for an actor, its reference model and a critic, on forked ranks.
 
-    run = train(folder, "v-half", chunks=2)     # log-probabilities of both, then one update, three times
+    run = train(folder, "v-half", chunks=2)     # passes of all three, then updates of two, three times
 
 Its workers, which Ray starts, and the model's description, which reads a tokenizer, are left out: what they
-would give the engines is written here, and rank 1 gives its log-probabilities to all as verl's driver does.
+would give the engines is written here, and rank 1 gives its outputs to all as verl's driver does.
 """
 
 from contextlib import nullcontext
@@ -22,9 +22,13 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.utils.megatron_utils import unwrap_model
-from verl.workers.config import ActorConfig, McoreEngineConfig, McoreOptimizerConfig
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.config import ActorConfig, CriticConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.engine.megatron.transformer_impl import (
+    MegatronEngine,
+    MegatronEngineWithLMHead,
+    MegatronEngineWithValueHead,
+)
+from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 import megatron_pp_ext
@@ -47,16 +51,23 @@ PROMPT, RESPONSE = 8, 16
 """The most tokens of either; samples have fewer."""
 LONGEST = 32
 """The most tokens of a microbatch, into which verl puts as many samples as fit."""
+ACTOR = ActorConfig(
+    strategy="megatron",
+    rollout_n=1,
+    ppo_micro_batch_size_per_gpu=2,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    entropy_coeff=0.01,
+)
+CRITIC = CriticConfig(strategy="megatron", ppo_micro_batch_size_per_gpu=2)
 
 
 @dataclass
 class Run:
     """What one rank saw."""
 
-    passes: list[dict[str, torch.Tensor]] = field(
-        default_factory=list
-    )  # by the actor and the reference, a step
-    losses: list[list[float]] = field(default_factory=list)  # of each microbatch, a step
+    passes: list[dict[str, torch.Tensor]] = field(default_factory=list)  # what the engines computed, a step
+    losses: list[list[float]] = field(default_factory=list)  # of each microbatch, an update
     norms: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, as sent to the rollouts
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
@@ -71,6 +82,8 @@ def train(folder: str, name: str | None, chunks: int = 1) -> Run:
 
 
 class _Cpu(PlatformCUDA):
+    """Where verl puts batches."""
+
     device_name = "cpu"
 
     def current_device(self) -> str:
@@ -94,33 +107,39 @@ def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
         megatron_pp_ext.installed(name, ranks=2, microbatches=8) if name else nullcontext(),
         frameworks.counting_steps() as run.steps,
     ):
-        actor = _engine(folder, chunks, is_reference=False)
-        reference = _engine(folder, chunks, is_reference=True)
+        actor = _engine(MegatronEngineWithLMHead, folder, chunks)
+        reference = _engine(MegatronEngineWithLMHead, folder, chunks, forward_only=True)
+        critic = _engine(MegatronEngineWithValueHead, folder, chunks)
+        _set_head(critic)
+        for step, samples in enumerate(SAMPLES):
+            _step(actor, reference, critic, _rollouts(step, samples), run)
         run.layers = [
             [layer.layer_number for layer in chunk.decoder.layers] for chunk in unwrap_model(actor.module)
         ]
-        for step, samples in enumerate(SAMPLES):
-            _step(actor, reference, _rollouts(step, samples), run)
         weights, _ = actor.get_per_tensor_param()
         run.weights = {name: weight.clone() for name, weight in weights}
     return run
 
 
-def _engine(folder: str, chunks: int, is_reference: bool) -> MegatronEngineWithLMHead:
-    """Build and start an engine by its own methods, on the weights in ``folder``."""
-    engine = MegatronEngineWithLMHead(
-        model_config=_Model(folder),
+def _engine(
+    made: type[MegatronEngine], folder: str, chunks: int, forward_only: bool = False
+) -> MegatronEngine:
+    """Make and start an engine by its own methods, on the weights in ``folder``."""
+    engine = made(
+        model_config=_Model(
+            folder, "value_model" if made is MegatronEngineWithValueHead else "language_model"
+        ),
         engine_config=McoreEngineConfig(
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            forward_only=is_reference,
+            forward_only=forward_only,
             use_remove_padding=False,
             pad_bshd_to_minibatch_max=False,
             override_transformer_config={
                 **FOR_A_CPU,
                 "pipeline_dtype": torch.bfloat16,
                 "transformer_layer_spec": _layers,
-                # Stock's interleaved schedule needs whole groups of as many microbatches as ranks.
+                # Otherwise verl makes as many microbatches as stock's interleaved schedule takes.
                 "microbatch_group_size_per_vp_stage": 1,
             },
         ),
@@ -135,12 +154,20 @@ def _engine(folder: str, chunks: int, is_reference: bool) -> MegatronEngineWithL
     return engine
 
 
+def _set_head(critic: MegatronEngine) -> None:
+    """Set the weights that are in no file: a rank draws them after whatever else it has drawn."""
+    for chunk in unwrap_model(critic.module):
+        if chunk.post_process:
+            torch.nn.init.normal_(chunk.output_layer.weight, generator=torch.Generator().manual_seed(1))
+    critic.optimizer.reload_model_params()
+
+
 class _Model(SimpleNamespace):
     """What an engine asks of verl's HFModelConfig."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, kind: str) -> None:
         super().__init__(
-            model_type="language_model",
+            model_type=kind,
             hf_config=LLAMA,
             architectures=LLAMA.architectures,
             local_path=folder,
@@ -166,39 +193,31 @@ def _layers(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _step(
-    actor: MegatronEngineWithLMHead, reference: MegatronEngineWithLMHead, data: TensorDict, run: Run
+    actor: MegatronEngine, reference: MegatronEngine, critic: MegatronEngine, data: TensorDict, run: Run
 ) -> None:
-    """Compute log-probabilities by both, then update the actor by PPO with a penalty on their distance."""
+    """Do all passes, then update the actor by PPO, with a penalty on its distance, and the critic."""
     seen = {}
-    for name, engine in (("old_log_probs", actor), ("ref_log_prob", reference)):
+    for name, kind, engine in (
+        ("old_log_probs", "log_probs", actor),
+        ("ref_log_prob", "log_probs", reference),
+        ("values", "values", critic),
+    ):
         with engine.eval_mode():
             output = engine.infer_batch(data.copy())
-        padded = [
-            {
-                kind: no_padding_2_padding(tensor, data)
-                for kind, tensor in output.get("model_output", {}).items()
-            }
-        ]
+        nested = output.get("model_output", {})
+        padded = [{kind: no_padding_2_padding(tensor, data) for kind, tensor in nested.items()}]
         torch.distributed.broadcast_object_list(padded, src=1)
-        data[name] = padded[0]["log_probs"]
+        data[name] = padded[0][kind]
         seen |= {f"{name}: {kind}": tensor for kind, tensor in padded[0].items()}
     run.passes.append(seen)
-    with actor.train_mode():
-        output = actor.train_batch(data, partial(ppo_loss, ACTOR))
-        actor.lr_scheduler_step()
-    if output:
-        run.losses.append(output["loss"])
-        run.norms.append(output["metrics"]["grad_norm"])
-
-
-ACTOR = ActorConfig(
-    strategy="megatron",
-    rollout_n=1,
-    ppo_micro_batch_size_per_gpu=2,
-    use_kl_loss=True,
-    kl_loss_coef=0.1,
-    entropy_coeff=0.01,
-)
+    data["returns"] = data["values"] + data["advantages"]
+    for engine, loss in ((actor, partial(ppo_loss, ACTOR)), (critic, partial(value_loss, CRITIC))):
+        with engine.train_mode():
+            output = engine.train_batch(data.copy(), loss)
+            engine.lr_scheduler_step()
+        if output:
+            run.losses.append(output["loss"])
+            run.norms.append(output["metrics"]["grad_norm"])
 
 
 def _rollouts(seed: int, samples: int) -> TensorDict:
