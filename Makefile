@@ -2,7 +2,7 @@
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
 # make test   lint, types and tests: about a quarter of an hour on two cores      (ARGS=what pytest should get)
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
-# make test-frameworks   Megatron-Bridge and ms-swift under our schedules, in an environment of their own
+# make test-frameworks   Megatron-Bridge, ms-swift and verl under our schedules, in an environment of their own
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
@@ -67,6 +67,7 @@ smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_megatron_bridge*.py $(ARGS)
 	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_swift.py $(ARGS)
+	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_verl.py $(ARGS)
 
 smoke-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n 0 tests/frameworks/test_megatron_bridge.py -k v-half-tied $(ARGS)

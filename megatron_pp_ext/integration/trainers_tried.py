@@ -7,7 +7,7 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     "megatron-bridge": ("0.6.2",),
     "mcore-bridge": ("1.6.5",),
     "ms-swift": ("4.6.0",),
-    "verl": (),
+    "verl": ("0.9.1",),
     "nemo-rl": (),
     "slime": (),
 }

@@ -22,6 +22,7 @@ PACKAGES = {
     "nvidia_resiliency_ext": "restarts of ranks whose GPU fails",
     "modelopt": "quantization",
     "megatron.energon": "multimodal data",
+    "ray": "actors on the machines of a cluster",
 }
 """What stands in for which purpose."""
 
