@@ -22,12 +22,12 @@ def refuse(asked: Asked) -> None:
 
 def refuse_to_plan(asked: Asked) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (measuring.NOT_COUNTED, *stock.RULES))
+    refuse_by(asked, (measuring.not_counted(), *stock.RULES))
 
 
 def refuse_to_predict(asked: Asked) -> None:
     """Raise ValueError for what the costs of stages do not know, unless a file gives these costs."""
-    refuse_by(asked, (measuring.NOT_COMPILED,))
+    refuse_by(asked, (measuring.not_compiled(),))
 
 
 def refuse_without_pipeline(asked: Asked) -> None:

@@ -1,7 +1,7 @@
 """What cannot go with measuring a run, with rehearsing it and with planning it."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 
 from megatron_pp_ext.job import flag_effects, layers
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -96,28 +96,39 @@ def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
         yield Rule(f"{flag_effects.flag(name)} {{{name}}}", reason, fix, is_other)
 
 
-NOT_COUNTED = Rules(
-    "In `mpp estimate` and `mpp search`",
-    lambda asked: True,
-    beside="the planner",
-    rows=(
-        *_unknown_to_costs("stages", f"{_LEAVE_OUT}, or measure the job with mpp rehearse"),
-        *_unknown_to_costs("step", _LEAVE_OUT),
-    ),
-)
+@cache
+def not_counted() -> Rules:
+    """Return the rules about what an estimate would be wrong for.
 
-NOT_COMPILED = Rules(
-    "Where training predicts its stages: `flex`, `auto`, and `auto` for a layout or the vocabulary",
-    lambda asked: asked.pipeline_costs is None,
-    beside="a prediction from the model's sizes",
-    rows=tuple(
-        _unknown_to_costs(
-            "stages",
-            "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or leave flex "
-            "and every auto out",
-        )
-    ),
-)
+    It reads two tables, which commands that estimate nothing need not wait for.
+    """
+    return Rules(
+        "In `mpp estimate` and `mpp search`",
+        lambda asked: True,
+        beside="the planner",
+        rows=(
+            *_unknown_to_costs("stages", f"{_LEAVE_OUT}, or measure the job with mpp rehearse"),
+            *_unknown_to_costs("step", _LEAVE_OUT),
+        ),
+    )
+
+
+@cache
+def not_compiled() -> Rules:
+    """Return the rules about what training's own costs of stages would be wrong for."""
+    return Rules(
+        "Where training predicts its stages: `flex`, `auto`, and `auto` for a layout or the vocabulary",
+        lambda asked: asked.pipeline_costs is None,
+        beside="a prediction from the model's sizes",
+        rows=tuple(
+            _unknown_to_costs(
+                "stages",
+                "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or leave "
+                "flex and every auto out",
+            )
+        ),
+    )
+
 
 _LAYER_SEEDS = Rules(
     "Beside `--pipeline-layer-seeds`",
