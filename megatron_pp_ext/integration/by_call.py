@@ -34,7 +34,7 @@ class InForce:
     name: str
     placement: Placement
     microbatches: int
-    """Those of an ordinary step; steps may have other numbers."""
+    """The number in an ordinary step; other steps may have other numbers."""
     peak: float
     """The activations of the rank that keeps most, in microbatches of all stages of a rank."""
     bubble: float

@@ -25,21 +25,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from swift.megatron.trainers.trainer import MegatronTrainer
-from transformers import LlamaConfig
 
 import megatron_pp_ext
+from tests.frameworks.llama import LLAMA
 from tests.support import frameworks, ranks
 from tests.support.training import global_parameters
 
-LLAMA = LlamaConfig(
-    num_hidden_layers=8,
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=64,
-)
 MICROBATCHES = (8, 3, 5)
 """The number of microbatches of each step."""
 LONGEST = 32

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import megatron_pp_ext
 from tests.support import frameworks, ranks
@@ -16,17 +16,8 @@ frameworks.require("megatron.bridge")
 
 from megatron.bridge import AutoBridge  # noqa: E402
 
+from tests.frameworks.llama import LLAMA  # noqa: E402
 from tests.frameworks.megatron_bridge import FOR_A_CPU, layers_of  # noqa: E402
-
-LLAMA = LlamaConfig(
-    num_hidden_layers=8,
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=64,
-)
 
 
 def _round_trip(

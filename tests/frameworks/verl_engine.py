@@ -16,7 +16,6 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tensordict import TensorDict
-from transformers import LlamaConfig
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.trainer.config import CheckpointConfig
@@ -32,19 +31,10 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 import megatron_pp_ext
+from tests.frameworks.llama import LLAMA
 from tests.frameworks.megatron_bridge import FOR_A_CPU, layers_of
 from tests.support import frameworks, ranks
 
-LLAMA = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=8,
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=64,
-)
 SAMPLES = (16, 6, 10)
 """The number of samples of each step."""
 PROMPT, RESPONSE = 8, 16

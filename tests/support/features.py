@@ -58,7 +58,7 @@ MICROBATCHES = {
     "fewer-than-ranks": {2: (1,), 4: (3,)},
     "ramp-up": {2: (1, 2, 4), 4: (2, 4, 6)},
 }
-"""Of each replica in each step, by the number of stages; a single number is that of two steps."""
+"""The microbatches of each replica in each step, by the number of stages; one number is that of two steps."""
 
 FLAGS = {
     "precision": {
