@@ -60,7 +60,7 @@ def test_apply_and_undo(unpatched):
 
 
 def test_modules_of_other_packages_get_the_replacement_too(unpatched, monkeypatch):
-    """Modules that took the name before get the hook, and later ones do; none is asked for what it imports."""
+    """Modules that took the name before or later get the hook; none is asked for what it imports."""
 
     def refuse(name):
         raise AssertionError(f"{name} was asked for")
