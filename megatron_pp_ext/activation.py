@@ -23,12 +23,21 @@ from megatron_pp_ext.launch_errors import in_one_line
 
 SCHEDULE = "MEGATRON_PP_SCHEDULE"
 
+
+def _limit(text: str) -> float | str:
+    """Return a limit as the number that it is, or as the text of one for each rank, such as 0.9-0.8."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     SCHEDULE: ("schedule", str),
     "MEGATRON_PP_RANKS": ("ranks", int),
     "MEGATRON_PP_MICROBATCHES": ("microbatches", int),
     "MEGATRON_PP_CHUNKS": ("chunks", int),
-    "MEGATRON_PP_MEMORY_LIMIT": ("memory_limit", str),
+    "MEGATRON_PP_MEMORY_LIMIT": ("memory_limit", _limit),
     "MEGATRON_PP_COSTS": ("costs", Path),
     "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
     "MEGATRON_PP_TRACE": ("trace", Path),

@@ -104,12 +104,17 @@ def test_all_arguments_are_read() -> None:
         "ranks": 4,
         "microbatches": 32,
         "chunks": 2,
-        "memory_limit": "3.5",
+        "memory_limit": 3.5,
         "costs": Path("costs.json"),
         "vocabulary": "shared",
         "trace": Path("trace.json"),
         "timeout": 10.0,
     }
+
+
+def test_a_limit_for_each_rank_stays_text() -> None:
+    given = ASKED | {"MEGATRON_PP_MEMORY_LIMIT": "0.9-0.8-0.8-0.7"}
+    assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7"
 
 
 def test_both_doors_at_once_are_refused(tmp_path: Path) -> None:
