@@ -33,17 +33,11 @@ def models() -> None:
     from megatron_pp_ext.planner import model_names
 
     table = Table("--model", "model", "parameters", "tokens a sequence")
-    refused = []
     for model in map(model_names.named, model_names.names()):
-        if model.refusal:
-            refused.append(f"{model.name} is refused: {model.refusal}")
-            continue
         billions = f"{model.parameters / 1e9:.4g} billion"
-        table.add_row(model.name, model.title, billions, str(model.values["seq_length"]))
+        table.add_row(model.name, model.title, billions, str(model.described.values["seq_length"]))
     console.print(table)
     console.print("--print-flags shows a model's flags.  A Hugging Face config.json does as well as a name.")
-    for line in refused:
-        console.print(line, style="dim")
 
 
 def described(
@@ -56,7 +50,7 @@ def described(
     from megatron_pp_ext.planner import described as planners
 
     job = planners.read(flags or (), model, sizes)
-    _notify(job.replaced)
+    _notify(job.notes)
     args = job.counted()
     if not args.vocab_size:
         import warnings
@@ -77,13 +71,13 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
     from megatron_pp_ext.planner import described as planners
 
     job = planners.read(flags or (), model, has_other_flags=script is not None)
-    _notify(job.replaced)
+    _notify(job.notes)
     return job.words
 
 
-def _notify(sentence: str) -> None:
-    """Print ``sentence``, if there is one, to stderr, so that stdout has only the result."""
-    if sentence:
+def _notify(sentences: Sequence[str]) -> None:
+    """Print ``sentences`` to stderr, so that stdout has only the result."""
+    for sentence in sentences:
         typer.echo(sentence, err=True)
 
 

@@ -1,7 +1,7 @@
 """Command lines of Megatron's flags as words: taken apart, written, and put over one another."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 from megatron_pp_ext.job import flag_table
@@ -31,16 +31,23 @@ def spelled(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         flag = None if value is None else flag_table.flag_of(name, value)
         if flag is not None:
-            words += [flag, *_behind(name, value)]
+            words += [flag, *_behind(flag, value)]
     return words
 
 
-def _behind(name: str, value: Any) -> list[str]:
+def _behind(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return []
-    if name == "moe_layer_freq":
-        return [str(value).replace(" ", "")]  # Megatron reads a list as one word
+    if flag_table.parser()._option_string_actions[flag].type is flag_table.pattern:
+        return [_pattern(value)]
     return [str(one) for one in (value if isinstance(value, list) else [value])]
+
+
+def _pattern(value: Any) -> str:
+    """Return a pattern of layers as the one word that Megatron reads, such as [0]*3+[1]*58."""
+    if not isinstance(value, list):
+        return str(value)
+    return "+".join(f"[{mark}]*{len(list(alike))}" for mark, alike in groupby(value))
 
 
 def overridden(values: Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.sizes import require_vocabulary
 from megatron_pp_ext.planner import model_names
-from megatron_pp_ext.planner.model_names import GivenModel
+from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
 from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
 
 
@@ -20,12 +20,12 @@ from megatron_pp_ext.planner.step.model_description import flag, require_complet
 class Described:
     """The flags ``words``, and the arguments that Megatron reads in them.
 
-    ``replaced`` is a sentence about the flags that took the place of the model's own; empty if none did.
+    ``notes`` are sentences about flags that took the place of the model's own, and about what no flag says.
     """
 
     words: list[str]
     args: Namespace
-    replaced: str = ""
+    notes: Sequence[str] = ()
 
     def counted(self) -> Namespace:
         """Return ``args``; ValueError for a model whose costs are not known, and for what cannot be trained.
@@ -69,34 +69,35 @@ def read(
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
-    return Described([*flag_words.spelled(kept), *mine], args, _replaced(given, kept, mine))
+    notes = [f"{given.name}: {note}" for note in given.notes]
+    return Described([*flag_words.spelled(kept), *mine], args, [*_replaced(given, kept, mine), *notes])
 
 
-def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> str:
-    """Return which values of the model ``mine`` replaces by others."""
+def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> list[str]:
+    """Return which values of the model ``mine`` replaces by others, as a sentence if there are any."""
     now = {name: " ".join(behind) for name, behind in flag_words.by_argument(mine).items()}
     changed = [
         f"{flag(name)} {now[name]} ({value})"
         for name, value in given.values.items()
         if name not in kept and value is not None and now.get(name, str(value)) not in ("", str(value))
     ]
-    return f"In the place of what {given.name} has (in brackets): {', '.join(changed)}" if changed else ""
+    return [f"In the place of what {given.name} has (in brackets): {', '.join(changed)}"] if changed else []
 
 
 def _longer_positions(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> dict[str, int]:
     """Return more positions where ``mine`` asks for sequences that are longer than the model's.
 
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
-    that are longer than the model's sliding window.
+    that are longer than those that Megatron trains as the model would.
     """
     behind = " ".join(flag_words.by_argument(mine).get("seq_length", ()))
     if not behind.isdigit():
         return {}
     length = int(behind)
-    if given.window is not None and length > given.window:
+    if given.longest is not None and length > given.longest:
         raise ValueError(
-            f"--seq-length {length} is longer than the sliding window of {given.name}, {given.window} "
-            "tokens, and the planner counts whole attention: lower it"
+            f"--seq-length {length} is longer than the chunks of {given.longest} tokens in which "
+            f"{given.name} attends, and Megatron's attention has no chunks: lower it"
         )
     positions = kept.get("max_position_embeddings")
     is_rotary = kept.get("position_embedding_type") == "rope"

@@ -4,42 +4,28 @@ The named ones are the files of ``planner/models``: a Hugging Face configuration
 figures, the number of parameters as published, and the sequence length to plan with.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, naming, parse
 from megatron_pp_ext.json_input import read as read_json
-from megatron_pp_ext.planner import hugging_face
+from megatron_pp_ext.planner.hugging_face import config_json
+from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
 from megatron_pp_ext.planner.step import model_description
 
 _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
 
 @dataclass(frozen=True, slots=True)
-class GivenModel:
-    """A model's ``values`` by the names of Megatron's arguments, and the sliding window of its attention.
-
-    ``window`` is in tokens, None where attention sees all of them.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` as published, with their ``source``, or the ``refusal``."""
+    """A named model: ``parameters`` as published, with their ``source``, and what it is to Megatron."""
 
     name: str
     title: str
     source: str
     parameters: float
-    values: Mapping[str, Any]
-    refusal: str = ""
+    described: GivenModel
 
 
 def names() -> list[str]:
@@ -50,12 +36,10 @@ def names() -> list[str]:
 def named(name: str) -> Named:
     """Return the shipped model ``name``."""
     content = parse((_MODELS / f"{name}.json").read_text(encoding="utf-8"), "install the package again")
-    about = (name, content["title"], content["source"], content["parameters"])
-    try:
-        values = {**hugging_face.arguments(content["config"]), "seq_length": content["seq_length"]}
-    except ValueError as error:
-        return Named(*about, {}, str(error))
-    return Named(*about, values)
+    found = config_json.read(content["config"])
+    values = {**found.values, "seq_length": content["seq_length"]}
+    about = (content["title"], content["source"], content["parameters"])
+    return Named(name, *about, replace(found, name=name, values=values))
 
 
 def read(given: str) -> GivenModel:
@@ -68,10 +52,7 @@ def read(given: str) -> GivenModel:
     path = path / "config.json" if path.is_dir() else path
     spelled = given.strip().lower().replace("_", "-")
     if spelled in names() and not path.is_file():
-        model = named(spelled)
-        if model.refusal:
-            raise ValueError(f"--model {given}: {model.refusal}")
-        return GivenModel(spelled, model.values)
+        return named(spelled).described
     if not path.is_file():
         if path.suffix == ".json":
             raise ValueError(f"{path}: No such file or directory; correct --model")
@@ -81,7 +62,7 @@ def read(given: str) -> GivenModel:
         content = read_json(path, "write an object of Megatron's names")
         if not isinstance(content, dict):
             raise ValueError("is no object: write one of Megatron's names, such as num_layers")
-        if hugging_face.is_config(content):
-            return GivenModel(given, hugging_face.arguments(content), hugging_face.sliding_window(content))
+        if config_json.is_config(content):
+            return replace(config_json.read(content), name=given)
     model_description.require_known(content, str(path))
     return GivenModel(given, content)

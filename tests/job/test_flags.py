@@ -55,7 +55,7 @@ def test_a_script_s_own_flags_are_passed_over() -> None:
     ("values", "words"),
     [
         ({"num_layers": 8, "bf16": True, "fp16": False, "hidden_dropout": None}, "--num-layers 8 --bf16"),
-        ({"moe_layer_freq": [0, 1, 1]}, "--moe-layer-freq [0,1,1]"),
+        ({"moe_layer_freq": [0, 1, 1]}, "--moe-layer-freq [0]*1+[1]*2"),
         ({"recompute_modules": ["mlp", "core_attn"]}, "--recompute-modules mlp core_attn"),
         ({"add_bias_linear": False}, "--disable-bias-linear"),
         ({"add_bias_linear": True}, ""),

@@ -1,0 +1,102 @@
+"""The content of a config.json as Megatron's arguments; see ``model_types.py`` for what is known."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_pp_ext.json_input import did_you_mean, short
+from megatron_pp_ext.planner.hugging_face.config_keys import BY_FLAGS
+from megatron_pp_ext.planner.hugging_face.model_types import SAME, TYPES, refused
+
+LONGEST_DEFAULT = 8192
+"""The sequence length where nobody gives one: that of the model's positions, but at most so many tokens."""
+
+_NAMES = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "num_hidden_layers",
+    "n_layer",
+    "text_config",
+}
+"""Names of which every config.json has some, and which none of Megatron's arguments has."""
+
+_NESTED = "text_config", "llm_config", "language_config", "thinker_config"
+"""Where a model of several kinds of input describes its language model."""
+
+_OF_ALL = "tie_word_embeddings", "pad_token_id", "quantization_config"
+"""Keys of a language model that may stand beside it."""
+
+_INPUTS = "vision_config", "audio_config", "vision_feature_layer", "spatial_merge_size"
+"""Keys of the encoders of other inputs, where they stand among those of the language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenModel:
+    """The model ``name`` in Megatron's arguments, and ``notes``: sentences on what they leave out of it.
+
+    Up to ``longest`` tokens a sequence is trained as the model would; None without a bound.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+    longest: int | None = None
+
+
+def is_config(content: Mapping[str, Any]) -> bool:
+    """Whether ``content`` is that of a config.json, and not an object of Megatron's arguments."""
+    return not _NAMES.isdisjoint(content)
+
+
+def read(config: Mapping[str, Any]) -> GivenModel:
+    """Return what ``config``, the content of a config.json, describes.
+
+    ValueError for types and keys that are not known, for wrong values, and for what is missing.
+    """
+    language, notes = _language_model(config)
+    values, keys = TYPES[_known(language.get("model_type"))].read(language)
+    length = min(values["max_position_embeddings"], LONGEST_DEFAULT, keys.longest or LONGEST_DEFAULT)
+    values |= {"seq_length": length, "tokenizer_type": "NullTokenizer", "bf16": True}
+    return GivenModel(str(config.get("model_type")), values, notes + keys.notes, keys.longest)
+
+
+def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the part of ``config`` that describes the language model, and a note where there is more."""
+    for name in _NESTED:
+        inner = config.get(name)
+        if isinstance(inner, Mapping) and "model_type" in inner:
+            outer = {key: config[key] for key in _OF_ALL if key in config}
+            found, _ = _language_model({**outer, **inner})
+            return found, [f"the language model alone is described ({name}), without its encoders"]
+    if any(name in config for name in _INPUTS):
+        kept = {name: value for name, value in config.items() if name not in _INPUTS}
+        return kept, ["the language model alone is described, without its encoders"]
+    return config, []
+
+
+def _known(kind: object) -> str:
+    """Return the entry of the table for ``kind``, the model_type of a file; ValueError without one."""
+    if kind is None:
+        raise ValueError(f"model_type is missing: add it, one of {', '.join(sorted(TYPES))}")
+    if isinstance(kind, str):
+        name = SAME.get(kind, kind)
+        if name in TYPES:
+            return name
+        if kind in refused():
+            raise ValueError(f"model_type {kind!r} is not supported: {refused()[kind]}")
+    hint = _misspelled(kind) if isinstance(kind, str) else ""
+    raise ValueError(f"model_type {short(kind)} is not known here: {hint or BY_FLAGS}")
+
+
+def _misspelled(kind: str) -> str:
+    """Return a question for a known type that ``kind`` misspells.
+
+    Types with other numbers, or with another word more, are other types: llama4 is no llama.
+    """
+
+    def shape(name: str) -> tuple[list[str], int]:
+        return re.findall(r"\d+", name), len(name.split("_"))
+
+    return did_you_mean(kind, [one for one in (*TYPES, *SAME) if shape(one) == shape(kind)], cutoff=0.8)

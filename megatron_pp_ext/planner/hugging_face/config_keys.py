@@ -1,0 +1,167 @@
+"""The keys of a config.json, of which each is used, known to change nothing, or refused by its name."""
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.json_input import is_number, short
+
+FILE = Path(__file__).with_name("config_keys.toml")
+
+BY_FLAGS = "give Megatron's flags behind -- in place of --model"
+
+
+class Keys:
+    """The ``values`` of a config.json, and ``defaults`` for the keys that it lacks or that are null.
+
+    ``notes`` are sentences on what the arguments that were read leave out.  Up to ``longest`` tokens a
+    sequence is trained as the model would; None without a bound.
+    All readers raise ValueError for a value that the key cannot have.
+    """
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        self._used: set[str] = set()
+        self.notes: list[str] = []
+        self.longest: int | None = None
+
+    def unused(self) -> dict[str, Any]:
+        """Return what nobody has read and what is not known to be without effect."""
+        passed_over = self._used.union(_by_name("without_effect"))
+        return {name: value for name, value in self._values.items() if name not in passed_over}
+
+    def skip(self, *names: str) -> None:
+        """Pass over ``names``, which change nothing in a model of this type."""
+        self._used.update(names)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of ``name`` as it is."""
+        self._used.add(name)
+        return self._values.get(name, default)
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number of ``least`` or more; without a default, ValueError where it is missing."""
+        value = self.get(name, default)
+        if value is None:
+            raise ValueError(f"{name} is missing: add it")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _wrong(name, value, f"a whole number of {least} or more")
+        return value
+
+    def count(self, name: str, default: int = 0) -> int:
+        """Return a whole number of 0 or more."""
+        return self.size(name, default, least=0)
+
+    def size_of(self, *names: str) -> int:
+        """Return the size that goes by any of ``names``; ValueError where it has several values, or none."""
+        given = {name: self.size(name) for name in names if self.get(name) is not None}
+        if not given:
+            raise ValueError(f"{names[0]} is missing: add it")
+        (name, value), *others = given.items()
+        for other, again in others:
+            if again != value:
+                raise ValueError(f"{other} is {again}, but {name} is {value}: take one out")
+        return value
+
+    def number(self, name: str, default: float, below: float = math.inf) -> float:
+        """Return a finite number of 0 or more, and less than ``below``."""
+        value = self.get(name, default)
+        if not is_number(value) or not 0 <= value < below:
+            to = "of 0 or more" if below == math.inf else f"of 0 or more and below {below:g}"
+            raise _wrong(name, value, f"a finite number {to}")
+        return float(value)
+
+    def truth(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return value
+
+    def one_of(self, name: str, known: Iterable[str], default: str) -> str:
+        """Return one of the texts ``known``."""
+        value = self.get(name, default)
+        listed = list(known)
+        if value not in listed:
+            supported = " or ".join(map(short, listed))
+            raise ValueError(f"{name} is {short(value)}, but only {supported} is supported: {BY_FLAGS}")
+        return str(value)
+
+    def require(self, name: str, expected: Any, why: str) -> None:
+        """Raise ValueError, which says ``why``, unless ``name`` has the value ``expected`` or none."""
+        value = self.get(name, expected)
+        if value != expected or isinstance(value, bool) != isinstance(expected, bool):
+            raise ValueError(
+                f"{name} is {short(value)}, but must be {short(expected)}, since {why}: {BY_FLAGS}"
+            )
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return an object; an empty one where there is none."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise _wrong(name, value, "an object")
+        return value
+
+    def by_layer(self, name: str, layers: int, known: Mapping[Any, int]) -> list[int] | None:
+        """Return what ``known`` has for each of the ``layers`` values of a list; None where there is none."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != layers:
+            found = f"a list of {len(value)}" if isinstance(value, list) else short(value)
+            raise ValueError(
+                f"{name} is {found}, but must be a list with one entry a layer, {layers}: correct it"
+            )
+        strange = [one for one in value if not isinstance(one, str | int) or one not in known]
+        if strange:
+            listed = " and ".join(map(short, known))
+            raise ValueError(f"{name} has {short(strange[0])}, but only {listed} are supported: {BY_FLAGS}")
+        return [known[one] for one in value]
+
+    def numbers(self, name: str) -> list[int]:
+        """Return a list of whole numbers of 0 or more; an empty one where there is none."""
+        value = self.get(name, [])
+        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            raise _wrong(name, value, "a list of whole numbers of 0 or more")
+        return list(value)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.size("num_hidden_layers")
+
+
+def _wrong(name: str, value: Any, rule: str) -> ValueError:
+    return ValueError(f"{name} is {short(value)}, but must be {rule}: correct it")
+
+
+def frequency(marks: Sequence[int], every: int) -> int | list[int]:
+    """Return ``marks``, a 0 or 1 a layer, as a number where each n-th layer alone is marked by ``every``.
+
+    So Megatron reads the patterns of layers with windows, linear attention or positions.
+    """
+    at = [number for number, mark in enumerate(marks, 1) if mark == every]
+    if at and all((number % at[0] == 0) == (mark == every) for number, mark in enumerate(marks, 1)):
+        return at[0]
+    return list(marks)
+
+
+def unknown_key(name: str, value: object) -> str:
+    """Return why the key ``name``, which nobody reads, is refused."""
+    reason = _by_name("refused").get(name)
+    if reason is not None:
+        return f"{name} is {short(value)}, but {reason}: {BY_FLAGS}"
+    return (
+        f"{name} is {short(value)}, but no such key is known for this model_type: take it out of a copy of "
+        f"the file if neither time nor memory depends on it, or {BY_FLAGS}"
+    )
+
+
+@cache
+def _by_name(section: str) -> dict[str, str]:
+    """Return the keys of a section of ``FILE``, and the group that each is in."""
+    groups = tomllib.loads(FILE.read_text(encoding="utf-8"))[section]
+    return {name: group for group, names in groups.items() for name in names.split()}
