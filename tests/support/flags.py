@@ -10,6 +10,7 @@ from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, be
 
 # isort: split
 from megatron.training import arguments as megatron_arguments
+from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
@@ -60,7 +61,7 @@ def validated(
 ) -> tuple[Namespace, Request | None]:
     """Return Megatron's validated arguments of a job on a CPU, and the request that this package reads there.
 
-    Megatron's own parser and validation run in a process of their own; this package's hooks have to be
+    Megatron's own parser, validation and configuration of the model run in a process of their own; this package's hooks have to be
     installed in this one.  With ``variables``, the environment of a printed command, Megatron asserts what
     it asserts on a GPU before Blackwell, and the tests' own variables do not help.
     """
@@ -82,12 +83,14 @@ def _validate(
         if variables is not None:
             patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
             patch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
+            patch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
             for name, value in variables.items():
                 patch.setenv(name, value)
         patch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
         patch.setenv("WORLD_SIZE", str(world_size))
         args = megatron_arguments.parse_args()
         megatron_arguments.validate_args(args)
+        core_transformer_config_from_args(args)
     pipeline = requested.pipeline()
     return args, pipeline and pipeline.request
 

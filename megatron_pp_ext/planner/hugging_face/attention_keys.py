@@ -64,7 +64,8 @@ def biases_of_inputs(keys: Keys) -> Arguments:
 
 def latent(keys: Keys) -> Arguments:
     """Return multi-latent attention (DeepSeek-AI, arXiv 2405.04434, section 2.1)."""
-    keys.require("attention_bias", False, "Megatron's latent attention has no biases of its own")
+    for name in ("attention_bias", "mlp_bias"):
+        keys.require(name, False, "this model_type is known without biases")
     content, position = keys.size("qk_nope_head_dim"), keys.size("qk_rope_head_dim")
     keys.require("qk_head_dim", content + position, "it is qk_nope_head_dim and qk_rope_head_dim together")
     keys.skip("num_key_value_heads", "head_dim")
@@ -111,10 +112,10 @@ def gated_delta_net(keys: Keys) -> Arguments:
     kinds = keys.by_layer("layer_types", keys.layers, {"linear_attention": 1, "full_attention": 0})
     interval = keys.size("full_attention_interval", 4)
     keys.require("attn_output_gate", True, "the output of full attention is gated in this family")
-    pattern = interval if kinds is None else frequency(kinds, every=0)
+    keys.require("use_sliding_window", False, "this model_type is known without windows")
     return {
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": str(pattern).replace(" ", ""),
+        "linear_attention_freq": interval if kinds is None else frequency(kinds, every=0),
         "linear_conv_kernel_dim": keys.size("linear_conv_kernel_dim"),
         "linear_key_head_dim": keys.size("linear_key_head_dim"),
         "linear_value_head_dim": keys.size("linear_value_head_dim"),
@@ -131,7 +132,7 @@ def windows(keys: Keys) -> Arguments:
     """
     layers, window = keys.layers, keys.count("sliding_window")
     sliding = keys.by_layer("layer_types", layers, {"sliding_attention": 1, "full_attention": 0})
-    every = keys.count("sliding_window_pattern") or keys.count("_sliding_window_pattern")
+    every = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern"))
     first = keys.count("max_window_layers")
     if not keys.truth("use_sliding_window", True):
         return {}
@@ -199,7 +200,7 @@ def positions_left_out(keys: Keys) -> Arguments:
     pattern = frequency([1 - one for one in rotated], every=1)
     if isinstance(pattern, int) and keys.layers % pattern:
         pattern = [1 - one for one in rotated]  # Megatron repeats a number a whole number of times
-    return {"no_rope_freq": str(pattern).replace(" ", "")}
+    return {"no_rope_freq": pattern}
 
 
 _NO_COST = "no cost depends on it, so take it out of a copy of the file"

@@ -15,7 +15,7 @@ BY_FLAGS = "give Megatron's flags behind -- in place of --model"
 
 
 class Keys:
-    """The ``values`` of a config.json, and ``defaults`` for the keys that it lacks or that are null.
+    """The ``values`` of a config.json, and ``defaults`` for keys that are missing, null or empty.
 
     ``notes`` are sentences on what the arguments that were read leave out.  Up to ``longest`` tokens a
     sequence is trained as the model would; None without a bound.
@@ -23,7 +23,8 @@ class Keys:
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        given = {name: value for name, value in values.items() if value not in (None, [], {})}
+        self._values = {**defaults, **given}
         self._used: set[str] = set()
         self.notes: list[str] = []
         self.longest: int | None = None
@@ -59,7 +60,7 @@ class Keys:
         """Return the size that goes by any of ``names``; ValueError where it has several values, or none."""
         given = {name: self.size(name) for name in names if self.get(name) is not None}
         if not given:
-            raise ValueError(f"{names[0]} is missing: add it")
+            raise ValueError(f"{' or '.join(names)} is missing: add it")
         (name, value), *others = given.items()
         for other, again in others:
             if again != value:

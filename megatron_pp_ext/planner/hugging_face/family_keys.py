@@ -7,9 +7,12 @@ from megatron_pp_ext.planner.hugging_face.config_keys import Keys, unknown_key
 
 def body(keys: Keys) -> Arguments:
     """Return what all models have, beside their layers."""
+    return {"num_layers": keys.layers, **_ends(keys)}
+
+
+def _ends(keys: Keys) -> Arguments:
     length = keys.size("max_position_embeddings")
     return {
-        "num_layers": keys.layers,
         "hidden_size": keys.size("hidden_size"),
         "vocab_size": keys.size("vocab_size"),
         "untie_embeddings_and_output_weights": not keys.truth("tie_word_embeddings"),
@@ -31,9 +34,7 @@ def hybrid_body(keys: Keys) -> Arguments:
     keys.require("attention_bias", False, "a hybrid model has biases in all of its layers, or in none")
     keys.require("mlp_bias", False, "a hybrid model has biases in all of its layers, or in none")
     epsilon = keys.number("layer_norm_epsilon", 1e-5)
-    found = {**body(keys), "normalization": "RMSNorm", "layernorm_epsilon": epsilon}
-    del found["num_layers"]
-    return found
+    return {**_ends(keys), "normalization": "RMSNorm", "layernorm_epsilon": epsilon}
 
 
 def layer_norm_1p(keys: Keys) -> Arguments:
@@ -81,6 +82,7 @@ def unpublished_prediction(keys: Keys) -> Arguments:
     kinds = keys.by_layer("attn_type_list", keys.layers, {0: 0, 1: 1}) or []
     if 0 in kinds:
         raise ValueError(unknown_key("attn_type_list", kinds))
+    keys.skip("shared_moe_mode", "mlp_intermediate_size", "use_grouped_topk")
     keys.require("shared_intermediate_size", 0, "this model_type is known without shared experts")
     return {}
 

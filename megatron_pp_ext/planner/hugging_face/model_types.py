@@ -154,6 +154,7 @@ TYPES: Mapping[str, ModelType] = {
             "add_bias_linear": True,
             "add_qkv_bias": True,
             "moe_router_dtype": "fp32",
+            "expert_tensor_parallel_size": 1,  # Megatron shards no experts that have biases
         },
         {"sliding_window_pattern": 2, "head_dim": 64, **_NORMALISED},
     ),
