@@ -33,7 +33,9 @@ Margin = Annotated[
 def estimate(
     flags: Flags = None,
     system: SystemName = "h100",
-    world_size: Annotated[int | None, typer.Option(help="GPUs.  [default: one replica of the model]")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="GPUs.  [default: the fewest that hold the model]")
+    ] = None,
     model: Model = None,
     print_only: PrintFlags = False,
     margin: Margin = 0.05,
@@ -60,14 +62,21 @@ def estimate(
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.job.pipeline import for_world
     from megatron_pp_ext.job.sizes import fewest_ranks
+    from megatron_pp_ext.job.smallest_world import smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
 
-    gpus = fewest_ranks(args) if world_size is None else world_size
+    copy, tensor = fewest_ranks(args), args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = args.expert_model_parallel_size * tensor
+    gpus = world_size or smallest_world(copy, args.pipeline_model_parallel_size, experts)
     with waiting("estimating"):
         words, chosen = with_layout(words, args, gpus)
         request = for_world(args, gpus)
         estimated = estimate_request(args, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
+    if gpus > copy and world_size is None:
+        console.print(
+            f"on {gpus} GPUs, the fewest that share experts {experts} ways: --world-size sets others"
+        )
     show(estimated, request, machine, gpus)
     without = not_counted(args)
     show_not_counted(without)

@@ -48,11 +48,14 @@ def described(
     See ``planner.described.read``.
     """
     from megatron_pp_ext.planner import described as planners
+    from megatron_pp_ext.planner import tokenizer_vocabulary
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     args = job.counted()
-    if not args.vocab_size:
+    if not args.vocab_size and tokenizer_vocabulary.is_from_hugging_face(args):
+        args.vocab_size = tokenizer_vocabulary.size(args)
+    elif not args.vocab_size:
         import warnings
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():

@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import batched
-from math import gcd
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
+from megatron_pp_ext.job.smallest_world import smallest_world as fewest
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
@@ -135,7 +135,7 @@ def smallest_world(words: Sequence[str]) -> int:
     )
     experts = whole_number(words, "--expert-model-parallel-size")
     of_expert = experts * whole_number(words, "--expert-tensor-parallel-size", tensor)
-    return pipeline * tensor * context * (of_expert // gcd(of_expert, tensor * context))
+    return fewest(tensor * context * pipeline, pipeline, of_expert)
 
 
 def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, be
 
 # isort: split
 from megatron.training import arguments as megatron_arguments
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.integration import requested
@@ -61,7 +62,7 @@ def validated(
 ) -> tuple[Namespace, Request | None]:
     """Return Megatron's validated arguments of a job on a CPU, and the request that this package reads there.
 
-    Megatron's own parser, validation and configuration of the model run in a process of their own; this package's hooks have to be
+    Megatron's own parser and validation run in a process of their own; this package's hooks have to be
     installed in this one.  With ``variables``, the environment of a printed command, Megatron asserts what
     it asserts on a GPU before Blackwell, and the tests' own variables do not help.
     """
@@ -83,16 +84,40 @@ def _validate(
         if variables is not None:
             patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
             patch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
-            patch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
             for name, value in variables.items():
                 patch.setenv(name, value)
         patch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
         patch.setenv("WORLD_SIZE", str(world_size))
         args = megatron_arguments.parse_args()
         megatron_arguments.validate_args(args)
-        core_transformer_config_from_args(args)
     pipeline = requested.pipeline()
     return args, pipeline and pipeline.request
+
+
+def configured(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return what stock Megatron configures a model with on a GPU, for each of the command lines.
+
+    It is the content of ``TransformerConfig`` as far as it is numbers, texts and lists.
+    """
+    ((configs),) = run_ranks(_configure, 1, [cpu.with_cpu_flags(line) for line in lines])
+    return configs
+
+
+def _configure(rank: int, lines: list[list[str]]) -> list[dict[str, Any]]:
+    configs = []
+    validate = megatron_arguments.validate_args
+    for line in lines:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "1")
+            patch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
+            patch.setattr("sys.argv", ["pretrain_gpt.py", *line])
+            args = megatron_arguments.parse_args()
+            # What this package refuses without Transformer Engine is not asked here.
+            getattr(validate, "__wrapped__", validate)(args)
+            config = vars(core_transformer_config_from_args(args))
+        plain = bool, int, float, str, list, tuple, type(None)
+        configs.append({name: value for name, value in config.items() if isinstance(value, plain)})
+    return configs
 
 
 def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:

@@ -1,0 +1,57 @@
+"""The size of a vocabulary whose tokenizer is in a folder of Hugging Face's, without the network.
+
+Megatron would download a tokenizer that is not here.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.json_input import naming
+from megatron_pp_ext.json_input import read as read_json
+
+_FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"
+_FIX = "give --vocab-size"
+
+
+def is_from_hugging_face(args: Namespace) -> bool:
+    """Whether the tokenizer of ``args`` is a folder, or would be downloaded."""
+    return args.tokenizer_type in _FROM_HUGGING_FACE
+
+
+def size(args: Namespace) -> int:
+    """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
+
+    ValueError where no such folder is here, and where its files do not say it.
+    """
+    folder = Path(args.tokenizer_model or "")
+    flag = f"--tokenizer-model {args.tokenizer_model}"
+    if not args.tokenizer_model or not folder.is_dir():
+        raise ValueError(
+            f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
+        )
+    for name, count in (("tokenizer.json", _tokens), ("config.json", _rows)):
+        if (folder / name).is_file():
+            with naming(folder / name):
+                found = count(read_json(folder / name, _FIX))
+            if found:
+                return found
+    raise ValueError(f"{flag} has neither a tokenizer.json nor a config.json with its vocabulary: {_FIX}")
+
+
+def _tokens(content: Any) -> int:
+    """Return how many tokens a tokenizer.json has, those that were added to its model's included."""
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return 0
+    vocabulary, added = content["model"].get("vocab", ()), content.get("added_tokens", ())
+    texts = vocabulary if isinstance(vocabulary, dict) else [token for token, *_ in vocabulary]
+    return len({*texts, *(one["content"] for one in added)})
+
+
+def _rows(content: Any) -> int:
+    """Return the rows of the embedding that a config.json has; 0 where it does not say it."""
+    if not isinstance(content, dict):
+        return 0
+    inner = content.get("text_config", content)
+    found = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
+    return found if isinstance(found, int) else 0
