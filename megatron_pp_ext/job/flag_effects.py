@@ -16,7 +16,7 @@ from megatron_pp_ext.job import flag_table
 
 FILE = Path(__file__).with_name("flag_effects.toml")
 
-_BESIDE_COSTS = "what a model is beside its costs"
+_BESIDE_COSTS = "what a model is beside its costs", "how tokens are routed: each expert gets as many"
 """The arguments without effect that a description of a model may have."""
 
 
@@ -34,8 +34,8 @@ def counted() -> set[str]:
 def described() -> set[str]:
     """Return the names of the arguments that a description of a model and its training may have."""
     others = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
-    beside = table()["without_effect"][_BESIDE_COSTS].split()
-    return counted().union(beside, *map(_by_name, others))
+    beside = [table()["without_effect"][group].split() for group in _BESIDE_COSTS]
+    return counted().union(*beside, *map(_by_name, others))
 
 
 def refused(what: str) -> dict[str, str]:

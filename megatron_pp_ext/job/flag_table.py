@@ -46,7 +46,8 @@ def _about_unknown(word: str) -> str:
         return f"{word} stands behind no flag that takes it: leave it out"
     flag = word.partition("=")[0]
     known = [known for known in parser()._option_string_actions if known.startswith("--")]
-    return f"{flag} is none of Megatron's: {flag_hint.hint(flag, known, "see Megatron's --help")}"
+    otherwise = "leave it out if it is a training script's own, or see Megatron's --help"
+    return f"{flag} is none of Megatron's: {flag_hint.hint(flag, known, otherwise)}"
 
 
 @cache

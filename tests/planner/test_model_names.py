@@ -4,24 +4,41 @@ import json
 
 import pytest
 
-from megatron_pp_ext.planner import described, hugging_face, model_names
+from megatron_pp_ext.planner import described, model_names
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
-OFFERED = [name for name in model_names.names() if not model_names.named(name).refusal]
+THREE_DIGITS = 0.005
+PUBLISHED = [
+    ("gpt3-175b", 0, THREE_DIGITS),
+    ("llama3-405b", 0, THREE_DIGITS),
+    ("llama3-70b", 0, THREE_DIGITS),
+    ("llama3-8b", 0, THREE_DIGITS),
+    ("mixtral-8x7b", 0, THREE_DIGITS),
+    ("qwen3-235b", 0, THREE_DIGITS),
+    ("qwen3-30b-a3b", 0, THREE_DIGITS),
+    ("qwen3-32b", 0, THREE_DIGITS),
+    ("qwen3-8b", 0, THREE_DIGITS),
+    ("glm-4.5", 2 * 151552 * 5120, THREE_DIGITS),  # without embedding and output layer
+    ("minimax-m2", 0, 0.01),  # two digits are published
+    ("llama-4-scout", 0, 0.015),  # with the vision encoder
+]
+"""Models, the parameters that the published number leaves out, and how far it may be off."""
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
     "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 131072,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OFFERED)
-def test_a_named_model_has_as_many_parameters_as_published(name):
-    """To the three digits that are published; the vocabulary's padding and routers are too few to show."""
+@pytest.mark.parametrize(("name", "left_out", "within"), PUBLISHED)
+def test_a_named_model_has_as_many_parameters_as_published(name, left_out, within):
+    """The vocabulary's padding and routers are too few to show."""
     args = described.read(["--micro-batch-size", "1"], name).args
     model = model_parts(args, vocabulary=args.vocab_size)
     (part,) = stage_parts(args, model, [args.num_layers])
-    assert f"{part.parameters + part.expert_parameters:.3g}" == f"{model_names.named(name).parameters:.3g}"
+    found = part.parameters + part.expert_parameters - left_out
+    assert found == pytest.approx(model_names.named(name).parameters, rel=within)
 
 
 def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
@@ -39,49 +56,23 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     assert (longer.seq_length, longer.max_position_embeddings) == (200000, 200000)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model_type": "deepseek_v3"}, "is not supported: it has multi-latent attention"),
-        ({"model_type": "gemma2"}, "sliding-window attention, which the planner does not count"),
-        ({"model_type": "qwen3_moee"}, "did you mean 'qwen3_moe'?"),
-        ({"model_type": ["llama"]}, """model_type ["llama"] is not supported, only """),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", but only "silu" is supported'),
-        ({"attention_bias": True}, "attention_bias is true, but only false is supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling 'yarn' is not supported"),
-        ({"rope_scaling": "yarn"}, 'rope_scaling is "yarn", but must be an object'),
-        ({"hidden_size": None}, "hidden_size is missing: add it"),
-        ({"num_hidden_layers": "4"}, 'num_hidden_layers is "4", but must be a whole number'),
-        ({"model_type": "mixtral"}, "num_local_experts is missing"),
-        ({"rope_theta": float("nan")}, "rope_theta is NaN, but must be a finite number of 0 or more"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity, but must be a finite number"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_the_reason(changed, message, tmp_path):
+def test_an_error_names_the_file(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**LLAMA, **changed}))
-    with pytest.raises(ValueError) as error:
-        model_names.read(str(file))
-    assert str(error.value).startswith(f"{file}: ")
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("more", [{}, {"model_type": None}, {"architectures": ["LlamaForCausalLM"]}])
-def test_a_config_that_does_not_say_its_type_is_told_so(more, tmp_path):
-    file = tmp_path / "config.json"
-    untyped = {name: size for name, size in LLAMA.items() if name != "model_type"}
-    file.write_text(json.dumps({**untyped, **more}))
-    with pytest.raises(ValueError, match=r"config\.json: model_type is missing: add it, one of gpt2, llama"):
+    file.write_text(json.dumps({**LLAMA, "num_key_value_heads": 3}))
+    with pytest.raises(ValueError, match=r"config\.json: num_key_value_heads is 3, but must divide"):
         model_names.read(str(file))
 
 
-def test_a_sliding_window_counts_only_where_a_sequence_is_longer(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 4096}))
-    assert described.read([], str(file)).args.seq_length == 4096
-    with pytest.raises(ValueError, match=r"is longer than the sliding window of .*, 4096 tokens"):
-        described.read(["--seq-length=8192"], str(file))
-    assert hugging_face.sliding_window({"model_type": "qwen2", "sliding_window": 4096}) is None
+def test_sequences_are_no_longer_than_the_chunks_in_which_a_model_attends():
+    assert described.read([], "llama-4-scout").args.seq_length == 8192
+    with pytest.raises(ValueError, match="--seq-length 8193 is longer than the chunks of 8192 tokens"):
+        described.read(["--seq-length=8193"], "llama-4-scout")
+
+
+def test_what_no_flag_says_is_said_with_the_name_of_the_model():
+    notes = described.read(["--num-layers", "8"], "gemma-2-9b").notes
+    assert notes[0] == "In the place of what gemma-2-9b has (in brackets): --num-layers 8 (42)"
+    assert "gemma-2-9b: --quick-geglu stands for its gated GELU" in notes
 
 
 @pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
@@ -96,7 +87,5 @@ def test_a_name_is_forgiving_and_a_typo_is_answered():
     assert model_names.read("Llama3_8B").name == "llama3-8b"
     with pytest.raises(ValueError, match="neither a file nor a name: did you mean 'llama3-8b'"):
         model_names.read("lama3-8b")
-    with pytest.raises(ValueError, match=r"--model deepseek-v3: .*multi-latent attention"):
-        model_names.read("deepseek-v3")
     with pytest.raises(ValueError, match=r"nowhere\.json: No such file"):
         model_names.read("nowhere.json")

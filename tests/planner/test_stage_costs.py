@@ -47,7 +47,7 @@ def stages(layers=(4, 4), **changed):
 )
 def test_parameters_are_those_of_the_published_files(name, parameters):
     """The sums of all tensors in the models' own files (their index of safetensors)."""
-    assert on_one_rank(**model_names.named(name).values, **EXACT) == parameters
+    assert on_one_rank(**model_names.named(name).described.values, **EXACT) == parameters
 
 
 def on_one_rank(**values):
@@ -56,7 +56,7 @@ def on_one_rank(**values):
     return part.parameters + part.expert_parameters
 
 
-LLAMA = {**model_names.named("llama3-8b").values, **EXACT}
+LLAMA = {**model_names.named("llama3-8b").described.values, **EXACT}
 
 
 @pytest.mark.parametrize(
