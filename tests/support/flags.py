@@ -84,6 +84,7 @@ def _validate(
         if variables is not None:
             patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
             patch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
+            patch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
             for name, value in variables.items():
                 patch.setenv(name, value)
         patch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
