@@ -69,7 +69,7 @@ def read(
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
-    notes = [f"{given.name}: {note}" for note in given.notes]
+    notes = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
     return Described([*flag_words.spelled(kept), *mine], args, [*_replaced(given, kept, mine), *notes])
 
 

@@ -70,9 +70,10 @@ def test_sequences_are_no_longer_than_the_chunks_in_which_a_model_attends():
 
 
 def test_what_no_flag_says_is_said_with_the_name_of_the_model():
-    notes = described.read(["--num-layers", "8"], "gemma-2-9b").notes
-    assert notes[0] == "In the place of what gemma-2-9b has (in brackets): --num-layers 8 (42)"
-    assert "gemma-2-9b: --quick-geglu stands for its gated GELU" in notes
+    replaced, left_out = described.read(["--num-layers", "8"], "gemma-2-9b").notes
+    assert replaced == "In the place of what gemma-2-9b has (in brackets): --num-layers 8 (42)"
+    assert left_out.startswith("gemma-2-9b: the norms behind attention and MLPs are left out")
+    assert "; --quick-geglu stands for its gated GELU" in left_out
 
 
 @pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
