@@ -24,6 +24,17 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
 
+_SCANNED_RATE = 0.2
+"""The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
+
+That scan, with states of 64, takes as long as FlashAttention-2 over 2,048 tokens on an A100
+(arXiv 2405.21060, figure 10), which is 0.18; TensorRT-LLM's forward reaches 0.27 on a B200 (ai-dynamo/aiconfigurator, commit
+095f58a51, linear_attention/trtllm/1.3.0rc15)."""
+
+_SCANNED_BACKWARD = 3.0
+"""The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is
+assumed; no measurement of a backward was found."""
+
 
 class KernelSeconds:
     """Seconds in proportion to operations; everything else takes none."""
@@ -42,6 +53,13 @@ class KernelSeconds:
 
         The forward has so many ``operations`` over sequences of ``length``, and its probabilities are
         ``scores`` bytes.
+        """
+        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
+
+    def scan(self, operations: float, size: float) -> tuple[float, float]:
+        """Return the seconds of a scan over a sequence by chunks: of its forward and its backward.
+
+        The forward has so many ``operations``, and its kernels read and write ``size`` bytes.
         """
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
@@ -67,6 +85,10 @@ class KernelSeconds:
 
     def shuffle(self, size: float) -> float:
         """Return the seconds of sending ``size`` bytes to the experts, or back."""
+        return 0.0
+
+    def exchange(self, size: float) -> float:
+        """Return the seconds in which context-parallel ranks give ``size`` bytes of tokens for heads."""
         return 0.0
 
     def ring(self, seconds: float, size: float, results: float) -> float:
@@ -133,6 +155,11 @@ class SystemKernelSeconds(KernelSeconds):
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
 
+    def scan(self, operations: float, size: float) -> tuple[float, float]:
+        """Return the seconds at a share of the rate of device memory, which bounds a scan's small kernels."""
+        forward = self.copy(size) / _SCANNED_RATE
+        return forward, _SCANNED_BACKWARD * forward
+
     def cast(self, numbers: float) -> float:
         """Return the seconds to read them, and to write them by rows and by columns, a byte for each."""
         return self.copy((self._bytes + 2) * numbers) if self._dtype == "fp8" else 0.0
@@ -168,6 +195,10 @@ class SystemKernelSeconds(KernelSeconds):
             nodes = ranks * stride / self._system.gpus_per_node
             size *= _copies_sent(self._chosen, nodes) / self._chosen
         return self._system.all_to_all_seconds(size, ranks, stride)
+
+    def exchange(self, size: float) -> float:
+        """Return the seconds of the all-to-all, with ranks a tensor-parallel size apart."""
+        return self._system.all_to_all_seconds(size, self._context, self._tensor)
 
     def ring(self, seconds: float, size: float, results: float) -> float:
         """Return the seconds of a part for every rank, of which all but the first wait for a message.

@@ -7,6 +7,8 @@ the activation meter counts.  Under FP8 the inputs of products, and the operands
 as one quantized copy, a byte for each number, and everything else as without FP8.
 """
 
+from typing import Any
+
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.products import ActivationSizes, ProductCosts
@@ -25,6 +27,10 @@ class LayerCosts:
         self.sizes = ActivationSizes(job)
         self.products = ProductCosts(job, self.sizes, self.kernels)
         self.recomputed = job.memory.recomputed
+
+    def of(self, **values: Any) -> "LayerCosts":
+        """Return the same of a job with other ``values``."""
+        return LayerCosts(self.job.changed(**values), self.kernels)
 
     @property
     def hidden_bytes(self) -> float:

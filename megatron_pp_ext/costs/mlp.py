@@ -1,5 +1,6 @@
 """A dense MLP with its norm."""
 
+from megatron_pp_ext.costs.activation_function import activation
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
 
@@ -15,17 +16,7 @@ def mlp(costs: LayerCosts) -> Part:
     return costs.kernels.launched(costs.norm() + inside + costs.dropped(), MLP_KERNELS)
 
 
-def feed_forward(costs: LayerCosts, inner: int, copies: int = 1, experts: int = 1) -> Part:
-    """Return both products of an MLP and its activation function, for ``copies`` times the tokens.
-
-    These are spread over ``experts`` of this rank.
-    """
-    gates = costs.job.model.gates
-    through = copies * costs.sizes.cut((gates + 1) * inner)
-    activation = Part(
-        forward_seconds=costs.kernels.copy(through),
-        input_gradient_seconds=costs.kernels.copy(through + copies * costs.sizes.cut(gates * inner)),
-        after_forward=copies * costs.sizes.cut((gates + costs.sizes.waiting) * inner),
-    )
-    into = costs.products.column(gates * inner, copies, experts)
-    return into + activation + costs.products.row(inner, copies, experts)
+def feed_forward(costs: LayerCosts, inner: int) -> Part:
+    """Return both products of an MLP and its activation function."""
+    into = costs.products.column(costs.job.model.gates * inner)
+    return into + activation(costs, inner) + costs.products.row(inner)

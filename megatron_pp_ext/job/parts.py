@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_pp_ext.job.blocks import Block, blocks
+
 
 @dataclass(frozen=True)
 class Model:
@@ -24,6 +26,8 @@ class Model:
     normalization: str = "LayerNorm"
     swiglu: bool = False
     quick_geglu: bool = False
+    squared_relu: bool = False
+    activation_func_clamp_value: float | None = None
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     attention_dropout: float = 0.1
@@ -39,7 +43,16 @@ class Model:
     moe_router_topk: int = 2
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    moe_latent_size: int = 0
     mtp_num_layers: int = 0
+    mtp_use_repeated_layer: bool = False
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int = 0
+    mamba_state_dim: int = 128
+    heterogeneous_layers_config_path: str | None = None
+    heterogeneous_layers_config_encoded_json: str | None = None
 
     @property
     def pattern(self) -> str | None:
@@ -48,6 +61,19 @@ class Model:
         What follows a slash is multi-token prediction, which belongs to the last stage.
         """
         return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
+
+    @property
+    def predicting_pattern(self) -> str | None:
+        """The layers of one depth of multi-token prediction, a letter each; None without a pattern."""
+        return (self.hybrid_layer_pattern or "").partition("/")[2].partition("/")[0] or None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The layers that a file describes one by one; empty where none does."""
+        path, text = self.heterogeneous_layers_config_path, self.heterogeneous_layers_config_encoded_json
+        if not path and not text:
+            return ()
+        return blocks(path, text, self.num_attention_heads, self.hidden_size)
 
     @property
     def layers(self) -> int:
@@ -92,6 +118,16 @@ class Model:
     def expert_width(self) -> int:
         """The width of an expert."""
         return self.moe_ffn_hidden_size or self.mlp_width
+
+    @property
+    def expert_input(self) -> int:
+        """The width in which tokens come to experts and go back: the hidden size, or a latent one."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
+    def mamba_heads(self) -> int:
+        """The number of heads of a Mamba-2 layer; if none is given, those that make twice the hidden size."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
 
 @dataclass(frozen=True)
@@ -180,6 +216,9 @@ class Precision:
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "auto"
     moe_grouped_gemm: bool = False
+    bias_gelu_fusion: bool = True
+    bias_swiglu_fusion: bool = True
+    use_fused_weighted_squared_relu: bool = False
 
     @property
     def is_half(self) -> bool:

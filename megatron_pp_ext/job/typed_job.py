@@ -86,7 +86,7 @@ OTHER_NAMES = {
 }
 """Arguments that mean the same as a field, where that one is absent."""
 
-IMPLY = {"recompute_activations", "use_rotary_position_embeddings"}
+IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_override_pattern"}
 """Arguments that only give a field its value."""
 
 _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
@@ -97,6 +97,11 @@ def _settled(found: dict[str, Any]) -> dict[str, Any]:
     for name, meant in OTHER_NAMES.items():
         other = found.pop(name, None)
         found[meant] = found.get(meant) or other
+    predicting, depths = found.pop("mtp_hybrid_override_pattern", None), found.get("mtp_num_layers") or 0
+    if predicting and found["hybrid_layer_pattern"]:
+        found["hybrid_layer_pattern"] += f"/{predicting}" * depths
+    if "/" in (found["hybrid_layer_pattern"] or ""):
+        found["mtp_num_layers"] = found["hybrid_layer_pattern"].count("/")
     if found.pop("recompute_activations", False):
         found.setdefault("recompute_granularity", "selective")
     if found.pop("use_rotary_position_embeddings", False):

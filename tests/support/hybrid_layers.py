@@ -1,12 +1,14 @@
 """HybridModel's layers without Transformer Engine, for ``--spec tests.support.hybrid_layers stack``.
 
 Megatron's own hybrid specs are made of Transformer Engine's modules.  These are attention (``*``), MLP
-(``-``), experts (``E``), Mamba-2 with its kernels stood in for (``M``), and multi-token prediction.
+(``-``), experts (``E``), Mamba-2 with its kernels stood in for (``M``), and multi-token prediction.  In
+``grouped_stack`` a layer's experts are in one product, as --moe-grouped-gemm has them.
 """
+
+from dataclasses import replace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -25,6 +27,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules as Parts
 
 from tests.support import mamba_kernels  # noqa: F401
+from tests.support.expert_layers import experts
 
 hybrid_block.TENorm = WrappedTorchNorm  # the stack's last norm is not the spec's to choose
 
@@ -62,7 +65,7 @@ stack = ModuleSpec(
             module=MoETransformerLayer,
             submodules=Parts(
                 pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=get_moe_module_spec(use_te=False, num_experts=4),
+                mlp=experts(is_grouped=False),
                 mlp_bda=get_bias_dropout_add,
             ),
         ),
@@ -82,5 +85,14 @@ stack = ModuleSpec(
                 ]
             ),
         ),
+    ),
+)
+
+_grouped = replace(stack.submodules.moe_layer.submodules, mlp=experts(is_grouped=True))
+
+grouped_stack = ModuleSpec(
+    module=HybridStack,
+    submodules=replace(
+        stack.submodules, moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=_grouped)
     ),
 )

@@ -9,7 +9,7 @@ convolution and the scan's result before the gate, and computes everything else 
 from typing import Any
 
 import torch
-from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from torch.nn import functional
 
 
@@ -102,9 +102,7 @@ class _Normed(torch.autograd.Function):
     """Saves its input and weight, as mamba_ssm's kernel does, and no intermediate result."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: int, eps: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: int, eps: float) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.sizes = group, eps
         return _normed(input, weight, group, eps)
@@ -126,7 +124,9 @@ def _normed(input: torch.Tensor, weight: torch.Tensor, group: int, eps: float) -
 class GroupedNorm(torch.nn.Module):
     """The root-mean-square norm of each group of the scan's result, as mamba_ssm's RMSNorm without a gate."""
 
-    def __init__(self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any):
+    def __init__(
+        self, size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any
+    ):
         super().__init__()
         self.eps, self.group_size = eps, group_size
         self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
@@ -135,7 +135,7 @@ class GroupedNorm(torch.nn.Module):
         return _Normed.apply(input, self.weight, self.group_size, self.eps)
 
 
-mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
+mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
 mamba_mixer.rearrange = rearrange
 mamba_mixer.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan_combined
 mamba_mixer.ExtendedRMSNorm = GroupedNorm

@@ -1,17 +1,20 @@
 """The parts of a whole model: its layers in order, and what is around them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_pp_ext.costs import ends
 from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.heterogeneous import block
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.job.typed_job import Job
 
-_KINDS = {"*": attention, "-": mlp, "E": experts}
+_KINDS = {"*": attention, "-": mlp, "E": experts, "M": mamba}
 """The layers whose costs are known, by their letters in --hybrid-layer-pattern."""
 
 
@@ -21,7 +24,8 @@ class ModelParts:
 
     ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
-    ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
+    ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
+    without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
@@ -56,14 +60,15 @@ def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int 
     """
     costs = LayerCosts(job, kernels)
     rows = job.padded_vocabulary if vocabulary is None else vocabulary
+    layers = _layers(costs)
     return ModelParts(
-        layers=tuple(_layers(costs)),
+        layers=tuple(layers),
         other=costs.other(),
         table=ends.table(costs, rows),
         positions=ends.positions(costs),
         last_norm=costs.norm(),
         output=ends.output(costs, rows),
-        prediction=ends.prediction(costs),
+        prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
     )
@@ -71,24 +76,44 @@ def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int 
 
 def _layers(costs: LayerCosts) -> list[Part]:
     """Return the layers of the model in order; equal ones are one object."""
-    letters = costs.job.model.pattern
-    if letters is None:
-        has_experts = costs.job.model.has_experts
-        front = attention(costs)
-        behind = {kind: (experts if kind else mlp)(costs) for kind in set(has_experts)}
-        made = {
-            kind: front + replace(one, overlapped_in_pair=overlapped_in_pair(front, one))
-            for kind, one in behind.items()
-        }
-        return [made[kind] for kind in has_experts]
-    unknown = sorted(set(letters) - set(_KINDS) - {"|"})
+    model = costs.job.model
+    if model.pattern is not None:
+        return _of_pattern(costs, model.pattern.replace("|", ""))
+    if model.blocks:
+        described = {one: block(costs, one) for one in set(model.blocks)}
+        return [described[one] for one in model.blocks]
+    front = attention(costs)
+    behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
+    made = {
+        kind: front + replace(one, overlapped_in_pair=overlapped_in_pair(front, one))
+        for kind, one in behind.items()
+    }
+    return [made[kind] for kind in model.has_experts]
+
+
+def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
+    unknown = sorted(set(letters) - set(_KINDS))
     if unknown:
         raise ValueError(
             f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
             "and give --pipeline-costs"
         )
-    parts = {letter: _KINDS[letter](costs) for letter in set(letters) - {"|"}}
-    return [parts[letter] for letter in letters if letter != "|"]
+    parts = {letter: _KINDS[letter](costs) for letter in set(letters)}
+    return [parts[letter] for letter in letters]
+
+
+def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
+    """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
+
+    Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
+    (``MultiTokenPredictionLayer`` in megatron.core.transformer).
+    """
+    pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
+    own = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    depth = sum(own, ends.prediction(costs))
+    if memory.recomputes_layers and not memory.recomputes_first:
+        return depth.recomputed(kept=2 * costs.hidden_bytes)
+    return depth
 
 
 def overlapped_in_pair(attention: Part, mlp: Part) -> float:

@@ -93,8 +93,8 @@ def prediction_parts(args: Namespace, model: ModelParts, has_embedding: bool) ->
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
     depths = args.mtp_num_layers or 0
-    norm = Part(parameters=model.last_norm.parameters)
-    predicted = (model.prediction + model.layers[-1] + norm).times(depths)
+    one = model.prediction
+    predicted = one.repeated(depths) if args.mtp_use_repeated_layer else one.times(depths)
     if depths and not has_embedding:
         predicted += Part(parameters=model.output.parameters)
     return predicted, replace(model.head, parameters=0).times(depths)
