@@ -1,14 +1,14 @@
 """The activation function between the products of an MLP or an expert, alone or with a gate.
 
-Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second one's input, and keeps what it read.
-Operation by operation a gate keeps every factor, and a clamp its input too (``glu`` in
-megatron.core.transformer.mlp).  An expert's result is multiplied by the router's probabilities, in the same
+Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second
+one's input, and keeps what it read.  Operation by operation a gate keeps every factor, and a clamp its input
+too (``glu`` in megatron.core.transformer.mlp).  An expert's result is multiplied by the router's probabilities, in the same
 kernel or in one that keeps both factors.
 """
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.job.job import Job
+from megatron_pp_ext.job.typed_job import Job
 
 
 def activation(costs: LayerCosts, inner: int, copies: int = 1, is_expert: bool = False) -> Part:

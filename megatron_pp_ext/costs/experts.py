@@ -25,8 +25,9 @@ def experts(costs: LayerCosts) -> Part:
         shared = _shared(costs)
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
+    norm = costs.norm(is_recomputed=costs.recomputes_norms)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here) + ROUTER_KERNELS
-    return costs.kernels.launched(costs.norm() + inside + costs.dropped(), kernels)
+    return costs.kernels.launched(norm + inside + costs.dropped(), kernels)
 
 
 def _routed(costs: LayerCosts, here: int) -> Part:

@@ -28,8 +28,8 @@ _SCANNED_RATE = 0.2
 """The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
 
 That scan, with states of 64, takes as long as FlashAttention-2 over 2,048 tokens on an A100
-(arXiv 2405.21060, figure 10), which is 0.18; TensorRT-LLM's forward reaches 0.27 on a B200 (ai-dynamo/aiconfigurator, commit
-095f58a51, linear_attention/trtllm/1.3.0rc15)."""
+(arXiv 2405.21060, figure 10), which is 0.18; TensorRT-LLM's forward reaches 0.27 on a B200
+(ai-dynamo/aiconfigurator, commit 095f58a51, linear_attention/trtllm/1.3.0rc15)."""
 
 _SCANNED_BACKWARD = 3.0
 """The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is

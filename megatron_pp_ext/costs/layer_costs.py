@@ -28,6 +28,11 @@ class LayerCosts:
         self.products = ProductCosts(job, self.sizes, self.kernels)
         self.recomputed = job.memory.recomputed
 
+    @property
+    def recomputes_norms(self) -> bool:
+        """Whether the outputs of norms that are kernels of their own are computed again."""
+        return "layernorm" in self.recomputed
+
     def of(self, **values: Any) -> "LayerCosts":
         """Return the same of a job with other ``values``."""
         return LayerCosts(self.job.changed(**values), self.kernels)
@@ -48,12 +53,16 @@ class LayerCosts:
             weight_gradient_seconds=seconds,
         )
 
-    def norm(self) -> Part:
+    def norm(self, is_recomputed: bool | None = None) -> Part:
         """Return a norm and the addition to the residual stream.
 
         The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
+        This is so by "layernorm" where ``is_recomputed`` does not say it, but not where Transformer Engine
+        computes the norm with the product behind it.
         """
-        kept = 1 if "layernorm" in self.recomputed else 1 + self.sizes.waiting
+        if is_recomputed is None:
+            is_recomputed = self.recomputes_norms and self.job.precision.transformer_impl == "local"
+        kept = 1 if is_recomputed else 1 + self.sizes.waiting
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
         seconds = self.kernels.copy(5 * self.hidden_bytes)
         parameters = self.sizes.hidden * (1 if self.job.model.normalization == "RMSNorm" else 2)

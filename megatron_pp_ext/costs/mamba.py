@@ -27,7 +27,7 @@ def mamba(costs: LayerCosts) -> Part:
     convolved = inner + 2 * states
     own = convolved * (_TAPS + 1) + 3 * model.mamba_heads + inner
     whole = (
-        costs.norm()
+        costs.norm(is_recomputed=False)
         + costs.products.column(projected, is_biased=False)
         + _scan(costs, inner, states, projected)
         + Part(after_forward=kept, parameters=own / sizes.share)

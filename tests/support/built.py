@@ -1,5 +1,6 @@
 """A model that Megatron builds on one CPU rank: how many parameters it has, and what its forward keeps."""
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from tests.support.training import train  # has to come before Megatron, and ins
 from megatron.training import get_args
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.storages import storages
 
 
 class Built(NamedTuple):
@@ -32,6 +34,24 @@ def built(flags: str) -> Built:
     return Built(*run.grabbed)
 
 
+class _Meter(ActivationMeter):
+    """Knows what is kept, and not only its bytes when autograd saved it: recomputation may discard it."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters)
+        self.held: list[weakref.ref] = []
+
+    def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
+        super().hold(owner, tensor, holder)
+        self.held.append(weakref.ref(holder))
+
+    @property
+    def bytes_now(self) -> int:
+        kept = [holder.tensor for one in self.held if (holder := one()) is not None]
+        found = {key: size for tensor in kept for key, size in storages(tensor).items()}
+        return sum(size for key, size in found.items() if key not in self._ignored)
+
+
 def _measured(chunks: Sequence[torch.nn.Module]) -> tuple[int, int]:
     (chunk,) = chunks
     args = get_args()
@@ -40,9 +60,9 @@ def _measured(chunks: Sequence[torch.nn.Module]) -> tuple[int, int]:
     positions = torch.arange(args.seq_length).expand(shape)
     hidden = torch.ones(args.seq_length, args.seq_length, dtype=torch.bool).triu(1)[None, None]
     parameters = list(chunk.parameters())
-    meter = ActivationMeter(parameters)
+    meter = _Meter(parameters)
     with meter.forward(Owner(0, 0)):
         loss = chunk(tokens, positions, hidden, labels=tokens)
-    kept = meter.live_bytes
+    kept = meter.bytes_now
     loss.sum().backward()
     return sum(one.numel() for one in parameters), kept

@@ -5,12 +5,14 @@ Engine for absent on a CPU.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from torch.nn import functional
@@ -80,4 +82,13 @@ def experts(is_grouped: bool) -> Any:
     return made
 
 
+class _NoFP8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
 moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
+# Recomputation that discards an output asks for these, without Transformer Engine too.
+random.FP8GlobalStateManager = _NoFP8
+random.activation_recompute_forward = random.fp8_autocast = lambda **how: nullcontext()

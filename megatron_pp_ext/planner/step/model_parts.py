@@ -66,7 +66,7 @@ def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int 
         other=costs.other(),
         table=ends.table(costs, rows),
         positions=ends.positions(costs),
-        last_norm=costs.norm(),
+        last_norm=costs.norm(is_recomputed=False),
         output=ends.output(costs, rows),
         prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
         hidden_bytes=costs.hidden_bytes,
