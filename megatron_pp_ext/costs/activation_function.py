@@ -2,8 +2,8 @@
 
 Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second
 one's input, and keeps what it read.  Operation by operation a gate keeps every factor, and a clamp its input
-too (``glu`` in megatron.core.transformer.mlp).  An expert's result is multiplied by the router's probabilities, in the same
-kernel or in one that keeps both factors.
+too (``glu`` in megatron.core.transformer.mlp).  An expert's result is multiplied by the router's
+probabilities, in the same kernel or in one that keeps both factors.
 """
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts

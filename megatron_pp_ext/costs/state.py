@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatron_pp_ext.costs.optimizers import SIZES, Update, moment_bytes, update
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
-
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +17,12 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The bytes of a rank, and the number of weights that its optimizer updates."""
+    """The bytes of a rank, and the update of its weights."""
 
     weights: float
     gradients: float
     optimizer: float
-    updated: float
+    update: Update
 
 
 def _fp8_copies(job: Job) -> int:
@@ -33,33 +32,28 @@ def _fp8_copies(job: Job) -> int:
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
     all there is of the weight, as many bytes as it has in half precision.
     """
-    return 0 if job.precision.fp8_param_gather else 2 * _SIZES["fp8"]
+    return 0 if job.precision.fp8_param_gather else 2 * SIZES["fp8"]
 
 
 def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
     """Return the state of a rank of ``job`` whose stages add up to ``part``."""
     total = part.parameters + part.expert_parameters
-    updated = total
-    if job.memory.use_distributed_optimizer:
-        updated = part.parameters / sharing.dense + part.expert_parameters / sharing.expert
+    dense, expert = (sharing.dense, sharing.expert) if job.memory.shards_state else (1, 1)
+    updated = part.parameters / dense + part.expert_parameters / expert
+    matrices = part.matrix_parameters / dense + part.expert_parameters / expert
+    moments = moment_bytes(job.memory, matrices / updated if updated else 0.0)
     return ModelState(
         weights=job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters,
         gradients=job.precision.gradient_size * total,
-        optimizer=_optimizer_size(job) * updated,
-        updated=updated,
+        optimizer=(moments + _copies(job)) * updated * (1 - job.memory.offloaded),
+        update=update(job, part, updated, moments, dense, expert),
     )
 
 
-def _optimizer_size(job: Job) -> float:
-    """Return the optimizer's bytes for each weight: its moments, and an fp32 copy of a half-precision one."""
-    memory = job.memory
-    if memory.optimizer == "sgd":
-        moments = 4 if memory.sgd_momentum else 0
-    else:
-        moments = _SIZES.get(memory.exp_avg_dtype, 4) + _SIZES.get(memory.exp_avg_sq_dtype, 4)
+def _copies(job: Job) -> float:
+    """Return the bytes of the fp32 copy of each weight in half precision, and of that of its gradient."""
     if not job.precision.is_half:
-        return moments
-    copy = _SIZES.get(memory.main_params_dtype, 4)
-    # Without the distributed optimizer, half-precision gradients are copied to fp32 for the update.
-    gradients = 4 if job.precision.gradient_size == 2 and not memory.use_distributed_optimizer else 0
-    return moments + copy + gradients
+        return 0
+    copy = SIZES.get(job.memory.main_params_dtype, 4)
+    # Where state is not shared out, half-precision gradients are copied to fp32 for the update.
+    return copy + (4 if job.precision.gradient_size == 2 and not job.memory.shards_state else 0)

@@ -118,12 +118,18 @@ def stages_described(args: Namespace) -> int | None:
     return segments.count("|") + 1 if segments and "|" in segments else None
 
 
+def depths(args: Namespace) -> int:
+    """The depths of multi-token prediction: those that a flag gives, or the patterns behind slashes."""
+    given = args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+    return given.count("/") or value(args, "--mtp-num-layers") or 0
+
+
 def predicting_stage(args: Namespace, stages: int) -> int | None:
     """The one of ``stages`` stages that has multi-token prediction, with a copy of the embedding; or None.
 
     It is the last unless a layout puts the m elsewhere.
     """
-    if not value(args, "--mtp-num-layers"):
+    if not depths(args):
         return None
     described = layout(args) or []
     return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)

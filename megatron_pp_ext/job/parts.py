@@ -103,7 +103,7 @@ class Model:
     @property
     def gates(self) -> int:
         """The products that an MLP begins with: 2 where one of them gates the other."""
-        return 2 if self.swiglu or self.quick_geglu else 1
+        return 2 if self.swiglu or (self.quick_geglu and not self.squared_relu) else 1
 
     @property
     def mlp_width(self) -> int:
@@ -263,9 +263,24 @@ class Memory:
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
+    muon_num_ns_steps: int = 5
+    muon_scalar_optimizer: str = "adam"
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
     main_params_dtype: str = "fp32"
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
+        return self.use_distributed_optimizer or self.optimizer == "dist_muon"
+
+    @property
+    def offloaded(self) -> float:
+        """The part of the optimizer's state that is on the host, and updated there."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def recomputed(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_pp_ext.job import flag_effects, flag_table
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
+from tests import support
 from tests.support.tiers import first
 
 SIZES = (
@@ -33,11 +35,23 @@ MODELS = {
     "of seven layers": f"{SIZES} --num-layers 7 --vocab-size 1000 {ON_4} --disable-bias-linear",
     "of encoders": "--encoder-num-layers 8 --encoder-seq-length 1024 --hidden-size 512 "
     "--num-attention-heads 8 --micro-batch-size 2 --step-batch-size-schedule 0:64 --vocab-size 1000",
+    "hybrid": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --hybrid-layer-pattern M-*-M-M- "
+    "--mtp-num-layers 2 --optimizer muon --use-distributed-optimizer --swiglu",
+    "latent": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
+    "--moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 --moe-latent-size 1024 "
+    "--squared-relu --disable-bias-linear --global-batch-size 64 --optimizer-cpu-offload "
+    "--optimizer-offload-fraction 0.5",
+    "gated experts": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
+    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""
 
-GPUS = {"experts": 64, "of encoders": 1}
+GPUS = {"experts": 64, "of encoders": 1, "latent": 64, "gated experts": 64}
+
+
+EIGHT = Path(support.__file__).with_name("eight_blocks.json")
+"""Eight layers, each described by itself."""
 
 TEXTS = {
     "hybrid_layer_pattern": ["*-*-*-*-"],
@@ -45,8 +59,11 @@ TEXTS = {
     "pipeline_model_parallel_layout": ["Et*3|t*5L"],
     "moe_layer_freq": ["[0,1,1,1,1,1,1,1]"],
     "step_batch_size_schedule": ["0:128"],
-    "recompute_modules": ["layernorm"],
+    "recompute_modules": ["mlp"],
     "window_size": ["127,0"],
+    "mtp_hybrid_override_pattern": ["*-"],
+    "heterogeneous_layers_config_path": [str(EIGHT)],
+    "heterogeneous_layers_config_encoded_json": [EIGHT.read_text()],
 }
 """Values of flags that take a text of some form."""
 
@@ -161,5 +178,6 @@ def test_a_default_that_is_given_is_not_asked() -> None:
 
 
 def test_other_optimizers_are_refused() -> None:
-    with pytest.raises(ValueError, match="--optimizer muon: only adam and sgd are modelled; leave it out"):
-        described.read([*MODELS["dense"].split(), "--optimizer", "muon"], None).counted()
+    known = "only adam, sgd, muon, dist_muon, adaptive_muon and lion are modelled"
+    with pytest.raises(ValueError, match=f"--optimizer soap: {known}; leave it out"):
+        described.read([*MODELS["dense"].split(), "--optimizer", "soap"], None).counted()

@@ -1,7 +1,7 @@
 """Stand-ins for what experts take from Transformer Engine: grouped products, and those to a latent width.
 
-Importing this module puts the latter into ``megatron.core.transformer.moe.moe_layer``, which takes Transformer
-Engine for absent on a CPU.
+Importing this module puts the latter into ``megatron.core.transformer.moe.moe_layer``, which takes
+Transformer Engine for absent on a CPU.
 """
 
 from collections.abc import Callable

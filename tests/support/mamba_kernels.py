@@ -1,7 +1,7 @@
 """Stand-ins for the kernels of Mamba-2 (the package mamba_ssm) and for einops, in plain torch.
 
-Importing this module puts them into ``megatron.core.ssm.mamba_mixer``, which takes both packages for absent on
-a machine without them.  The scan goes token by token; like the kernel that it stands for
+Importing this module puts them into ``megatron.core.ssm.mamba_mixer``, which takes both packages for absent
+on a machine without them.  The scan goes token by token; like the kernel that it stands for
 (``MambaSplitConv1dScanCombinedFn`` in mamba_ssm/ops/triton/ssd_combined.py) it saves the input of the
 convolution and the scan's result before the gate, and computes everything else again in the backward.
 """

@@ -80,6 +80,11 @@ def _layers(costs: LayerCosts) -> list[Part]:
     if model.pattern is not None:
         return _of_pattern(costs, model.pattern.replace("|", ""))
     if model.blocks:
+        if len(model.blocks) != model.num_layers:
+            raise ValueError(
+                f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
+                f"{len(model.blocks)} layers: correct one of them"
+            )
         described = {one: block(costs, one) for one in set(model.blocks)}
         return [described[one] for one in model.blocks]
     front = attention(costs)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.job.layers import predicting_stage
+from megatron_pp_ext.job.layers import depths, predicting_stage
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.schedule.costs import VocabularyCosts
 
@@ -92,12 +92,12 @@ def prediction_parts(args: Namespace, model: ModelParts, has_embedding: bool) ->
 
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
-    depths = args.mtp_num_layers or 0
+    count = depths(args)
     one = model.prediction
-    predicted = one.repeated(depths) if args.mtp_use_repeated_layer else one.times(depths)
-    if depths and not has_embedding:
+    predicted = one.repeated(count) if args.mtp_use_repeated_layer else one.times(count)
+    if count and not has_embedding:
         predicted += Part(parameters=model.output.parameters)
-    return predicted, replace(model.head, parameters=0).times(depths)
+    return predicted, replace(model.head, parameters=0).times(count)
 
 
 def kept_input(args: Namespace, hidden_bytes: float) -> float:

@@ -10,6 +10,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
@@ -34,10 +35,6 @@ if that is more."""
 _EXCHANGED = EMBEDS_AHEAD + 2
 """The hidden states on their way about a shared vocabulary: those embedded ahead of their forwards, the
 gradient of one that was, and the last stage's output."""
-
-_ADAM_PASSES = 38
-"""The bytes of memory traffic for each weight that is updated: the gradient is read for its norm and again,
-its clipped value written; fp32 weight and both moments are read and written; the new weight is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +237,7 @@ class Workload:
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
     def _waits(self, part: Part, sharing: Sharing) -> Waits:
-        args, system = self.args, self.system
+        system = self.system
         groups = (
             (part.parameters, sharing.dense, self.tensor),
             (part.expert_parameters, sharing.expert, self._expert_stride),
@@ -248,7 +245,7 @@ class Workload:
         gradient, weight = self.job.precision.gradient_size, self.job.precision.weight_size
         out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
         back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
-        is_sharded = args.use_distributed_optimizer
+        is_sharded = self.job.memory.shards_state
         return Waits(
             reduction=out if is_sharded else 2 * out,
             gathering=back if is_sharded else 0.0,
@@ -257,8 +254,7 @@ class Workload:
 
     def update_seconds(self, state: ModelState) -> float:
         """Return the seconds in which a rank updates its weights."""
-        touched = _ADAM_PASSES * state.updated + state.gradients
-        return touched / self.system.copy_bytes_per_second
+        return update_seconds(self.job, self.system, state.update, state.gradients)
 
 
 @cache
