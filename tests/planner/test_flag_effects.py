@@ -31,7 +31,8 @@ MODELS = {
     "--moe-token-dispatcher-type alltoall --moe-router-topk 4",
     "recomputed": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity full "
     "--recompute-method block --recompute-num-layers 1",
-    "selective": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity selective --swiglu",
+    "selective": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity selective --swiglu "
+    "--transformer-impl local",
     "of seven layers": f"{SIZES} --num-layers 7 --vocab-size 1000 {ON_4} --disable-bias-linear",
     "of encoders": "--encoder-num-layers 8 --encoder-seq-length 1024 --hidden-size 512 "
     "--num-attention-heads 8 --micro-batch-size 2 --step-batch-size-schedule 0:64 --vocab-size 1000",
@@ -59,7 +60,7 @@ TEXTS = {
     "pipeline_model_parallel_layout": ["Et*3|t*5L"],
     "moe_layer_freq": ["[0,1,1,1,1,1,1,1]"],
     "step_batch_size_schedule": ["0:128"],
-    "recompute_modules": ["mlp"],
+    "recompute_modules": ["layernorm"],
     "window_size": ["127,0"],
     "mtp_hybrid_override_pattern": ["*-"],
     "heterogeneous_layers_config_path": [str(EIGHT)],
