@@ -117,7 +117,8 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     own = _of_pattern(costs, pattern) if pattern else layers[-1:]
     depth = sum(own, ends.prediction(costs))
     if memory.recomputes_layers and not memory.recomputes_first:
-        return depth.recomputed(kept=2 * costs.hidden_bytes)
+        # The input of the norm behind, which the head has, is not kept beside both.
+        return depth.recomputed(kept=costs.hidden_bytes)
     return depth
 
 
