@@ -24,6 +24,23 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
 
+_WINDOW_TILES = 384
+"""The keys that a fused kernel computes beside those of a window, since it skips whole tiles alone.
+
+TensorRT-LLM's forward over windows of 128 tokens runs at 50 TFLOP/s with heads of 64 and at 85 with heads of 192
+on an H100, counted without these (ai-dynamo/aiconfigurator, commit 095f58a51, attention/trtllm 1.3.0rc20)."""
+
+_DELTA_RATE = 0.5
+"""The rate of a gated delta rule's forward as a fraction of a plain product's.
+
+With heads of 128 a token of a head takes 0.35 to 0.75 ns on an H100, 0.5 at the median, for the 184,000
+operations that are counted here, where plain products reach 720 TFLOP/s (same source,
+linear_attention/trtllm)."""
+
+_DELTA_BACKWARD = 3.0
+"""The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.  This
+is assumed; no measurement of a backward was found."""
+
 _SCANNED_RATE = 0.2
 """The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
 
@@ -47,13 +64,21 @@ class KernelSeconds:
         return 2 * m * n * k * _SECONDS_PER_OPERATION
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
     ) -> tuple[float, float]:
         """Return the seconds of attention itself, without its projections: of its forward and its backward.
 
-        The forward has so many ``operations`` over sequences of ``length``, and its probabilities are
-        ``scores`` bytes.
+        The forward has so many ``operations`` over sequences of ``length``, in fp32 if it ``is_wide``, and its
+        probabilities are ``scores`` bytes.
         """
+        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
+
+    def window(self, tokens: float) -> float:
+        """Return the keys that a kernel computes for a query which sees so many ``tokens``."""
+        return tokens
+
+    def delta_rule(self, operations: float) -> tuple[float, float]:
+        """Return the seconds of a gated delta rule, whose forward has so many ``operations``, and its backward."""
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
     def scan(self, operations: float, size: float) -> tuple[float, float]:
@@ -134,14 +159,14 @@ class SystemKernelSeconds(KernelSeconds):
         return max(2 * m * n * k / rate, self.copy(read + written))
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
         Fused kernels skip what the causal mask hides; unfused attention computes it and passes over all
         scores.
         """
-        rate = self._system.rate(self._half, *(3 * [operations ** (1 / 3)]))
+        rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
             sustained = self._system.sustained.get(self._half, 1.0)
             forward, backward = (
@@ -154,6 +179,15 @@ class SystemKernelSeconds(KernelSeconds):
         dropping = 2.5 if self._drops else 0.0
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
+
+    def window(self, tokens: float) -> float:
+        """Return those and the rest of the tiles in which they are."""
+        return tokens + _WINDOW_TILES
+
+    def delta_rule(self, operations: float) -> tuple[float, float]:
+        """Return the seconds at a share of a product's rate."""
+        forward = operations / (_DELTA_RATE * self._system.rate(self._half, *(3 * [operations ** (1 / 3)])))
+        return forward, _DELTA_BACKWARD * forward
 
     def scan(self, operations: float, size: float) -> tuple[float, float]:
         """Return the seconds at a share of the rate of device memory, which bounds a scan's small kernels."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.parts import Batch, Memory, Model, Parallel, Pipeline, Precision
 from megatron_pp_ext.schedule import catalog
 
@@ -23,6 +24,7 @@ class Job:
     """
 
     model: Model = field(default_factory=Model)
+    attention: Attention = field(default_factory=Attention)
     parallel: Parallel = field(default_factory=Parallel)
     batch: Batch = field(default_factory=Batch)
     precision: Precision = field(default_factory=Precision)

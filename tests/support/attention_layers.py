@@ -23,7 +23,7 @@ from megatron.core.models.gpt import experimental_attention_variant_module_specs
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.gated_delta_net import common, gdn
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -37,10 +37,15 @@ from megatron_pp_ext import cpu
 
 
 class Layer(NamedTuple):
-    """The numbers of weights of a layer by name, and the bytes that its forward keeps."""
+    """The number of a layer's weights, the bytes that its forward keeps, and those that wait for its W.
 
-    parameters: dict[str, int]
+    These are, of each product with a weight, its input, once where products share it, and the gradient of its
+    output.
+    """
+
+    parameters: int
     kept: int
+    waiting: int
 
 
 def build(*models: Sequence[str]) -> list[Layer]:
@@ -72,12 +77,12 @@ def _build(flags: list[str]) -> Layer:
     shape = args.seq_length, args.micro_batch_size, config.hidden_size
     hidden = torch.randn(shape, dtype=config.params_dtype, requires_grad=True)
     positions = _rotary(args, config)
-    kept = _Kept(layer)
+    kept, waiting = _Kept(layer), _Waiting(layer)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
         output, _ = layer(hidden, attention_mask=None, rotary_pos_emb=positions)
     size = kept.bytes()
     output.sum().backward()
-    return Layer({name: weight.numel() for name, weight in layer.named_parameters()}, size)
+    return Layer(sum(weight.numel() for weight in layer.parameters()), size, waiting.bytes())
 
 
 class _Box:
@@ -107,9 +112,27 @@ class _Kept:
         """Return the bytes of the storages that are kept now; one that a checkpoint emptied has none."""
         boxes = [box for reference in self._boxes if (box := reference()) is not None]
         storages = {box.tensor.untyped_storage()._cdata: box.tensor.untyped_storage() for box in boxes}
-        return sum(
-            each.nbytes() for each in storages.values() if each.data_ptr() not in self._weights
-        )
+        return sum(each.nbytes() for each in storages.values() if each.data_ptr() not in self._weights)
+
+
+class _Waiting:
+    """The operands of weight gradients in ``layer``."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._outputs: list[torch.Tensor] = []
+        for part in layer.modules():
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear | Duplicated):
+                part.register_forward_hook(self._look)
+
+    def _look(self, part: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._inputs[inputs[0].data_ptr()] = inputs[0]
+            self._outputs.append(outputs[0])
+
+    def bytes(self) -> int:
+        """Return their bytes."""
+        return sum(one.numel() * one.element_size() for one in [*self._inputs.values(), *self._outputs])
 
 
 def _rotary(args: Any, config: Any) -> torch.Tensor | None:
@@ -183,13 +206,13 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The norm over the last dimension."""
+        return _Saving.apply(self._normed, hidden, *self.parameters())
+
+    def _normed(self, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        shape = weights[0].shape
         if self.bias is None:
-            compute = lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-            return _Saving.apply(compute, hidden, self.weight)
-        compute = lambda x, weight, bias: torch.nn.functional.layer_norm(
-            x, weight.shape, weight, bias, self.eps
-        )
-        return _Saving.apply(compute, hidden, self.weight, self.bias)
+            return torch.nn.functional.rms_norm(hidden, shape, *weights, eps=self.eps)
+        return torch.nn.functional.layer_norm(hidden, shape, *weights, eps=self.eps)
 
 
 class Duplicated(torch.nn.Linear):

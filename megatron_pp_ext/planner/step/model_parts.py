@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_pp_ext.costs import ends
+from megatron_pp_ext.costs import attention_kinds, ends
+from megatron_pp_ext.costs.attention_kinds import Attentions
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.heterogeneous import block
 from megatron_pp_ext.costs.kernels import KernelSeconds
@@ -11,11 +12,10 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.job.typed_job import Job
 
-_KINDS = {"*": attention, "-": mlp, "E": experts, "M": mamba}
-"""The layers whose costs are known, by their letters in --hybrid-layer-pattern."""
+_KINDS = {"-": mlp, "E": experts, "M": mamba}
+"""The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +87,27 @@ def _layers(costs: LayerCosts) -> list[Part]:
             )
         described = {one: block(costs, one) for one in set(model.blocks)}
         return [described[one] for one in model.blocks]
-    front = attention(costs)
+    attentions = Attentions(costs)
     behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
-    made = {
-        kind: front + replace(one, overlapped_in_pair=overlapped_in_pair(front, one))
-        for kind, one in behind.items()
-    }
-    return [made[kind] for kind in model.has_experts]
+    halves = [(attentions.layer(number), behind[kind]) for number, kind in enumerate(model.has_experts, 1)]
+    made = {(id(front), id(back)): _joined(front, back) for front, back in halves}
+    return [made[id(front), id(back)] for front, back in halves]
+
+
+def _joined(attention: Part, mlp: Part) -> Part:
+    return attention + replace(mlp, overlapped_in_pair=overlapped_in_pair(attention, mlp))
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
-    unknown = sorted(set(letters) - set(_KINDS))
+    unknown = sorted(set(letters) - {*_KINDS, *attention_kinds.KINDS})
     if unknown:
         raise ValueError(
             f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
             "and give --pipeline-costs"
         )
-    parts = {letter: _KINDS[letter](costs) for letter in set(letters)}
-    return [parts[letter] for letter in letters]
+    attentions = Attentions(costs)
+    parts = {letter: _KINDS[letter](costs) for letter in set(letters) & set(_KINDS)}
+    return [parts.get(letter) or attentions.layer(number, letter) for number, letter in enumerate(letters, 1)]
 
 
 def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
