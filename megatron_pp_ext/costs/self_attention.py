@@ -45,16 +45,19 @@ def attention(costs: LayerCosts, window: int | None = None) -> Part:
 def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
     """Return the width of queries, keys and values as attention keeps them.
 
-    Attention in single products repeats keys and values for every query.  Where they are not repeated, values
-    stay where they were projected, beside new queries and keys.
+    Attention in single products repeats keys and values for every query, unless it is computed again.  Values
+    that are not repeated stay where they were projected, beside new queries and keys.
     """
     model, own = costs.job.model, costs.job.attention
     if not costs.job.precision.is_unfused:
         return query + 2 * keys
-    if keys != query:
-        return 3 * query
-    is_new = model.position_embedding_type in _ROTARY or own.qk_layernorm or own.qk_l2_norm
-    return projected + (query + keys if is_new else 0)
+    has_norms = own.qk_layernorm or own.qk_l2_norm
+    is_new = has_norms or model.position_embedding_type in _ROTARY
+    if keys == query:
+        return projected + (query + keys if is_new else 0)
+    if "core_attn" in costs.recomputed:
+        return query + (keys if is_new else 0) + (0 if has_norms else projected)
+    return 3 * query
 
 
 def _normed(costs: LayerCosts, query: int, keys: int, projected: int) -> Part:

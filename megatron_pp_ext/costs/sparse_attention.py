@@ -142,7 +142,8 @@ def _indexer(costs: LayerCosts) -> Part:
             weight_gradient_seconds=0.0,
             after_input_gradient=0.0,
         )
-    compared = min(length, own.dsa_indexer_topk) if own.dsa_indexer_use_sparse_loss else length
+    is_sparse = own.dsa_indexer_use_sparse_loss and is_fused
+    compared = min(length, own.dsa_indexer_topk) if is_sparse else length
     query = model.num_attention_heads * _key(costs)
     target, _ = kernels.attention(
         2 * query * sizes.tokens / sizes.share * met(compared, length),

@@ -49,7 +49,7 @@ class Attention:
         * is multi-head attention, + multi-latent, D sparse attention, G a gated delta net.
         """
         variant = self.experimental_attention_variant
-        if variant == "gated_delta_net" and _applies(self.linear_attention_freq, number):
+        if variant == "gated_delta_net" and _applies(self.linear_attention_freq or 1, number):
             return "G"
         if variant == "dsa":
             return "D"
@@ -77,8 +77,8 @@ def seen(window: object) -> int | None:
     return int(before) + 1 if before.isdigit() else None
 
 
-def _applies(frequency: _FREQUENCY | None, number: int) -> bool:
-    """Whether ``frequency`` has a 1 for layer ``number``, counted from 1: a number k stands for a 0 in k-th ones."""
+def _applies(frequency: _FREQUENCY, number: int) -> bool:
+    """Whether ``frequency`` has a 1 for layer ``number``, counted from 1; a number k has a 0 for every k-th."""
     if isinstance(frequency, tuple):
         return bool(frequency[number - 1])
-    return bool(frequency) and number % frequency != 0
+    return number % frequency != 0

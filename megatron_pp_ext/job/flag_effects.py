@@ -53,8 +53,6 @@ def is_asked(args: Namespace, name: str) -> bool:
     """Whether ``args`` give the argument ``name`` another value than the installed Megatron does."""
     default = _defaults().get(name)
     value = getattr(args, name, default)
-    if name == "window_size":
-        return value is not None and _hides(value, args.seq_length)
     return bool(value != default)
 
 
@@ -92,13 +90,6 @@ def _setting() -> dict[str, flag_table.Row]:
 @cache
 def _defaults() -> dict[str, Any]:
     return {row["dest"]: row["default"] for row in flag_table.installed()}
-
-
-def _hides(window: object, length: int | None) -> bool:
-    """Whether ``window``, such as 127,0, hides from a token some of those before it in its sequence."""
-    before = str(window).strip("()").partition(",")[0]
-    tokens = int(before) if before.lstrip("-").isdigit() else 0
-    return tokens >= 0 and (length is None or tokens + 1 < length)
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:

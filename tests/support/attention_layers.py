@@ -30,6 +30,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training import arguments
 
@@ -149,6 +150,7 @@ def _standard(config: Any) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
     )
     attention = made.self_attention
     if config.multi_latent_attention and config.mla_down_proj_fusion:
@@ -255,6 +257,7 @@ class Backend(LocalSpecProvider):
 
 def _use_stand_ins() -> None:
     gpt_layer_specs.LocalSpecProvider = Backend
+    L2Norm.forward = _l2_normed
     random.FP8GlobalStateManager = Namespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **how: contextlib.nullcontext()
     Attention._apply_output_gate = _output_gate
@@ -264,6 +267,16 @@ def _use_stand_ins() -> None:
     gdn.chunk_gated_delta_rule = _gated_delta_rule
     GatedDeltaNet._apply_gated_norm = _gated_norm
     dsa.rotate_activation = lambda x: x
+
+
+def _l2_normed(norm: L2Norm, hidden: torch.Tensor) -> torch.Tensor:
+    """Megatron's, compiled."""
+
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        scale = (hidden.float().pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt()
+        return (hidden * scale).to(hidden.dtype)
+
+    return _Saving.apply(compute, hidden)
 
 
 class _L2Norm(torch.autograd.Function):
