@@ -23,7 +23,10 @@ class Attentions:
         self._made: dict[tuple[str | int, ...], Part] = {}
 
     def layer(self, number: int, letter: str | None = None) -> Part:
-        """Return the attention of layer ``number``, counted from 1, which is the model's or of kind ``letter``."""
+        """Return the attention of layer ``number``, counted from 1.
+
+        Its kind is ``letter``, or what the model has there.
+        """
         own = self._costs.job.attention
         kind = letter or own.letter(number)
         if kind == "G":

@@ -1,7 +1,7 @@
 """Attention between its projections: every query meets keys, and what it makes of them meets the values.
 
-Operations are those of whole sequences, as of arXiv 2401.10241, table 3: the causal mask hides half of them.  A
-sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in the same way.
+Operations are those of whole sequences, as of arXiv 2401.10241, table 3: the causal mask hides half of them.
+A sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in the same way.
 """
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
@@ -49,7 +49,7 @@ def met(window: float, length: float) -> float:
 
 
 def turned(costs: LayerCosts, width: float) -> Part:
-    """Return what it takes to rotate, repeat or order ``width`` of queries, keys and values, in F and in I."""
+    """Return what it takes to rotate, repeat or order ``width`` of queries, keys and values."""
     seconds = costs.kernels.copy(2 * costs.sizes.cut(width))
     return Part(forward_seconds=seconds, input_gradient_seconds=seconds)
 

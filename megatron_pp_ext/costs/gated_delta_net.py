@@ -1,8 +1,8 @@
 """A gated delta net: linear attention whose state forgets and is corrected (arXiv 2412.06464, section 3).
 
-It goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between chunks one state
-for each head is passed on.  What is kept are the operands of flash-linear-attention's kernels and, for each
-token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core 0.6.0).
+It goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between chunks one
+state for each head is passed on.  What is kept are the operands of flash-linear-attention's kernels and, for
+each token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core 0.6.0).
 """
 
 from megatron_pp_ext.costs.core_attention import norm_weights
@@ -44,8 +44,8 @@ def _rule(costs: LayerCosts, keys: int, values: int, projected: int) -> Part:
     heads, key, value = own.linear_num_value_heads, own.linear_key_head_dim, own.linear_value_head_dim
     repeated = 2 * heads * key
     numbers = sizes.tokens / sizes.share
-    # For each token of a head: its products with the keys and values of its chunk, those with the inverse, and
-    # three with the state.
+    # For each token of a head: its products with the keys and values of its chunk, those with the inverse,
+    # and three with the state.
     inside = _CHUNK * (3 * key + 2 * value)
     operations = 2 * numbers * heads * (inside + 3 * key * value)
     operations += 2 * numbers * own.linear_conv_kernel_dim * (2 * keys + values)

@@ -27,8 +27,9 @@ _FUSED_BACKWARD = 2.5
 _WINDOW_TILES = 384
 """The keys that a fused kernel computes beside those of a window, since it skips whole tiles alone.
 
-TensorRT-LLM's forward over windows of 128 tokens runs at 50 TFLOP/s with heads of 64 and at 85 with heads of 192
-on an H100, counted without these (ai-dynamo/aiconfigurator, commit 095f58a51, attention/trtllm 1.3.0rc20)."""
+TensorRT-LLM's forward over windows of 128 tokens runs at 50 TFLOP/s with heads of 64 and at 85 with heads of
+192 on an H100, counted without these (ai-dynamo/aiconfigurator, commit 095f58a51, attention/trtllm
+1.3.0rc20)."""
 
 _DELTA_RATE = 0.5
 """The rate of a gated delta rule's forward as a fraction of a plain product's.
@@ -38,8 +39,8 @@ operations that are counted here, where plain products reach 720 TFLOP/s (same s
 linear_attention/trtllm)."""
 
 _DELTA_BACKWARD = 3.0
-"""The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.  This
-is assumed; no measurement of a backward was found."""
+"""The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.
+This is assumed; no measurement of a backward was found."""
 
 _SCANNED_RATE = 0.2
 """The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
@@ -68,8 +69,8 @@ class KernelSeconds:
     ) -> tuple[float, float]:
         """Return the seconds of attention itself, without its projections: of its forward and its backward.
 
-        The forward has so many ``operations`` over sequences of ``length``, in fp32 if it ``is_wide``, and its
-        probabilities are ``scores`` bytes.
+        The forward has so many ``operations`` over sequences of ``length``, in fp32 if it ``is_wide``, and
+        its probabilities are ``scores`` bytes.
         """
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
@@ -78,7 +79,7 @@ class KernelSeconds:
         return tokens
 
     def delta_rule(self, operations: float) -> tuple[float, float]:
-        """Return the seconds of a gated delta rule, whose forward has so many ``operations``, and its backward."""
+        """Return the seconds of a delta rule, whose forward has so many ``operations``, and its backward."""
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
     def scan(self, operations: float, size: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Sparse attention: an indexer chooses some keys for every query (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+"""Sparse attention: an indexer chooses some keys for every query (arXiv 2512.02556, section 2.1).
 
 Queries attend to compressed keys and values, whose expansion is absorbed into queries and results (arXiv
 2405.04434, appendix C), so that the product with its weight is one of activations, and waits for no W.

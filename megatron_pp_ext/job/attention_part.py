@@ -10,8 +10,8 @@ class Attention:
     """The kinds of attention and what they have beside heads.  A size that nobody gives is 0.
 
     ``window_size`` are the tokens before and behind a token that it sees, as a text or as two numbers;
-    ``window_attn_skip_freq`` is a number k, for windows in all layers but every k-th, or a 1 for each layer with
-    one, and ``linear_attention_freq`` the same for linear attention.
+    ``window_attn_skip_freq`` is a number k, for windows in all layers but every k-th, or a 1 for each layer
+    with one, and ``linear_attention_freq`` the same for linear attention.
     """
 
     qk_layernorm: bool = False
@@ -56,12 +56,12 @@ class Attention:
         return "+" if self.multi_latent_attention else "*"
 
     def window(self, number: int, length: int) -> int:
-        """Return how many of ``length`` tokens one of layer ``number`` sees at most, itself among them."""
+        """Return how many of ``length`` tokens one sees in layer ``number`` at most, itself among them."""
         has_one = self.window_attn_skip_freq is None or _applies(self.window_attn_skip_freq, number)
         return min(length, seen(self.window_size) or length) if has_one else length
 
     def chooses(self, number: int) -> bool:
-        """Whether sparse attention in layer ``number`` has an indexer; others take the choice of one before."""
+        """Whether sparse attention in layer ``number`` has an indexer, which chooses for layers behind too."""
         behind = max(0, number - max(1, self.dsa_indexer_skip_topk_offset))
         return behind % self.dsa_indexer_topk_freq == 0
 
@@ -72,13 +72,13 @@ class Attention:
 
 
 def seen(window: object) -> int | None:
-    """Return the tokens in ``window``, such as 127,0: those before a token and itself; None for all of them."""
+    """Return the tokens in ``window``, such as 127,0: a token and those before it; None for all of them."""
     before = str(window).strip("()").partition(",")[0]
     return int(before) + 1 if before.isdigit() else None
 
 
 def _applies(frequency: _FREQUENCY, number: int) -> bool:
-    """Whether ``frequency`` has a 1 for layer ``number``, counted from 1; a number k has a 0 for every k-th."""
+    """Whether ``frequency`` has a 1 for layer ``number``; as a number k it has a 0 for each k-th one."""
     if isinstance(frequency, tuple):
         return bool(frequency[number - 1])
     return number % frequency != 0

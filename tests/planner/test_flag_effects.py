@@ -42,7 +42,7 @@ MODELS = {
     "of latent keys": f"{LATENT} --q-lora-rank 256",
     "sparse": f"{LATENT} --experimental-attention-variant dsa --dsa-indexer-topk-freq 3",
     "sparse in kernels": f"{LATENT} --experimental-attention-variant dsa --dsa-kernel-backend cudnn "
-    "--dsa-indexer-loss-coeff 0.5",
+    "--dsa-indexer-loss-coeff 0.5 --seq-length 8192 --max-position-embeddings 8192",
     "of linear attention": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --linear-attention-freq 4 "
     "--experimental-attention-variant gated_delta_net",
     "of encoders": "--encoder-num-layers 8 --encoder-seq-length 1024 --hidden-size 512 "

@@ -21,10 +21,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.gated_delta_net import common, gdn
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel import random
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common, gdn
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
@@ -96,7 +94,7 @@ class _Kept:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-        self._boxes: list[weakref.ref["_Box"]] = []
+        self._boxes: list[weakref.ref[_Box]] = []
 
     def pack(self, tensor: torch.Tensor) -> "_Box":
         """Return what autograd keeps in place of ``tensor``."""
@@ -213,19 +211,20 @@ class Norm(torch.nn.Module):
     def _normed(self, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         shape = weights[0].shape
         if self.bias is None:
-            return torch.nn.functional.rms_norm(hidden, shape, *weights, eps=self.eps)
-        return torch.nn.functional.layer_norm(hidden, shape, *weights, eps=self.eps)
+            return torch.nn.functional.rms_norm(hidden, shape, weights[0], self.eps)
+        return torch.nn.functional.layer_norm(hidden, shape, weights[0], weights[1], self.eps)
 
 
-class Duplicated(torch.nn.Linear):
+class Duplicated(torch.nn.Module):
     """A product with a weight that every tensor-parallel rank has."""
 
     def __init__(self, inputs: int, outputs: int, **unused: Any) -> None:
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs) / inputs)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The product, and no bias, as Megatron's linear layers return it."""
-        return super().forward(hidden), None
+        return torch.nn.functional.linear(hidden, self.weight), None
 
 
 class Core(DotProductAttention):
