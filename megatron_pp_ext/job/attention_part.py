@@ -61,7 +61,7 @@ class Attention:
         return min(length, seen(self.window_size) or length) if has_one else length
 
     def chooses(self, number: int) -> bool:
-        """Whether sparse attention in layer ``number`` has an indexer, which chooses for layers behind too."""
+        """Whether sparse attention in layer ``number`` has an indexer, which serves layers behind it too."""
         behind = max(0, number - max(1, self.dsa_indexer_skip_topk_offset))
         return behind % self.dsa_indexer_topk_freq == 0
 

@@ -99,7 +99,7 @@ def _built(is_narrow: bool) -> dict[str, attention_layers.Layer]:
 
 
 def built(kind: str) -> attention_layers.Layer:
-    """The first layer of a model of a ``kind``; one rank builds those of several kinds one after the other."""
+    """The first layer of a model of a ``kind``; one rank builds several one after the other."""
     return _built(kind in NARROW)[kind]
 
 
@@ -136,7 +136,7 @@ TOKENS, HIDDEN, LENGTH = 16 * 64, 256, 64
     [("", 64 * 65 / 2), ("--window-size 63,0", 64 * 65 / 2), ("--window-size 15,0", 120 + 49 * 16)],
 )
 def test_a_window_leaves_the_pairs_that_it_shows(flags: str, keys: float) -> None:
-    """Scores and values: two operations for each number of a pair's head, and as many where the mask hides."""
+    """Scores and values: two operations for each number of a pair, and as many where the mask hides."""
     found = attention(f"{GROUPED} {flags}").activation_operations
     assert found == pytest.approx(2 * 16 * keys * 2 * 2 * 256, rel=0.04)
 
@@ -167,7 +167,7 @@ def test_the_operations_of_an_indexer_that_learns() -> None:
 
 
 def test_the_operations_of_a_gated_delta_net() -> None:
-    """For each token of a head: five products in its chunk of 64, three with the state; and the convolution."""
+    """For each token of a head: five products in its chunk, three with the state; and the convolution."""
     found = attention(DELTA)
     assert found.weight_operations == 2 * TOKENS * 256 * (2 * 128 + 3 * 256 + 2 * 4)
     rule = 4 * (64 * (3 * 64 + 2 * 64) + 3 * 64 * 64)
