@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
+    from megatron_pp_ext.planner.step.parameters import Parameters
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -61,6 +62,7 @@ def estimate(
     from megatron_pp_ext.job.pipeline import for_world
     from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.planner.step.estimate import estimate_request
+    from megatron_pp_ext.planner.step.parameters import parameters
 
     gpus = fewest_ranks(asked.job) if world_size is None else world_size
     with waiting("estimating"):
@@ -68,6 +70,8 @@ def estimate(
         request = for_world(asked, gpus)
         estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
+    sizes = parameters(asked.job)
+    show_parameters(sizes)
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -81,6 +85,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
+            **asdict(sizes),
             **asdict(estimated),
             "not_counted": without,
             **launch.record(),
@@ -102,6 +107,12 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
         word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
     ]
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
+
+
+def show_parameters(sizes: "Parameters") -> None:
+    """Say how large the model is."""
+    whole, active = sizes.parameters / 1e9, sizes.active_parameters / 1e9
+    console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
 
 
 def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

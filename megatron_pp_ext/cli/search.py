@@ -36,6 +36,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.candidate import strip
+    from megatron_pp_ext.planner.step.parameters import parameters
 
     require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
@@ -53,7 +54,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     report.show()
     for path in outputs.paths:
         report.draw(path)
-    content = report.content()
+    content = report.content() | asdict(parameters(asked.job))
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:
