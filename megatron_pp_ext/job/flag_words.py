@@ -40,7 +40,7 @@ def _behind(name: str, value: Any) -> list[str]:
         return []
     if name == "moe_layer_freq":
         return [str(value).replace(" ", "")]  # Megatron reads a list as one word
-    return [str(one) for one in (value if isinstance(value, list) else [value])]
+    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 def overridden(values: Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:

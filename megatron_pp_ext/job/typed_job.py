@@ -7,6 +7,7 @@ Megatron's own, those of a config (``job.model_config``).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,12 +36,12 @@ class Job:
     def of(cls, asked: object, **others: Any) -> Self:
         """Return the job that ``asked`` describes under the names of Megatron's arguments.
 
-        ``others`` come first.  What is absent or None has its default.
+        ``others`` come first.  What is absent or None has its default.  A job stays as it is.
         """
         if isinstance(asked, cls):
             return asked.changed(**others)
-        found = {name: _plain(value) for name in _READ if (value := getattr(asked, name, None)) is not None}
-        return cls().changed(**_settled(found), **others)
+        found = {name: getattr(asked, name, None) for name in _READ}
+        return cls().changed(**{name: _plain(value) for name, value in settled(found).items()}, **others)
 
     def changed(self, **values: Any) -> Self:
         """Return a job with other ``values``, None for a default; the parts that they leave alone are shared.
@@ -94,29 +95,34 @@ IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_
 _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
 
 
-def _settled(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that follow from the arguments ``found``, as Megatron derives them."""
-    for name, meant in OTHER_NAMES.items():
-        other = found.pop(name, None)
-        found[meant] = found.get(meant) or other
-    predicting, depths = found.pop("mtp_hybrid_override_pattern", None), found.get("mtp_num_layers") or 0
-    if predicting and found["hybrid_layer_pattern"]:
-        found["hybrid_layer_pattern"] += f"/{predicting}" * depths
-    if "/" in (found["hybrid_layer_pattern"] or ""):
-        found["mtp_num_layers"] = found["hybrid_layer_pattern"].count("/")
-    if found.pop("recompute_activations", False):
-        found.setdefault("recompute_granularity", "selective")
-    if found.pop("use_rotary_position_embeddings", False):
+def settled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments ``given`` with what Megatron derives from others, for those that a job has."""
+    found = {name: given.get(name) for name in PLACES}
+    for other, name in OTHER_NAMES.items():
+        found[name] = found[name] or given.get(other)
+    pattern, predicting = found["hybrid_layer_pattern"] or "", given.get("mtp_hybrid_override_pattern")
+    if pattern and predicting and "/" not in pattern:
+        pattern += f"/{predicting}" * (found["mtp_num_layers"] or 0)
+    if "/" in pattern:
+        found.update(hybrid_layer_pattern=pattern, mtp_num_layers=pattern.count("/"))
+    if given.get("recompute_activations") and found["recompute_granularity"] is None:
+        found["recompute_granularity"] = "selective"
+    if given.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
-    if found.get("tensor_model_parallel_size") == 1:
+    if found["tensor_model_parallel_size"] == 1:
         found["sequence_parallel"] = False
-    if isinstance(found.get("pipeline_schedule"), str):
+    if isinstance(found["pipeline_schedule"], str):
         found["pipeline_schedule"] = catalog.canonical(found["pipeline_schedule"])
     return found
+
+
+_PLAIN = (bool, int, float, str, tuple, Path)
 
 
 def _plain(value: Any) -> Any:
     """Return ``value`` as a field has it: a tuple for a list, and words for what is of Megatron's types."""
     if isinstance(value, list):
         return tuple(value)
-    return value if isinstance(value, bool | int | float | str | tuple | Path) else str(value)
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    return value.name if isinstance(value, Enum) else str(value)

@@ -1,4 +1,4 @@
-"""Every kind of layer as Megatron builds it small: as many parameters, and as many bytes that its forward keeps.
+"""Every kind of layer as Megatron builds it small: its parameters, and the bytes that its forward keeps.
 
 What only a GPU has is stood in for; see ``tests.support.hybrid_layers``.
 """
@@ -19,9 +19,7 @@ HYBRID = (
     f"--spec tests.support.hybrid_layers stack --position-embedding-type none --disable-bias-linear {MAMBA} "
     f"{SIZES} --hybrid-layer-pattern"
 )
-ROUTED = (
-    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall"
-)
+ROUTED = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall"
 GROUPED = HYBRID.replace(" stack ", f" grouped_stack --moe-grouped-gemm {ROUTED} ")
 SHARED = "--moe-shared-expert-intermediate-size 40"
 PREDICTING = f"{SIZES} --num-layers 2 --position-embedding-type none --mtp-num-layers"

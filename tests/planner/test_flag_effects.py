@@ -104,8 +104,8 @@ def values(name: str) -> Iterator[list[str]]:
 def estimated(model: str, *more: str) -> Estimate | None:
     """Return the estimate of one of ``MODELS`` with more flags; None where that is refused."""
     try:
-        args = described.read([*MODELS[model].split(), *more], None).counted()
-        return estimate_request(args, system.read("h100"), for_world(args, GPUS.get(model, 16)))
+        asked = described.read([*MODELS[model].split(), *more], None).counted()
+        return estimate_request(asked.job, system.read("h100"), for_world(asked, GPUS.get(model, 16)))
     except ValueError:
         return None
 
@@ -164,8 +164,8 @@ def test_what_has_no_effect_changes_no_estimate(name: str) -> None:
 @pytest.mark.parametrize("name", spread(of_installed(BOUNDS), 12))
 def test_what_is_said_beside_an_estimate_is_named_there(name: str) -> None:
     for words in values(name):
-        args = described.read([*MODELS["dense"].split(), *words], None).args
-        (line,) = flag_effects.not_counted(args)
+        asked = described.read([*MODELS["dense"].split(), *words], None).asked
+        (line,) = flag_effects.not_counted(asked)
         assert line.startswith(f"{words[0]} (")
         assert not changes(name, "dense")
 
@@ -187,8 +187,8 @@ def test_a_window_as_long_as_the_sequence_is_no_window(value: str) -> None:
 
 def test_a_default_that_is_given_is_not_asked() -> None:
     given = ("--cpu-offloading-num-layers", "0", "--softmax-type", "vanilla", "--optimizer", "adam")
-    args = described.read([*MODELS["dense"].split(), *given], None).counted()
-    assert flag_effects.not_counted(args) == []
+    asked = described.read([*MODELS["dense"].split(), *given], None).counted()
+    assert flag_effects.not_counted(asked) == []
 
 
 def test_other_optimizers_are_refused() -> None:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import described, hugging_face, model_names
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
@@ -19,9 +18,9 @@ LLAMA = {
 @pytest.mark.parametrize("name", OFFERED)
 def test_a_named_model_has_as_many_parameters_as_published(name):
     """To the three digits that are published; the vocabulary's padding and routers are too few to show."""
-    args = described.read(["--micro-batch-size", "1"], name).args
-    model = model_parts(Job.of(args), vocabulary=args.vocab_size)
-    (part,) = stage_parts(args, model, [args.num_layers])
+    job = described.read(["--micro-batch-size", "1"], name).asked.job
+    model = model_parts(job, vocabulary=job.model.vocab_size)
+    (part,) = stage_parts(job, model, [job.model.num_layers])
     assert f"{part.parameters + part.expert_parameters:.3g}" == f"{model_names.named(name).parameters:.3g}"
 
 
@@ -35,8 +34,8 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     for words in ("--num-query-groups 2", "--add-qkv-bias", "--rotary-base 1000000", "--seq-length 8192"):
         assert words in line
     assert "--qk-layernorm" not in line
-    assert found[0].args.attention_dropout == 0.125
-    longer = described.read(["--seq-length", "200000"], str(tmp_path)).args
+    assert found[0].asked.attention_dropout == 0.125
+    longer = described.read(["--seq-length", "200000"], str(tmp_path)).asked
     assert (longer.seq_length, longer.max_position_embeddings) == (200000, 200000)
 
 
@@ -79,7 +78,7 @@ def test_a_config_that_does_not_say_its_type_is_told_so(more, tmp_path):
 def test_a_sliding_window_counts_only_where_a_sequence_is_longer(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 4096}))
-    assert described.read([], str(file)).args.seq_length == 4096
+    assert described.read([], str(file)).asked.seq_length == 4096
     with pytest.raises(ValueError, match=r"is longer than the sliding window of .*, 4096 tokens"):
         described.read(["--seq-length=8192"], str(file))
     assert hugging_face.sliding_window({"model_type": "qwen2", "sliding_window": 4096}) is None
@@ -88,7 +87,7 @@ def test_a_sliding_window_counts_only_where_a_sequence_is_longer(tmp_path):
 @pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
 def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
     found = described.read(spelled.split(), "llama3-8b", {"seq_length": 4096})
-    assert found.args.seq_length == 4096
+    assert found.asked.seq_length == 4096
     with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 behind --: leave one out"):
         described.read(spelled.split(), "llama3-8b", {"seq_length": 8192})
 

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.parameters import parameters
 
@@ -139,7 +138,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str) -> None:
     published = PUBLISHED[name]
-    found = parameters(Job.of(describe(published.sizes)))
+    found = parameters(describe(published.sizes))
     assert found.parameters / 1e9 == pytest.approx(published.whole, abs=published.rounding)
     if published.active is not None:
         assert found.active_parameters / 1e9 == pytest.approx(published.active, abs=published.active_rounding)

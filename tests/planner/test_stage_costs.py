@@ -9,7 +9,6 @@ from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.costs.state import Sharing, model_state
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_parts import model_parts
@@ -27,13 +26,13 @@ MODEL = {
 
 
 def model(**changed):
-    args = describe({**MODEL, **changed})
-    return args, model_parts(Job.of(args), vocabulary=V)
+    job = describe({**MODEL, **changed})
+    return job, model_parts(job, vocabulary=V)
 
 
 def stages(layers=(4, 4), **changed):
-    args, made = model(**changed)
-    return made, stage_parts(args, made, layers)
+    job, made = model(**changed)
+    return made, stage_parts(job, made, layers)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +50,8 @@ def test_parameters_are_those_of_the_published_files(name, parameters):
 
 
 def on_one_rank(**values):
-    args = describe({"micro_batch_size": 1, **values})
-    (part,) = Workload(args, system.read("h100"), linear(1), 1).by_rank
+    job = describe({"micro_batch_size": 1, **values})
+    (part,) = Workload(job, system.read("h100"), linear(1), 1).by_rank
     return part.parameters + part.expert_parameters
 
 
@@ -188,9 +187,7 @@ def test_repeated_parts_have_their_weights_in_common():
     ],
 )
 def test_messages_are_as_wide_as_the_residuals(changed, size):
-    args = describe({name: value for name, value in {**MODEL, **changed}.items() if "residual" not in name})
-    args.fp32_residual_connection = "fp32_residual_connection" in changed
-    assert Workload(args, system.read("h100"), linear(2), 1).costs.message == size
+    assert Workload(describe({**MODEL, **changed}), system.read("h100"), linear(2), 1).costs.message == size
 
 
 @pytest.mark.parametrize(
@@ -202,7 +199,7 @@ def test_messages_are_as_wide_as_the_residuals(changed, size):
     ],
 )  # fmt: skip
 def test_bytes_of_a_gradient(changed, size):
-    assert Job.of(describe({**MODEL, **changed})).precision.gradient_size == size
+    assert describe({**MODEL, **changed}).precision.gradient_size == size
 
 
 @pytest.mark.parametrize(
@@ -219,8 +216,8 @@ def test_bytes_of_a_gradient(changed, size):
 )  # fmt: skip
 def test_bytes_for_each_weight(changed, data, each):
     """Megatron-LM, docs of the distributed optimizer: the table of bytes for each parameter."""
-    args = describe({**MODEL, **changed})
-    state = model_state(Job.of(args), Part(parameters=1.0), Sharing(dense=data, expert=1))
+    job = describe({**MODEL, **changed})
+    state = model_state(job, Part(parameters=1.0), Sharing(dense=data, expert=1))
     assert state.weights + state.gradients + state.optimizer == pytest.approx(each)
 
 
@@ -241,8 +238,8 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
         "tensor_model_parallel_size": tensor,
         "make_vocab_size_divisible_by": 128,
     }
-    assert Job.of(describe({**MODEL, **changed})).padded_vocabulary == padded
-    assert Job.of(describe({**MODEL, **changed, "padded_vocab_size": 99})).padded_vocabulary == 99
+    assert describe({**MODEL, **changed}).padded_vocabulary == padded
+    assert describe({**MODEL, **changed, "padded_vocab_size": 99}).padded_vocabulary == 99
 
 
 @pytest.mark.parametrize(
@@ -250,8 +247,8 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
 )
 def test_an_expert_s_weights_are_shared_by_its_own_tensor_parallel_ranks(tensor, expert_tensor, factor):
     changed = {"num_experts": 4, "tensor_model_parallel_size": tensor, "add_bias_linear": False}
-    args = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
-    assert experts(LayerCosts(Job.of(args))).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
+    job = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
+    assert experts(LayerCosts(job)).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
 
 
 @pytest.mark.parametrize(
@@ -264,8 +261,8 @@ def test_layers_of_experts_come_as_often_as_asked(frequency, expected):
 
 
 def test_hybrid_layers_are_those_of_the_pattern():
-    args, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
-    costs = LayerCosts(Job.of(args))
+    job, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
+    costs = LayerCosts(job)
     assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
     with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern"):
         model(hybrid_layer_pattern="X*", num_layers=None)

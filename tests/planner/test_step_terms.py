@@ -6,7 +6,6 @@ import pytest
 
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
 from megatron_pp_ext.planner.step.model_description import describe
@@ -31,8 +30,8 @@ HIDDEN = 2 * S * H
 
 
 def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
-    args = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
-    return Workload(args, MACHINE, placement_of(name, ranks, chunks), data)
+    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    return Workload(job, MACHINE, placement_of(name, ranks, chunks), data)
 
 
 def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:
@@ -97,7 +96,7 @@ def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
 
 
 def kernels(**changed) -> SystemKernelSeconds:
-    return SystemKernelSeconds(MACHINE, Job.of(describe({**MODEL, **changed})))
+    return SystemKernelSeconds(MACHINE, describe({**MODEL, **changed}))
 
 
 def test_products_run_at_their_rate_or_that_of_memory():

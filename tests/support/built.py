@@ -45,8 +45,9 @@ def built(flags: str) -> tuple[Built, Built]:
 
 def counted(args: Namespace) -> Built:
     """Return the model of ``args`` as the costs of layers have it on one rank."""
-    model = model_parts(Job.of(args), vocabulary=args.padded_vocab_size or args.vocab_size)
-    (whole,) = stage_parts(args, model, [len(model.layers)])
+    job = Job.of(args)
+    model = model_parts(job, vocabulary=args.padded_vocab_size or args.vocab_size)
+    (whole,) = stage_parts(job, model, [len(model.layers)])
     return Built(whole.parameters + whole.expert_parameters, whole.after_forward)
 
 

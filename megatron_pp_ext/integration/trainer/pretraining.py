@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.job.layers import predicting_stage
+from megatron_pp_ext.job.typed_job import Job
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -156,7 +157,7 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """
     args = get_args()
     tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
-    stage = predicting_stage(args, len(pp_ranks))
+    stage = predicting_stage(Job.of(args), len(pp_ranks))
     predicting = [] if stage is None else [pp_ranks[stage % len(pp_ranks)]]
     return sorted({pp_ranks[0], *tied, *predicting})
 

@@ -12,8 +12,8 @@ class Parameters:
     """Numbers of weights of the whole model, each counted once.
 
     ``active_parameters`` are those that a token is multiplied by or added to: of the experts the chosen ones,
-    and no embedding or learned positions, of which a token takes one row.  A tied weight is used as the output
-    layer.
+    and no embedding or learned positions, of which a token takes one row.  A tied weight is used as the
+    output layer.
     """
 
     parameters: int
@@ -21,7 +21,7 @@ class Parameters:
 
 
 def parameters(job: Job) -> Parameters:
-    """Return the parameters of ``job``'s model with its multi-token prediction, however many ranks have it."""
+    """Return the parameters of ``job``'s model, with multi-token prediction, whatever ranks have of it."""
     alone = job.changed(
         tensor_model_parallel_size=1,
         sequence_parallel=False,
