@@ -17,7 +17,13 @@ from megatron_pp_ext.integration.releases import megatron_release
 from megatron_pp_ext.job import our_flags
 from megatron_pp_ext.job.flag_table import FILE, Row, by_release, name_of
 
-_TYPES = {"int": "int", "float": "float", "bool": "bool", "moe_freq_type": "pattern", "la_freq_type": "pattern"}
+_TYPES = {
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "la_freq_type": "pattern",
+    "moe_freq_type": "pattern",
+}
 """The types that commands convert to, by the function of Megatron's parser; other values stay texts."""
 
 

@@ -53,9 +53,9 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (
-            "--multi-latent-attention",
-            "^the planner does not support --multi-latent-attention: its compressed keys and values are not "
-            "modelled; leave it out of the estimate, or measure the job with mpp rehearse$",
+            "--use-kitchen-attention",
+            "^the planner does not support --use-kitchen-attention: this attention is not modelled; leave it "
+            "out of the estimate, or measure the job with mpp rehearse$",
         ),
     ],
 )

@@ -131,18 +131,18 @@ def test_training_chooses_nothing_by_the_costs_of_another_model(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = (
-        "^a prediction from the model's sizes does not support --window-size .*: attention is counted over "
-        "whole sequences; measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE"
+        "^a prediction from the model's sizes does not support --te-precision-config-file .*: its rates and "
+        "copies of weights are not modelled; measure the stages with mpp rehearse --costs FILE and give "
+        "--pipeline-costs FILE"
     )
-    assert_refused(monkeypatch, f"{PP4} {schedule} --window-size 3,0", line)
-    assert read(monkeypatch, f"{PP4} {schedule} --window-size 31,0 --optimizer muon") is not None
+    assert_refused(monkeypatch, f"{PP4} {schedule} --te-precision-config-file file", line)
+    assert read(monkeypatch, f"{PP4} {schedule} --window-size 3,0 --optimizer muon") is not None
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--multi-latent-attention",
-        "--experimental-attention-variant dsa",
+        "--te-precision-config-file file",
         "--moe-latent-size 8",
         "--squared-relu",
     ],
@@ -156,14 +156,14 @@ def test_stages_without_a_formula_have_no_costs(flags: str) -> None:
             costs(flags, 8)
 
 
-def test_measured_stages_may_have_any_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measured_stages_may_have_any_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     costs_file.write(costs("", 8), tmp_path / "costs.json")
-    measured = f"--pipeline-costs {tmp_path / 'costs.json'} --window-size 3,0"
+    measured = f"--pipeline-costs {tmp_path / 'costs.json'} --te-precision-config-file file"
     assert read(monkeypatch, f"{PP4} {PREDICTED[0]} {measured}") is not None
 
 
-def test_the_start_line_does_not_take_windows_for_whole_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = f"{PP4} --pipeline-schedule v-half --window-size 3,0"
+def test_the_start_line_predicts_nothing_without_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{PP4} --pipeline-schedule v-half --te-precision-config-file file"
     pipeline = read(monkeypatch, flags)
     line = start_up.summary(pipeline, partial(estimate, Asked(arguments(flags))))
     assert line.endswith(" at unit costs")
