@@ -1,10 +1,13 @@
 """--pipeline-replicas: stages with different numbers of replicas."""
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.job.rules.asked import Asked
 
 _FLAG = "--pipeline-replicas"
 
@@ -43,7 +46,7 @@ def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
         )
 
 
-def require_turns(asked: Asked, replicas: Replicas, microbatches: int) -> None:
+def require_turns(asked: "Asked", replicas: Replicas, microbatches: int) -> None:
     """Raise ValueError unless the replicas of every stage have equal shares of a step and of an evaluation.
 
     ``microbatches`` are those of a global batch.

@@ -1,16 +1,19 @@
 """A pipeline as it is requested, by flags (``job.pipeline``), by a call or by a command."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
-from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.job.updates import Updates
 
 COMPILED_CHUNKS = 2
 """The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
@@ -36,7 +39,7 @@ class Request:
     data: int = 1
     layers: tuple[int, ...] | None = None
     limit: Limit | None = None
-    updates: Updates | None = None
+    updates: "Updates | None" = None
     from_file: Schedule | None = None
     is_stock: bool = False
     vocabulary: str | None = None

@@ -33,15 +33,15 @@ class Job:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     @classmethod
-    def of(cls, asked: object, **others: Any) -> Self:
+    def of(cls, asked: object) -> Self:
         """Return the job that ``asked`` describes under the names of Megatron's arguments.
 
-        ``others`` come first.  What is absent or None has its default.  A job stays as it is.
+        What is absent or None has its default.  A job stays as it is.
         """
         if isinstance(asked, cls):
-            return asked.changed(**others)
+            return asked
         found = {name: getattr(asked, name, None) for name in _READ}
-        return cls().changed(**{name: _plain(value) for name, value in settled(found).items()}, **others)
+        return cls().changed(**{name: _plain(value) for name, value in settled(found).items()})
 
     def changed(self, **values: Any) -> Self:
         """Return a job with other ``values``, None for a default; the parts that they leave alone are shared.

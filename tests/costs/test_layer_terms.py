@@ -49,6 +49,12 @@ class Only(KernelSeconds):
     def shuffle(self, size):
         return size if self.kind == "shuffle" else 0
 
+    def exchange(self, size):
+        return size if self.kind == "exchange" else 0
+
+    def scan(self, operations, size):
+        return (size, 2 * size) if self.kind == "scan" else (0, 0)
+
     def ring(self, seconds, size, results):
         return seconds + {"ring": size, "results": results}.get(self.kind, 0)
 

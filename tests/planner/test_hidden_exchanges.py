@@ -94,7 +94,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=no_pairs):
         estimated("v-half", **{FLAG: True})
     with pytest.raises(ValueError, match=no_pairs):
-        permitted(described(**{FLAG: True}), ["v-half", "flex"])
+        permitted(asked_of(described(**{FLAG: True})), ["v-half", "flex"])
     with pytest.raises(ValueError, match="does not support --moe-token-dispatcher-type allgather"):
-        permitted(described(moe_token_dispatcher_type="allgather", **{FLAG: True}), ["1f1b"])
-    assert permitted(described(**{FLAG: True}), ["1f1b", "v-half", "dualpipe-v"]) == ["1f1b", "dualpipe-v"]
+        permitted(asked_of(described(moe_token_dispatcher_type="allgather", **{FLAG: True})), ["1f1b"])
+    asked = asked_of(described(**{FLAG: True}))
+    assert permitted(asked, ["1f1b", "v-half", "dualpipe-v"]) == ["1f1b", "dualpipe-v"]

@@ -74,7 +74,7 @@ class Asked:
     @property
     def in_pipeline(self) -> bool:
         """Whether the model is cut into pipeline stages."""
-        return bool(self.pipeline_model_parallel_size > 1)
+        return self.job.parallel.pipeline_model_parallel_size > 1
 
     @property
     def paired_schedules(self) -> str:
@@ -127,26 +127,23 @@ class Asked:
     @property
     def has_dense_layer(self) -> bool:
         """Whether the model has a layer whose MLP is not one of experts."""
-        if self.pattern:
-            return "-" in self.pattern
-        frequency = self.moe_layer_freq
-        return not self.num_experts or (0 in frequency if isinstance(frequency, list) else frequency > 1)
+        model = self.job.model
+        return "-" in model.pattern if model.pattern else not (model.num_experts and all(model.has_experts))
 
     @property
     def recomputes_selectively(self) -> bool:
         """Whether parts of layers are computed again."""
-        return bool(self.recompute_granularity == "selective" or self.recompute_activations)
+        return self.job.memory.recompute_granularity == "selective"
 
     @property
     def gathers_weights(self) -> bool:
         """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
-        return (self.tensor_parallel_num_weight_shards or 0) > self.tensor_model_parallel_size
+        return (self.tensor_parallel_num_weight_shards or 0) > self.job.parallel.tensor_model_parallel_size
 
     @property
     def gathers_experts(self) -> bool:
         """The same of the weights of experts."""
-        ranks = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        return (self.expert_tensor_parallel_num_weight_shards or 0) > ranks
+        return (self.expert_tensor_parallel_num_weight_shards or 0) > self.job.parallel.expert_tensor
 
     @property
     def captures_graphs(self) -> bool:
