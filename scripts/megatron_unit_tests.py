@@ -104,7 +104,7 @@ def stand_in_for_schedules() -> None:
     from megatron_pp_ext.integration import requested
     from megatron_pp_ext.integration.runners.choose import runner
     from megatron_pp_ext.job import source
-    from megatron_pp_ext.job.pipeline import Request
+    from megatron_pp_ext.job.request import Request
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:

@@ -7,12 +7,11 @@ from functools import cache
 from statistics import mean
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.state import weight_size
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from reference.training_runs import PublishedRun, runs
 
 
@@ -34,7 +33,7 @@ class Judged:
     def bytes(self) -> float:
         """What the fullest rank keeps, with what the run's framework adds."""
         fullest = self.estimate.fullest
-        weights = fullest.weights / weight_size(describe(dict(self.run.model)))
+        weights = fullest.weights / describe(dict(self.run.model)).precision.weight_size
         return fullest.total + self.run.more_bytes * weights
 
 
@@ -51,10 +50,9 @@ def _link(rate: float | None, shipped: Link) -> Link:
 
 def judged(run: PublishedRun, machine: System | None = None) -> Judged:
     """Estimate ``run``, on ``machine`` in place of the shipped system if one is given."""
-    args, machine = describe(dict(run.model)), machine_of(run, machine)
-    vars(args).update(run.framework)
-    found = estimate_request(args, machine, for_world(args, run.gpus))
-    return Judged(run, error_band.kind_of(args, machine, run.gpus), found)
+    job, machine = describe(dict(run.model)).changed(**run.framework), machine_of(run, machine)
+    found = estimate_request(job, machine, for_world(asked_of(job), run.gpus))
+    return Judged(run, error_band.kind_of(job, machine, run.gpus), found)
 
 
 @cache

@@ -4,7 +4,6 @@ python -m benchmarks.planner.layouts        # 10 minutes of a core; writes resul
 """
 
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
@@ -14,13 +13,14 @@ import typer
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world, permitted
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.search.best_first import HEADROOM, Compiles, Result, Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from reference.recipes import DEEPSEEK_V3, RECIPES, Recipe
@@ -123,7 +123,7 @@ def heterogeneous_models() -> str:
     rows: list[Row] = []
     speedups: list[list[float]] = []
     for name, model, tensor, expert, ranks in HETEROGENEOUS:
-        args = _described(
+        job = _described(
             {
                 **_LIKE_LLAMA,
                 **model,
@@ -136,7 +136,7 @@ def heterogeneous_models() -> str:
             4 * ranks * expert,
         )
         found = [
-            _search(args, tensor * expert * ranks, schedules, is_uneven, _SIZES).best[0]
+            _search(job, tensor * expert * ranks, schedules, is_uneven, _SIZES).best[0]
             for schedules in (_STOCK, catalog.NAMES)
             for is_uneven in (False, True)
         ]
@@ -166,13 +166,13 @@ def recipes() -> str:
     """
     rows: list[Row] = []
     for recipe in RECIPES:
-        args, own = _estimated(recipe)
+        job, own = _estimated(recipe)
         row: list[object] = [recipe.name + (f" ({recipe.note})" if recipe.note else ""), recipe.gpus]
         verdict = "fits" if own.fullest.total <= LIMIT else "does not fit"
         row += [f"{own.step_seconds:.2f}", f"{own.fullest.total / 1e9:.1f} GB, {verdict}"]
         for schedules in (_STOCK, catalog.NAMES):
             start = time.process_time()
-            best = _search(args, recipe.gpus, schedules, True, ()).best[0]
+            best = _search(job, recipe.gpus, schedules, True, ()).best[0]
             taken = time.process_time() - start
             ratio = own.step_seconds / best.estimate.step_seconds
             row += [f"{ratio:.3f}", f"{_about(best)} ({taken:.0f} s of search)"]
@@ -183,7 +183,7 @@ def recipes() -> str:
     return table(head, rows)
 
 
-def _described(values: Mapping[str, Any], seq_length: int, batch: int) -> Namespace:
+def _described(values: Mapping[str, Any], seq_length: int, batch: int) -> Job:
     return describe(
         {
             **_TRAINING,
@@ -196,7 +196,7 @@ def _described(values: Mapping[str, Any], seq_length: int, batch: int) -> Namesp
     )
 
 
-def _estimated(recipe: Recipe) -> tuple[Namespace, Estimate]:
+def _estimated(recipe: Recipe) -> tuple[Job, Estimate]:
     """Return the recipe's model without its sizes, and the estimate with them."""
     named = isinstance(recipe.model, str)
     model = model_names.read(recipe.model).values if named else {**_LIKE_LLAMA, **recipe.model}
@@ -204,15 +204,15 @@ def _estimated(recipe: Recipe) -> tuple[Namespace, Estimate]:
         _described({**model, **sizes, "tp_comm_overlap": True}, recipe.seq_length, recipe.global_batch_size)
         for sizes in ({}, recipe.sizes)
     )
-    return plain, estimate_request(full, MACHINE, for_world(full, recipe.gpus))
+    return plain, estimate_request(full, MACHINE, for_world(asked_of(full), recipe.gpus))
 
 
-def _search(
-    args: Namespace, gpus: int, schedules: Sequence[str], is_uneven: bool, fixed: Sequence[str]
-) -> Result:
-    names = permitted(args, schedules if schedules == _STOCK else [*schedules, FLEX])
+def _search(job: Job, gpus: int, schedules: Sequence[str], is_uneven: bool, fixed: Sequence[str]) -> Result:
+    names = permitted(asked_of(job), schedules if schedules == _STOCK else [*schedules, FLEX])
     families = [name for name in names if name != FLEX]
-    space = Space(args, gpus, MACHINE.gpus_per_node, args.global_batch_size, families, fixed, is_uneven)
+    space = Space(
+        job, gpus, MACHINE.gpus_per_node, job.batch.global_batch_size or 0, families, fixed, is_uneven
+    )
     compiles = Compiles.TOO if FLEX in names else Compiles.NEVER
     return Search(space, MACHINE, LIMIT, compiles=compiles).run()
 

@@ -8,7 +8,7 @@ from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from reference.published_runs import MegatronRun
 
 
@@ -17,7 +17,7 @@ def megatron_step(run: MegatronRun, selective: bool) -> Estimate:
 
     Megatron of 2022 divided messages among tensor-parallel ranks.
     """
-    args = describe(
+    job = describe(
         {
             "num_layers": run.layers,
             "hidden_size": run.hidden,
@@ -37,14 +37,14 @@ def megatron_step(run: MegatronRun, selective: bool) -> Estimate:
             "recompute_method": None if selective else "uniform",
         }
     )
-    args.scatter_gather_tensors_in_pipeline = True
+    job = job.changed(scatter_gather_tensors_in_pipeline=True)
     machine = system.read("a100-80g")
-    return estimate_request(args, machine, for_world(args, 8 * run.pipeline))
+    return estimate_request(job, machine, for_world(asked_of(job), 8 * run.pipeline))
 
 
 def best_of_grid(length: int, family: str, batch: int = 160) -> Evaluated:
     """Search the best configuration for the 98.5B model under one schedule."""
-    args = describe(
+    job = describe(
         {
             "num_layers": 78,
             "hidden_size": 10240,
@@ -62,13 +62,13 @@ def best_of_grid(length: int, family: str, batch: int = 160) -> Evaluated:
     )
     machine = system.read("a100-80g")
     fixed = ("context_parallel_size", "recompute_granularity")
-    space = Space(args, 40, machine.gpus_per_node, batch, (family,), fixed)
+    space = Space(job, 40, machine.gpus_per_node, batch, (family,), fixed)
     return Search(space, machine, machine.memory_bytes, top=1).run().best[0]
 
 
 def llama_step(name: str) -> Estimate:
     """Estimate a step of Llama2-7B under the schedule ``name``."""
-    args = describe(
+    job = describe(
         {
             "num_layers": 32,
             "hidden_size": 4096,
@@ -90,7 +90,7 @@ def llama_step(name: str) -> Estimate:
             "pipeline_schedule": name,
         }
     )
-    return estimate_request(args, system.read("mi300x"), for_world(args, 8))
+    return estimate_request(job, system.read("mi300x"), for_world(asked_of(job), 8))
 
 
 def ranked(values: Mapping[str, float]) -> list[str]:

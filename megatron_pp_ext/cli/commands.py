@@ -12,7 +12,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate

@@ -1,6 +1,5 @@
 """``mpp estimate``: how long a step takes and what every rank keeps, before a cluster is booked."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -17,9 +16,11 @@ from megatron_pp_ext.files import require_folder, write_json
 
 if TYPE_CHECKING:
     from megatron_pp_ext.costs.system import System
-    from megatron_pp_ext.job.pipeline import Request
+    from megatron_pp_ext.job.request import Request
+    from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
+    from megatron_pp_ext.planner.step.parameters import Parameters
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -57,28 +58,29 @@ def estimate(
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
     require_folder(json)
     machine = systems.read(system)
-    args, words = described(flags, model)
-    args.micro_batch_size = args.micro_batch_size or 1
+    asked, words = described(flags, model)
+    asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.job.pipeline import for_world
     from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.job.smallest_world import smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
+    from megatron_pp_ext.planner.step.parameters import parameters
 
-    copy, tensor = fewest_ranks(args), args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    experts = args.expert_model_parallel_size * tensor
-    gpus = world_size or smallest_world(copy, args.pipeline_model_parallel_size, experts)
+    copy, parallel = fewest_ranks(asked.job), asked.job.parallel
+    gpus = world_size or smallest_world(copy, parallel.pipeline_model_parallel_size, parallel.expert_ranks)
     with waiting("estimating"):
-        words, chosen = with_layout(words, args, gpus)
-        request = for_world(args, gpus)
-        estimated = estimate_request(args, machine, request, margin)
+        words, asked, chosen = with_layout(words, asked, gpus)
+        request = for_world(asked, gpus)
+        estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > copy and world_size is None:
-        console.print(
-            f"on {gpus} GPUs, the fewest that share experts {experts} ways: --world-size sets others"
-        )
+        ways = parallel.expert_ranks
+        console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
+    sizes = parameters(asked.job)
+    show_parameters(sizes)
     show(estimated, request, machine, gpus)
-    without = not_counted(args)
+    without = not_counted(asked)
     show_not_counted(without)
     if chosen:
         console.print(chosen)
@@ -90,6 +92,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
+            **asdict(sizes),
             **asdict(estimated),
             "not_counted": without,
             **launch.record(),
@@ -97,20 +100,26 @@ def estimate(
         write_json(json, content)
 
 
-def with_layout(words: Sequence[str], args: Namespace, gpus: int) -> tuple[list[str], str]:
-    """Return flags with a layout in the place of ``auto``, which is set in ``args``, and words about it."""
+def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[str], Asked, str]":
+    """Return flags with a layout in the place of ``auto``, what they ask, and words about the layout."""
     from megatron_pp_ext.job.flag_words import by_name
     from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
 
-    if not requested_layout.is_requested(args):
-        return list(words), ""
-    chosen = requested_layout.settle(args, data_parallel_size(args, gpus), args.vocab_size)
+    if not asked.finds_layout:
+        return list(words), asked, ""
+    asked, chosen = requested_layout.settle(asked, data_parallel_size(asked.job, gpus), asked.vocab_size)
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
         word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
     ]
-    return [*kept, flag, args.pipeline_model_parallel_layout], chosen
+    return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
+
+
+def show_parameters(sizes: "Parameters") -> None:
+    """Say how large the model is."""
+    whole, active = sizes.parameters / 1e9, sizes.active_parameters / 1e9
+    console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
 
 
 def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.compile import (
     placements_of,
 )
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.job.pipeline import Request, named
+from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline

@@ -1,9 +1,8 @@
 """The model that a planner's command describes: by name, by file, by flags behind ``--``, or all of them."""
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -11,6 +10,9 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.job.rules.asked import Asked
 
 Flags = Annotated[list[str] | None, typer.Argument(help="Behind --: Megatron's flags.")]
 Model = Annotated[
@@ -42,8 +44,8 @@ def models() -> None:
 
 def described(
     flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
-) -> tuple[Namespace, list[str]]:
-    """Return the arguments of the described model, with its vocabulary, and its flags.
+) -> "tuple[Asked, list[str]]":
+    """Return what is asked of the described model, with its vocabulary, and its flags.
 
     See ``planner.described.read``.
     """
@@ -52,18 +54,18 @@ def described(
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
-    args = job.counted()
-    if not args.vocab_size and tokenizer_vocabulary.is_from_hugging_face(args):
-        args.vocab_size = tokenizer_vocabulary.size(args)
-    elif not args.vocab_size:
+    asked = job.counted()
+    if not asked.vocab_size and tokenizer_vocabulary.is_from_hugging_face(asked):
+        asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
+    elif not asked.vocab_size:
         import warnings
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron_pp_ext.integration.trainer.model_costs import vocabulary
 
-            args.vocab_size = vocabulary(args)
-    return args, job.words
+            asked = asked.changed(vocab_size=vocabulary(asked))
+    return asked, job.words
 
 
 def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.files import write_json
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline

@@ -36,6 +36,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.candidate import strip
+    from megatron_pp_ext.planner.step.parameters import parameters
 
     require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
@@ -43,17 +44,17 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     if measuring.measure:
         measuring.check(machines.gpus, system.gpus_per_node)
     tried.check()
-    args, words = job.described()
-    space, compiles = tried.space(args, words, machines.gpus, system.gpus_per_node)
+    asked, words = job.described()
+    space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     limit = machines.limit(system)
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
-    all_words, without = [*words, *filled_in], tuple(not_counted(args))
+    all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     report = Report(best, all_words, system, machines.gpus, limit, measuring.script, filled_in, without)
     report.show()
     for path in outputs.paths:
         report.draw(path)
-    content = report.content()
+    content = report.content() | asdict(parameters(asked.job))
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:

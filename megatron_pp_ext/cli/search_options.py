@@ -1,6 +1,5 @@
 """The options of ``mpp search``, in groups, each of which checks what it was given."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
     from megatron_pp_ext.costs.system import System
+    from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.best_first import Compiles
     from megatron_pp_ext.planner.search.configurations import Space
 
@@ -29,18 +29,18 @@ class Job:
     global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step.")] = None
     seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None
 
-    def described(self) -> tuple[Namespace, list[str]]:
-        """Return its arguments and flags; ValueError where it has no batch, or has replicas."""
+    def described(self) -> "tuple[Asked, list[str]]":
+        """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
         sizes = {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
-        args, words = described(self.flags, self.model, sizes)
-        if not args.global_batch_size:
+        asked, words = described(self.flags, self.model, sizes)
+        if not asked.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
-        if args.pipeline_replicas is not None:
+        if asked.pipeline_replicas is not None:
             raise ValueError(
-                f"--pipeline-replicas {args.pipeline_replicas}: a search gives all stages as many: leave it "
+                f"--pipeline-replicas {asked.pipeline_replicas}: a search gives all stages as many: leave it "
                 "out; mpp partition finds replicas, and mpp estimate tells what they take"
             )
-        return args, words
+        return asked, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,66 +92,65 @@ class Tried:
         _known(self.schedules)
 
     def space(
-        self, args: Namespace, words: Sequence[str], gpus: int, gpus_per_node: int
+        self, asked: "Asked", words: Sequence[str], gpus: int, gpus_per_node: int
     ) -> "tuple[Space, Compiles]":
-        """Return the configurations of the job ``args``, whose flags are ``words``, and what is compiled.
+        """Return the configurations of what is ``asked``, whose flags are ``words``, and what is compiled.
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
         from megatron_pp_ext.job.layers import stages_flag
+        from megatron_pp_ext.job.pipeline import vocabulary
         from megatron_pp_ext.job.rules import all_rules
-        from megatron_pp_ext.job.rules.asked import Asked
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
-        names, compiles = self._schedules(args)
-        flag = stages_flag(args)
+        names, compiles = self._schedules(asked)
+        flag = stages_flag(asked.job)
         if flag is not None:
             raise ValueError(
                 f"{flag} describes the stages, which a search changes: leave "
                 f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
             )
-        is_uneven = self._is_uneven(args)
+        is_uneven = self._is_uneven(asked)
         fixed = settled_in(words)
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        if "pipeline_model_parallel_size" in fixed and args.pipeline_vocabulary is not None:
-            all_rules.refuse_without_pipeline(Asked(args))
-        space = Space(args, gpus, gpus_per_node, args.global_batch_size, names, fixed, is_uneven)
+        if "pipeline_model_parallel_size" in fixed and asked.pipeline_vocabulary is not None:
+            all_rules.refuse_without_pipeline(asked)
+        job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
+        space = Space(job, gpus, gpus_per_node, asked.global_batch_size, names, fixed, is_uneven)
         return space, compiles
 
-    def _schedules(self, args: Namespace) -> "tuple[Sequence[str], Compiles]":
+    def _schedules(self, asked: "Asked") -> "tuple[Sequence[str], Compiles]":
         """Return the families to try, and whether to have schedules compiled."""
         from megatron_pp_ext.job.pipeline import permitted
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.schedule import catalog
         from megatron_pp_ext.schedule.names import FLEX
 
-        given, flag = self.schedules, args.pipeline_schedule
+        given, flag = self.schedules, asked.pipeline_schedule
         if given and flag:
             raise ValueError(
                 f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
             )
-        names = permitted(args, _known(given or flag) or [*catalog.NAMES, FLEX])
+        names = permitted(asked, _known(given or flag) or [*catalog.NAMES, FLEX])
         families = [name for name in names if not catalog.abilities(name).is_compiled]
         if not families:
             return catalog.NAMES, Compiles.ONLY
         return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
 
-    def _is_uneven(self, args: Namespace) -> bool:
+    def _is_uneven(self, asked: "Asked") -> bool:
         """Whether stages may differ; those of a hybrid model, whose pattern takes no layout, are even."""
-        from megatron_pp_ext.job import layers
-
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
         for part in ("embedding", "loss"):
-            if self.layout == "auto" and getattr(args, f"account_for_{part}_in_pipeline_split"):
+            if self.layout == "auto" and asked[f"account_for_{part}_in_pipeline_split"]:
                 raise ValueError(
                     f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
                     "finds: leave it out, or add --layout even"
                 )
-        return self.layout == "auto" and layers.pattern(args) is None
+        return self.layout == "auto" and asked.pattern is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """What stages have beside layers: the embedding, the output layer with the loss, multi-token prediction."""
 
-from dataclasses import replace
-
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
 
@@ -13,9 +11,9 @@ def table(costs: LayerCosts, vocabulary: int) -> Part:
 
 def positions(costs: LayerCosts) -> Part:
     """Return the weights of learned positions, and the mask of the dropout behind the embedding."""
-    learned = getattr(costs.args, "position_embedding_type", None) == "learned_absolute"
-    positions = (costs.args.max_position_embeddings or 0) * costs.sizes.hidden if learned else 0
-    return costs.dropped() + Part(parameters=positions)
+    is_learned = costs.job.model.position_embedding_type == "learned_absolute"
+    rows = costs.job.model.max_position_embeddings if is_learned else 0
+    return costs.dropped() + Part(parameters=rows * costs.sizes.hidden)
 
 
 def output(costs: LayerCosts, vocabulary: int) -> Part:
@@ -36,7 +34,21 @@ def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
 
 
 def prediction(costs: LayerCosts) -> Part:
-    """Return the projection of embedding and hidden state in one depth of multi-token prediction."""
-    kept = costs.hidden_bytes
-    joined = costs.products.column(costs.sizes.hidden).times(2)
-    return replace(joined, after_forward=4 * kept, after_input_gradient=3 * kept * costs.sizes.waiting)
+    """Return what a depth of multi-token prediction has before its layers, and the norm behind them.
+
+    Embedding and hidden state, each with a norm, are joined and projected to the hidden size
+    (arXiv 2412.19437, section 2.2).  The norm behind the layers is a part of the head but for its weights.
+    """
+    sizes, kernels = costs.sizes, costs.kernels
+    hidden = sizes.hidden
+    # All ranks get the projection whole, and under sequence parallelism keep a part of the tokens of it.
+    gathering = kernels.gather(sizes.whole(hidden)) if sizes.share > 1 else 0.0
+    again = gathering if costs.job.parallel.sequence_parallel else 0.0
+    # The norms read and write, and both results are copied into one.
+    copying = kernels.copy(8 * sizes.hidden_bytes)
+    return costs.products.column(hidden, read=2 * hidden, is_biased=False) + Part(
+        forward_seconds=copying + gathering,
+        input_gradient_seconds=copying + again,
+        after_forward=(2 + 2 * sizes.waiting) * sizes.hidden_bytes,
+        parameters=3 * costs.norm().parameters,
+    )

@@ -1,54 +1,88 @@
-"""A layer of experts with its norm."""
+"""A layer of experts with its norm, its router, and the shared expert if there is one.
+
+Experts may work in a latent width, to which and from which every token is projected outside of them
+(LatentMoE, as in NVIDIA's Nemotron 3).
+"""
 
 from dataclasses import replace
 
+from megatron_pp_ext.costs.activation_function import activation
 from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward, inner_width
+from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
 from megatron_pp_ext.costs.part import Part
-
-_ROUTER_KERNELS = 25
-"""The kernels of routing and ordering tokens; see ``mlp.MLP_KERNELS``."""
+from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
 
 def experts(costs: LayerCosts) -> Part:
-    """Return a layer of experts, with the shared one if there is one, and its norm.
+    """Return a layer of experts and its norm.
 
-    The router is taken to send every expert the same number of tokens; its own cost is left out.
+    The router is taken to send every expert the same number of tokens.
     """
-    args = costs.args
-    chosen = args.moe_router_topk
-    inner = args.moe_ffn_hidden_size or inner_width(costs)
-    here = args.num_experts // args.expert_model_parallel_size
-    inside = _routed(costs, feed_forward(costs, inner, copies=chosen, experts=here))
-    if costs.gates == 1:
-        # The activation before it is scaled by the router's probabilities.
-        inside += Part(after_forward=costs.sizes.cut(chosen * inner))
-    if "moe_act" in costs.recomputed:
-        inside = inside.recomputed(kept=inside.after_forward - costs.sizes.cut(chosen * inner))
-    if args.moe_shared_expert_intermediate_size:
-        shared = feed_forward(costs, args.moe_shared_expert_intermediate_size)
+    model = costs.job.model
+    here = model.num_experts // costs.job.parallel.expert_model_parallel_size
+    inside = router(costs) + _routed(costs, here) + _latent(costs)
+    if model.moe_shared_expert_intermediate_size:
+        shared = _shared(costs)
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
-    kernels = MLP_KERNELS * (2 if args.moe_grouped_gemm else 1 + here) + _ROUTER_KERNELS
-    return costs.kernels.launched(costs.norm() + inside + costs.dropped(), kernels)
+    norm = costs.norm(is_recomputed=costs.recomputes_norms)
+    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here) + ROUTER_KERNELS
+    return costs.kernels.launched(norm + inside + costs.dropped(), kernels)
 
 
-def _routed(costs: LayerCosts, one: Part) -> Part:
-    """Return the MLP ``one`` as a rank's experts: with the routing, and the weights of each expert."""
-    args = costs.args
-    sent = args.moe_router_topk * costs.hidden_bytes
+def _routed(costs: LayerCosts, here: int) -> Part:
+    """Return the ``here`` experts of a rank, with the way of tokens to them and back."""
+    model, parallel = costs.job.model, costs.job.parallel
+    chosen, inner, width = model.moe_router_topk, model.expert_width, model.expert_input
+    one = (
+        costs.products.column(model.gates * inner, chosen, here, read=width)
+        + activation(costs, inner, chosen, is_expert=True)
+        + costs.products.row(inner, chosen, here, made=width)
+    )
+    sent = chosen * costs.sizes.spread(width)
     # Tokens travel to the experts and back, and are put in order before and after either way.
     exchange = costs.kernels.shuffle(sent)
     moving = 2 * exchange + costs.kernels.copy(8 * sent)
-    here = args.num_experts / args.expert_model_parallel_size
-    share = costs.sizes.share / (args.expert_tensor_parallel_size or costs.sizes.share)
+    copies = here * costs.sizes.share / parallel.expert_tensor
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,
         input_gradient_seconds=one.input_gradient_seconds + moving,
         after_forward=one.after_forward + sent,
         parameters=0.0,
-        expert_parameters=one.parameters * share * here,
-        fp8_parameters=one.fp8_parameters * share * here,
+        expert_parameters=one.parameters * copies,
+        fp8_parameters=one.fp8_parameters * copies,
+        matrix_parameters=0.0,
+        orthogonal_operations=0.0,
+        expert_orthogonal_operations=one.orthogonal_operations * copies,
         exchanged_seconds=exchange,
+    )
+
+
+def _latent(costs: LayerCosts) -> Part:
+    """Return the projections of every token to the experts' width and back, if it is another."""
+    model = costs.job.model
+    if not model.moe_latent_size:
+        return Part()
+    down = costs.products.alone(model.hidden_size, model.moe_latent_size)
+    up = costs.products.alone(model.moe_latent_size, model.hidden_size)
+    # The input of the first is what the norm made, that of the second is kept.
+    kept = costs.sizes.waiting * costs.sizes.spread(model.moe_latent_size)
+    return down + up + Part(after_forward=kept)
+
+
+def _shared(costs: LayerCosts) -> Part:
+    """Return the shared expert, which is dense, and the gate that multiplies its output."""
+    model = costs.job.model
+    shared = feed_forward(costs, model.moe_shared_expert_intermediate_size)
+    if not model.moe_shared_expert_gate:
+        return shared
+    hidden = costs.hidden_bytes
+    # The gate is a product with one column: it reads the input.  Then the output is read and written.
+    return shared + Part(
+        activation_operations=2 * hidden / costs.sizes.bytes,
+        forward_seconds=costs.kernels.copy(3 * hidden),
+        input_gradient_seconds=costs.kernels.copy(6 * hidden),
+        after_forward=hidden,
+        parameters=model.hidden_size,
     )

@@ -6,12 +6,11 @@ its operands takes longer; it also counts copies, and collectives of the tensor-
 groups.
 """
 
-from argparse import Namespace
 from dataclasses import replace
 
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import weight_size
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
 
 _SECONDS_PER_OPERATION = 1e-15
 """Where only ratios matter any constant will do; this one is a petaflop a second."""
@@ -25,6 +24,35 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
 
+_WINDOW_TILES = 384
+"""The keys that a fused kernel computes beside those of a window, since it skips whole tiles alone.
+
+TensorRT-LLM's forward over windows of 128 tokens runs at 50 TFLOP/s with heads of 64 and at 85 with heads of
+192 on an H100, counted without these (ai-dynamo/aiconfigurator, commit 095f58a51, attention/trtllm
+1.3.0rc20)."""
+
+_DELTA_RATE = 0.5
+"""The rate of a gated delta rule's forward as a fraction of a plain product's.
+
+With heads of 128 a token of a head takes 0.35 to 0.75 ns on an H100, 0.5 at the median, for the 184,000
+operations that are counted here, where plain products reach 720 TFLOP/s (same source,
+linear_attention/trtllm)."""
+
+_DELTA_BACKWARD = 3.0
+"""The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.
+This is assumed; no measurement of a backward was found."""
+
+_SCANNED_RATE = 0.2
+"""The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
+
+That scan, with states of 64, takes as long as FlashAttention-2 over 2,048 tokens on an A100
+(arXiv 2405.21060, figure 10), which is 0.18; TensorRT-LLM's forward reaches 0.27 on a B200
+(ai-dynamo/aiconfigurator, commit 095f58a51, linear_attention/trtllm/1.3.0rc15)."""
+
+_SCANNED_BACKWARD = 3.0
+"""The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is
+assumed; no measurement of a backward was found."""
+
 
 class KernelSeconds:
     """Seconds in proportion to operations; everything else takes none."""
@@ -37,12 +65,27 @@ class KernelSeconds:
         return 2 * m * n * k * _SECONDS_PER_OPERATION
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
     ) -> tuple[float, float]:
         """Return the seconds of attention itself, without its projections: of its forward and its backward.
 
-        The forward has so many ``operations`` over sequences of ``length``, and its probabilities are
-        ``scores`` bytes.
+        The forward has so many ``operations`` over sequences of ``length``, in fp32 if it ``is_wide``, and
+        its probabilities are ``scores`` bytes.
+        """
+        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
+
+    def window(self, tokens: float) -> float:
+        """Return the keys that a kernel computes for a query which sees so many ``tokens``."""
+        return tokens
+
+    def delta_rule(self, operations: float) -> tuple[float, float]:
+        """Return the seconds of a delta rule, whose forward has so many ``operations``, and its backward."""
+        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
+
+    def scan(self, operations: float, size: float) -> tuple[float, float]:
+        """Return the seconds of a scan over a sequence by chunks: of its forward and its backward.
+
+        The forward has so many ``operations``, and its kernels read and write ``size`` bytes.
         """
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
@@ -70,6 +113,10 @@ class KernelSeconds:
         """Return the seconds of sending ``size`` bytes to the experts, or back."""
         return 0.0
 
+    def exchange(self, size: float) -> float:
+        """Return the seconds in which context-parallel ranks give ``size`` bytes of tokens for heads."""
+        return 0.0
+
     def ring(self, seconds: float, size: float, results: float) -> float:
         """Return the seconds of attention, which takes ``seconds``, among context-parallel ranks.
 
@@ -83,26 +130,26 @@ class KernelSeconds:
 
 
 class SystemKernelSeconds(KernelSeconds):
-    """Seconds on ``system`` for the parallel sizes and the number format in ``args``.
+    """Seconds on ``system`` for the parallel sizes and the number format of ``job``.
 
     Megatron's ranks count tensor, context, data and pipeline parallelism from the inside outwards, so
     tensor-parallel neighbours are 1 apart and context-parallel ones a tensor-parallel size.
     """
 
-    def __init__(self, system: System, args: Namespace) -> None:
+    def __init__(self, system: System, job: Job) -> None:
         self._system = system
-        is_half = args.bf16 or args.fp16
-        self._half = "bf16" if is_half else "fp32"
-        self._dtype = "fp8" if args.fp8 and is_half else self._half
-        self._bytes = weight_size(args)
-        self._tensor = args.tensor_model_parallel_size
-        self._overlaps = bool(args.tp_comm_overlap) and args.sequence_parallel
-        self._context = args.context_parallel_size
-        self._expert = args.expert_model_parallel_size
-        self._expert_tensor = args.expert_tensor_parallel_size or self._tensor
-        self._drops = args.attention_dropout > 0
-        self._sends_once = args.moe_token_dispatcher_type == "flex"
-        self._chosen = args.moe_router_topk
+        precision, parallel = job.precision, job.parallel
+        self._half = "bf16" if precision.is_half else "fp32"
+        self._dtype = "fp8" if precision.fp8 and precision.is_half else self._half
+        self._bytes = precision.weight_size
+        self._tensor = parallel.tensor_model_parallel_size
+        self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
+        self._context = parallel.context_parallel_size
+        self._expert = parallel.expert_model_parallel_size
+        self._expert_tensor = parallel.expert_tensor
+        self._drops = job.model.attention_dropout > 0
+        self._sends_once = parallel.moe_token_dispatcher_type == "flex"
+        self._chosen = job.model.moe_router_topk
 
     def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
@@ -113,14 +160,14 @@ class SystemKernelSeconds(KernelSeconds):
         return max(2 * m * n * k / rate, self.copy(read + written))
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
         Fused kernels skip what the causal mask hides; unfused attention computes it and passes over all
         scores.
         """
-        rate = self._system.rate(self._half, *(3 * [operations ** (1 / 3)]))
+        rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
             sustained = self._system.sustained.get(self._half, 1.0)
             forward, backward = (
@@ -133,6 +180,20 @@ class SystemKernelSeconds(KernelSeconds):
         dropping = 2.5 if self._drops else 0.0
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
+
+    def window(self, tokens: float) -> float:
+        """Return those and the rest of the tiles in which they are."""
+        return tokens + _WINDOW_TILES
+
+    def delta_rule(self, operations: float) -> tuple[float, float]:
+        """Return the seconds at a share of a product's rate."""
+        forward = operations / (_DELTA_RATE * self._system.rate(self._half, *(3 * [operations ** (1 / 3)])))
+        return forward, _DELTA_BACKWARD * forward
+
+    def scan(self, operations: float, size: float) -> tuple[float, float]:
+        """Return the seconds at a share of the rate of device memory, which bounds a scan's small kernels."""
+        forward = self.copy(size) / _SCANNED_RATE
+        return forward, _SCANNED_BACKWARD * forward
 
     def cast(self, numbers: float) -> float:
         """Return the seconds to read them, and to write them by rows and by columns, a byte for each."""
@@ -169,6 +230,10 @@ class SystemKernelSeconds(KernelSeconds):
             nodes = ranks * stride / self._system.gpus_per_node
             size *= _copies_sent(self._chosen, nodes) / self._chosen
         return self._system.all_to_all_seconds(size, ranks, stride)
+
+    def exchange(self, size: float) -> float:
+        """Return the seconds of the all-to-all, with ranks a tensor-parallel size apart."""
+        return self._system.all_to_all_seconds(size, self._context, self._tensor)
 
     def ring(self, seconds: float, size: float, results: float) -> float:
         """Return the seconds of a part for every rank, of which all but the first wait for a message.

@@ -23,7 +23,10 @@ class Part:
     beside the latter, ``brief_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
-    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
+    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8,
+    ``matrix_parameters`` those of ``parameters`` that are in matrices of layers.  An iteration in which Muon
+    makes these matrices orthogonal takes ``orthogonal_operations``, those of experts
+    ``expert_orthogonal_operations``, the largest one of either kind ``largest_orthogonal`` alone.
 
     Nobody changes a part, but a search makes millions, which would take twice as long if they were frozen.
     """
@@ -42,6 +45,10 @@ class Part:
     parameters: float = 0.0
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
+    matrix_parameters: float = 0.0
+    orthogonal_operations: float = 0.0
+    expert_orthogonal_operations: float = 0.0
+    largest_orthogonal: float = 0.0
     exchanged_seconds: float = 0.0
     overlapped_in_pair: float = 0.0
 
@@ -62,6 +69,10 @@ class Part:
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
+            self.matrix_parameters + other.matrix_parameters,
+            self.orthogonal_operations + other.orthogonal_operations,
+            self.expert_orthogonal_operations + other.expert_orthogonal_operations,
+            max(self.largest_orthogonal, other.largest_orthogonal),
             self.exchanged_seconds + other.exchanged_seconds,
             self.overlapped_in_pair + other.overlapped_in_pair,
         )
@@ -85,8 +96,24 @@ class Part:
             count * self.parameters,
             count * self.expert_parameters,
             count * self.fp8_parameters,
+            count * self.matrix_parameters,
+            count * self.orthogonal_operations,
+            count * self.expert_orthogonal_operations,
+            self.largest_orthogonal,
             count * self.exchanged_seconds,
             count * self.overlapped_in_pair,
+        )
+
+    def repeated(self, count: float) -> "Part":
+        """Return the costs of ``count`` such parts, one after the other, that share their weights."""
+        return replace(
+            self.times(count),
+            parameters=self.parameters,
+            expert_parameters=self.expert_parameters,
+            fp8_parameters=self.fp8_parameters,
+            matrix_parameters=self.matrix_parameters,
+            orthogonal_operations=self.orthogonal_operations,
+            expert_orthogonal_operations=self.expert_orthogonal_operations,
         )
 
     @property

@@ -1,11 +1,9 @@
 """The costs of a product with a weight, and of the tensor-parallel collectives before and behind it."""
 
-from argparse import Namespace
-
-from megatron_pp_ext.costs.frameworks import fuses_gradients, overlaps_reduce
 from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.orthogonal import matrix
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import gradient_size, uses_fp8, weight_size
+from megatron_pp_ext.job.typed_job import Job
 
 
 class ActivationSizes:
@@ -14,14 +12,24 @@ class ActivationSizes:
     A number has ``bytes``, and ``waiting`` times as many where it is kept as the operand of a product.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self.tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
-        self.bytes = weight_size(args)
-        self.waiting = 1 / self.bytes if uses_fp8(args) else 1.0
-        self.share = args.tensor_model_parallel_size
-        self.hidden = args.hidden_size
-        self.whole = self.tokens * self.hidden * self.bytes
-        self.hidden_bytes = self.whole / (self.share if args.sequence_parallel else 1)
+    def __init__(self, job: Job) -> None:
+        parallel = job.parallel
+        self.tokens = job.model.seq_length * job.batch.micro_batch_size / parallel.context_parallel_size
+        self.bytes = job.precision.weight_size
+        self.waiting = 1 / self.bytes if job.precision.uses_fp8 else 1.0
+        self.share = parallel.tensor_model_parallel_size
+        self.hidden = job.model.hidden_size
+        self._whole_tokens = self.tokens * self.bytes
+        self._spread_tokens = self._whole_tokens / parallel.sequence_ranks
+        self.hidden_bytes = self.spread(self.hidden)
+
+    def whole(self, width: float) -> float:
+        """Return the bytes of an activation of ``width`` that every tensor-parallel rank has."""
+        return self._whole_tokens * width
+
+    def spread(self, width: float) -> float:
+        """Return the bytes of an activation of ``width`` whose tokens sequence parallelism divides."""
+        return self._spread_tokens * width
 
     def cut(self, width: float) -> float:
         """Return the bytes of an activation of ``width`` that tensor parallelism divides."""
@@ -29,34 +37,61 @@ class ActivationSizes:
 
 
 class ProductCosts:
-    """Products of the hidden size with other widths, for the flags in ``args``.
+    """Products with weights, for ``job``.
 
-    ``copies`` stand for as many times the tokens, which ``experts`` of the rank share.
+    ``copies`` stand for as many times the tokens, which ``experts`` of the rank share.  A product has a bias
+    where the job's linear layers do, if ``is_biased`` does not say otherwise.
     """
 
-    def __init__(self, args: Namespace, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
+    def __init__(self, job: Job, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
         self._sizes, self._kernels = sizes, kernels
-        self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
-        self._is_fp8 = uses_fp8(args)
-        self._overlaps_reduce, self._fuses = overlaps_reduce(args), fuses_gradients(args)
-        self._gradient = gradient_size(args)
+        self._is_cut, self._has_biases = job.parallel.sequence_parallel, job.model.add_bias_linear
+        self._sequence_ranks = job.parallel.sequence_ranks
+        self._overlaps_reduce = job.parallel.async_tensor_model_parallel_allreduce
+        self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
+        self._fuses = job.precision.gradient_accumulation_fusion
 
-    def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
-        """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
+    def column(
+        self,
+        width: int,
+        copies: int = 1,
+        experts: int = 1,
+        read: int | None = None,
+        is_biased: bool | None = None,
+    ) -> Part:
+        """Return the product from a width of ``read``, or the hidden size, to ``width``, which ranks share.
 
         Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
         is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
         """
-        return self._in_column(self._product(width, copies, experts), copies)
+        read = read or self._sizes.hidden
+        kept = self._sizes.spread(read) + self._sizes.cut(width)
+        product = self._product(read, width / self._sizes.share, kept, copies, experts, is_biased)
+        return self._in_column(product, copies * self._sizes.whole(read))
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
-        return self._in_column(self._product(vocabulary, 1, 1, is_output=True), 1)
+        sizes = self._sizes
+        kept = sizes.hidden_bytes + sizes.cut(vocabulary)
+        product = self._product(sizes.hidden, vocabulary / sizes.share, kept, is_biased=False, is_output=True)
+        return self._in_column(product, sizes.whole(sizes.hidden))
 
-    def row(self, width: int, copies: int = 1, experts: int = 1) -> Part:
-        """Return the product from a share of ``width`` to the hidden size, with the sum of its results."""
-        product = self._product(width, copies, experts, is_row=True)
-        gathering = self._gathering(copies)
+    def row(
+        self,
+        width: int,
+        copies: int = 1,
+        experts: int = 1,
+        made: int | None = None,
+        is_biased: bool | None = None,
+    ) -> Part:
+        """Return the product from ``width``, which ranks share, to a width of ``made``, or the hidden size.
+
+        Its results are summed.
+        """
+        made = made or self._sizes.hidden
+        kept = self._sizes.cut(width) + self._sizes.whole(made)
+        product = self._product(width / self._sizes.share, made, kept, copies, experts, is_biased)
+        gathering = self._gathering(copies * self._sizes.whole(made))
         if not self._is_cut:
             return product + Part(forward_seconds=2 * gathering)
         return product + Part(
@@ -64,8 +99,16 @@ class ProductCosts:
             input_gradient_seconds=self._kernels.behind(gathering, product.input_gradient_seconds),
         )
 
-    def _in_column(self, product: Part, copies: int) -> Part:
-        gathering = self._gathering(copies)
+    def alone(self, read: int, made: int, is_biased: bool | None = None) -> Part:
+        """Return the product from a width to another whose weight every tensor-parallel rank has whole.
+
+        Each rank multiplies its own tokens.
+        """
+        kept = self._sizes.spread(read + made)
+        return self._product(read, made, kept, 1 / self._sequence_ranks, 1, is_biased)
+
+    def _in_column(self, product: Part, gathered: float) -> Part:
+        gathering = self._gathering(gathered)
         summing = gathering if self._is_cut else 2 * gathering
         hidden = min(summing, product.weight_gradient_seconds)
         if not self._is_cut:
@@ -78,19 +121,26 @@ class ProductCosts:
             overlapped_in_whole=hidden,
         )
 
-    def _gathering(self, copies: int) -> float:
-        return self._kernels.gather(copies * self._sizes.whole) if self._sizes.share > 1 else 0.0
+    def _gathering(self, size: float) -> float:
+        return self._kernels.gather(size) if self._sizes.share > 1 else 0.0
 
     def _product(
-        self, width: int, copies: int, experts: int, is_row: bool = False, is_output: bool = False
+        self,
+        read: float,
+        made: float,
+        kept: float,
+        copies: float = 1,
+        experts: int = 1,
+        is_biased: bool | None = None,
+        is_output: bool = False,
     ) -> Part:
-        """Return the product with a weight of hidden size times ``width``, in either direction.
+        """Return the product with a rank's weight of ``read`` times ``made``.
 
-        The activations that it keeps between F and I are counted with the layers around it.
+        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``.  The
+        activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
-        tokens, inner, hidden = copies * sizes.tokens, width / sizes.share, sizes.hidden
-        read, made = (inner, hidden) if is_row else (hidden, inner)
+        tokens = copies * sizes.tokens
         each = tokens / experts
         seconds = (
             kernels.product(each, made, read, is_output=is_output),
@@ -101,15 +151,14 @@ class ProductCosts:
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
         casts = (0.0, 0.0) if is_output else (kernels.cast(tokens * read), kernels.cast(tokens * made))
-        waiting = 1.0 if is_output else sizes.waiting
-        bias = 0.0 if is_output or not self._has_biases else hidden if is_row else inner
-        kept = sizes.whole if is_row else sizes.hidden_bytes
-        return Part(
-            weight_operations=2 * tokens * hidden * inner,
+        has_bias = self._has_biases if is_biased is None else is_biased
+        product = Part(
+            weight_operations=2 * tokens * read * made,
             forward_seconds=experts * seconds[0] + casts[0],
             input_gradient_seconds=experts * seconds[1] + casts[1],
             weight_gradient_seconds=experts * (seconds[2] + adding),
-            after_input_gradient=copies * (kept + sizes.cut(width)) * waiting,
-            parameters=hidden * inner + bias,
-            fp8_parameters=hidden * inner if self._is_fp8 and not is_output else 0.0,
+            after_input_gradient=max(1, copies) * kept * (1.0 if is_output else sizes.waiting),
+            parameters=read * made + (made if has_bias else 0.0),
+            fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,
         )
+        return product if is_output else product + matrix(read, made)

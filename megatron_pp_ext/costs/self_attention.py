@@ -1,74 +1,88 @@
-"""Self-attention with its norm and its projections."""
+"""Self-attention with its norm and its projections (arXiv 1706.03762; grouped queries: arXiv 2305.13245).
 
+What models have beside: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
+2505.06708), sinks (arXiv 2508.10925, section 2.2), which ``core_attention`` counts.
+"""
+
+from dataclasses import replace
+
+from megatron_pp_ext.costs.core_attention import core, norm_weights, output, turned
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
 
 _FUSED_KERNELS, _UNFUSED_KERNELS = 11, 16
 """The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
 
-
 _ROTARY = ("rope", "yarn", "mrope")
 
 
-def attention(costs: LayerCosts) -> Part:
-    """Return self-attention with its norm and its projections."""
-    args = costs.args
-    head_width = args.kv_channels or costs.sizes.hidden // args.num_attention_heads
-    query = head_width * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projected = query + 2 * groups * head_width
-    core = _core(costs, query, 2 * groups * head_width)
-    if "core_attn" in costs.recomputed:
-        core = core.recomputed(kept=0)
-    # Attention in single products repeats keys and values for every query.
-    if args.add_qkv_bias and not args.add_bias_linear:
-        core += Part(parameters=projected / costs.sizes.share)
-    kept = Part(after_forward=costs.sizes.cut(query + (3 * query if costs.is_unfused else projected)))
-    if costs.sizes.waiting < 1:
-        # Beside what attention keeps of its output there is the quantized copy of the product behind it.
-        kept += Part(after_forward=costs.sizes.waiting * costs.sizes.cut(query))
+def attention(costs: LayerCosts, window: int | None = None) -> Part:
+    """Return self-attention in which a token sees ``window`` tokens, or all of them."""
+    model, own, is_unfused = costs.job.model, costs.job.attention, costs.job.precision.is_unfused
+    query = model.head_width * model.num_attention_heads
+    keys = model.head_width * model.key_heads
+    gate = query if own.attention_output_gate else 0
+    projected = query + gate + 2 * keys
+    is_rotary = model.position_embedding_type in _ROTARY
+    ordered = query + 2 * keys if is_unfused else 0
     whole = (
         costs.norm()
         + costs.products.column(projected)
-        + core
-        + kept
+        + _normed(costs, query, keys, projected)
+        + turned(costs, (query + keys if is_rotary else 0) + ordered)
+        + core(costs, query, query, 2 * keys, window or model.seq_length)
+        + Part(after_forward=costs.sizes.cut(_kept(costs, query, keys, projected)))
+        + _gated(costs, gate)
+        + output(costs, query)
         + costs.products.row(query)
         + costs.dropped()
     )
-    return costs.kernels.launched(whole, _UNFUSED_KERNELS if costs.is_unfused else _FUSED_KERNELS)
+    if model.add_qkv_bias and not model.add_bias_linear:
+        whole += Part(parameters=projected / costs.sizes.share)
+    return costs.kernels.launched(whole, _UNFUSED_KERNELS if is_unfused else _FUSED_KERNELS)
 
 
-def _core(costs: LayerCosts, query: int, keys_and_values: int) -> Part:
-    """Return attention itself; meanwhile the keys and values of other context-parallel ranks arrive."""
-    args = costs.args
-    operations = 4 * costs.sizes.tokens * args.seq_length * query / costs.sizes.share
-    scores = costs.sizes.tokens * args.seq_length * args.num_attention_heads / costs.sizes.share
-    forward, backward = costs.kernels.attention(
-        operations,
-        costs.sizes.bytes * scores,
-        not costs.is_unfused,
-        args.seq_length / args.context_parallel_size,
+def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
+    """Return the width of queries, keys and values as attention keeps them.
+
+    Attention in single products repeats keys and values for every query, unless it is computed again.  Values
+    that are not repeated stay where they were projected, beside new queries and keys.
+    """
+    model, own = costs.job.model, costs.job.attention
+    if not costs.job.precision.is_unfused:
+        return query + 2 * keys
+    has_norms = own.qk_layernorm or own.qk_l2_norm
+    is_new = has_norms or model.position_embedding_type in _ROTARY
+    if keys == query:
+        return projected + (query + keys if is_new else 0)
+    if "core_attn" in costs.recomputed:
+        return query + (keys if is_new else 0) + (0 if has_norms else projected)
+    return 3 * query
+
+
+def _normed(costs: LayerCosts, query: int, keys: int, projected: int) -> Part:
+    """Return the norms of queries and keys, which keep what they read.
+
+    Unfused attention keeps it where it was projected, and queries once more where they are ordered by group.
+    """
+    own = costs.job.attention
+    if not own.qk_layernorm and not own.qk_l2_norm:
+        return Part()
+    kept = query + keys
+    if costs.job.precision.is_unfused:
+        kept = 0 if keys == query else query + projected
+    return replace(
+        turned(costs, query + keys),
+        after_forward=costs.sizes.cut(kept),
+        parameters=2 * norm_weights(costs, costs.job.model.head_width) if own.qk_layernorm else 0.0,
     )
-    around = costs.sizes.cut(keys_and_values)
-    results, gradients = (
-        costs.sizes.tokens * width / costs.sizes.share for width in (query, query + keys_and_values)
-    )
-    rotated = query + keys_and_values / 2 if args.position_embedding_type in _ROTARY else 0
-    if costs.is_unfused:
-        rotated += query + keys_and_values  # put in the order of heads
-    turning = costs.kernels.copy(2 * costs.sizes.cut(rotated))
+
+
+def _gated(costs: LayerCosts, gate: int) -> Part:
+    """Return the product of attention's result with the sigmoid of a ``gate``, which keeps both."""
+    size = costs.sizes.cut(gate)
     return Part(
-        activation_operations=operations,
-        forward_seconds=costs.kernels.ring(forward, around, results) + turning,
-        input_gradient_seconds=costs.kernels.ring(backward, 2 * around, gradients) + turning,
-        after_forward=_kept_scores(costs, scores),
+        forward_seconds=costs.kernels.copy(3 * size),
+        input_gradient_seconds=costs.kernels.copy(5 * size),
+        after_forward=2 * size,
     )
-
-
-def _kept_scores(costs: LayerCosts, scores: float) -> float:
-    """Return the bytes of attention's probabilities, which fused kernels do not keep."""
-    if not costs.is_unfused:
-        return 0.0
-    has_dropout = costs.args.attention_dropout > 0
-    # Dropout also keeps its result, and a mask of a byte for each probability.
-    return scores * (costs.sizes.bytes * (1 + has_dropout) + has_dropout)

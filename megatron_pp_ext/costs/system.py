@@ -74,6 +74,8 @@ class System:
     memory, reading plus writing.  ``all_reduce`` has rows of (ranks, bytes, seconds) where it was measured;
     elsewhere a ring on the links is assumed.
 
+    ``host`` is the link between a GPU and the memory of its node's processors, of which a GPU's share is
+    ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference;
     ``attention_rates`` has for "forward" and "backward" rows of (tokens, operations a second) of fused causal
     attention; ``kernel_seconds`` is what a host takes to start a kernel.  ``sustained`` has the share of
@@ -91,6 +93,8 @@ class System:
     copy_bytes_per_second: _Positive
     node: Link
     network: Link
+    host: Link | None = None
+    host_memory_bytes_per_second: _NotNegative = 0.0
     processors: _CountOrNone = 0
     attention_rates: Mapping[_Direction, Sequence[_AttentionRate]] = field(default_factory=dict)
     kernel_seconds: _NotNegative = 0.0
@@ -138,6 +142,11 @@ class System:
             if at <= high:
                 return slow + (fast - slow) * (at - low) / (high - low)
         return points[-1][1]
+
+    @property
+    def half(self) -> str:
+        """The format of products in half precision; fp32 where no rate of one is known."""
+        return "bf16" if self.matrix_rates.get("bf16") else "fp32"
 
     def peak(self, dtype: str) -> float:
         """Return the rate whose full use is a utilisation of 1."""
@@ -232,7 +241,8 @@ def read(name: str) -> System:
     if name.lower() in shipped():
         # Tests have checked it, and the check takes longer than many a command.
         content = json.loads((_SHIPPED / f"{name.lower()}.json").read_text(encoding="utf-8"))
-        return System(**{**content, "node": Link(**content["node"]), "network": Link(**content["network"])})
+        links = {name: Link(**content[name]) for name in ("node", "network", "host") if name in content}
+        return System(**{**content, **links})
     if not Path(name).is_file():
         guess = did_you_mean(name.lower(), shipped())
         hint = f" ({guess})" if guess else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.measurements import ProfileSteps
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.source import Source
 from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.costs import Costs

@@ -53,17 +53,16 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **known)
     is_paired = bool(args.overlap_moe_expert_parallel_comm)
-    all_rules.refuse_model(
-        Asked(
-            args,
-            {ENGINE: str(get_te_version())},
-            placement=pipeline.placement,
-            chunks=pipeline.placement.chunks,
-            splits=request.splits_backward or is_paired,
-            from_file=request.from_file,
-        )
+    asked = Asked(
+        args,
+        {ENGINE: str(get_te_version())},
+        placement=pipeline.placement,
+        chunks=pipeline.placement.chunks,
+        splits=request.splits_backward or is_paired,
+        from_file=request.from_file,
     )
-    predicting = layers.predicting_stage(args, pipeline.placement.stages)
+    all_rules.refuse_model(asked)
+    predicting = layers.predicting_stage(asked.job, pipeline.placement.stages)
     if pipeline.has_both_ends_on_first_rank and predicting not in (None, pipeline.placement.stages - 1):
         raise ValueError(
             f"{pipeline.name} that a call installed needs multi-token prediction beside the output layer, "
@@ -71,7 +70,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
             "layout; put the m into the last stage"
         )
     if request.from_file is not None:
-        require_trainable(request.from_file, args)
+        require_trainable(request.from_file, asked)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
     if not is_paired and not needs_costs:
         return pipeline
@@ -79,8 +78,8 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
         if pipeline.costs is not None:
             return pipeline.costs
-        all_rules.refuse_to_predict(Asked(args))
-        return stage_costs(args, stages, args.padded_vocab_size, shares_vocabulary)
+        all_rules.refuse_to_predict(asked)
+        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, shares_vocabulary)
 
     placed = replace(pipeline.placement, shares_vocabulary=False)
     request = replace(request, placements=(placed,), is_paired=is_paired)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.pipeline import Request, named
+from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -1,23 +1,23 @@
 """A schedule from a file, and whether Megatron can train with it."""
 
-from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
 
-from megatron_pp_ext.job import sizes
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
 
 
-def read_csv(path: Path, args: Namespace) -> Schedule:
+def read_csv(path: Path, asked: Asked) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
-    Raises ValueError if the file is not a valid schedule for the pipeline ranks of ``args``, if its ranks
+    Raises ValueError if the file is not a valid schedule for as many ranks as were ``asked`` for, if these
     share the vocabulary, if its stages take the microbatches forward in different orders, or if the layers
-    of ``args`` cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
+    cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
     """
-    schedule, ranks = csv_file.read(path), args.pipeline_model_parallel_size
+    schedule, ranks = csv_file.read(path), asked.job.parallel.pipeline_model_parallel_size
     if schedule.ranks != ranks:
         raise ValueError(
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
@@ -29,35 +29,35 @@ def read_csv(path: Path, args: Namespace) -> Schedule:
             "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
-    require_trainable(schedule, args)
+    require_trainable(schedule, asked)
     return schedule
 
 
-def require_trainable(schedule: Schedule, args: Namespace) -> None:
-    """Raise ValueError if the layers of ``args`` cannot follow the order of ``schedule``."""
-    if args.transformer_impl == "transformer_engine":
+def require_trainable(schedule: Schedule, asked: Asked) -> None:
+    """Raise ValueError if the layers that were ``asked`` for cannot follow the order of ``schedule``."""
+    if asked.job.precision.transformer_impl == "transformer_engine":
         require_first_first(schedule)
-    if _recomputes_scaled(args):
+    if _recomputes_scaled(asked):
         require_backwards_in_order(schedule)
 
 
-def _recomputes_scaled(args: Namespace) -> bool:
+def _recomputes_scaled(asked: Asked) -> bool:
     """Whether layers compute again what they quantized by scales of earlier steps (delayed scaling)."""
-    is_delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed"
-    recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
-    return bool(is_delayed and recomputes)
+    is_delayed = asked.job.precision.fp8 is not None and asked.fp8_recipe == "delayed"
+    return is_delayed and asked.job.memory.recompute_granularity is not None
 
 
-def require_batches(args: Namespace, schedule: Schedule, data: int) -> None:
-    """ValueError unless every step of ``args`` on ``data`` ranks has the microbatches of ``schedule``."""
-    each = args.micro_batch_size * data
-    if any(batch // each != schedule.microbatches for batch in sizes.batches(args)):
+def require_batches(job: Job, schedule: Schedule, data: int) -> None:
+    """ValueError unless every step of ``job`` on ``data`` ranks has the microbatches of ``schedule``."""
+    batch, name = job.batch, job.pipeline.pipeline_schedule
+    each = batch.micro_batch_size * data
+    if any(size // each != schedule.microbatches for size in batch.sizes):
         flag = "--step-batch-size-schedule"
-        growing = args.global_batch_size is None
-        given = f"{flag} {getattr(args, 'step_batch_size_schedule', None)}"
+        growing = batch.global_batch_size is None
+        given = f"{flag} {batch.step_batch_size_schedule}"
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} has {schedule.microbatches} microbatches in every "
-            f"step, but {given if growing else f'--global-batch-size {args.global_batch_size}'} requests "
+            f"--pipeline-schedule {name} has {schedule.microbatches} microbatches in every "
+            f"step, but {given if growing else f'--global-batch-size {batch.global_batch_size}'} requests "
             f"others; {f'leave {flag} out and ' if growing else ''}set --global-batch-size "
             f"{schedule.microbatches * each}"
         )

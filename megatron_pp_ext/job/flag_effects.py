@@ -6,13 +6,13 @@ and those without effect.  An argument that has its default value is not asked.
 """
 
 import tomllib
-from argparse import Namespace
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.rules.asked import Asked
 
 FILE = Path(__file__).with_name("flag_effects.toml")
 
@@ -49,25 +49,23 @@ def known_values(what: str) -> Mapping[str, list[str]]:
     return found
 
 
-def is_asked(args: Namespace, name: str) -> bool:
-    """Whether ``args`` give the argument ``name`` another value than the installed Megatron does."""
+def is_asked(asked: Asked, name: str) -> bool:
+    """Whether ``asked`` has another value of the argument ``name`` than the installed Megatron gives it."""
     default = _defaults().get(name)
-    value = getattr(args, name, default)
-    if name == "window_size":
-        return value is not None and _hides(value, args.seq_length)
+    value = getattr(asked.args, name, default)
     return bool(value != default)
 
 
-def not_counted(args: Namespace) -> list[str]:
-    """Return the flags in ``args`` that an estimate is made without, with what a step is beside it.
+def not_counted(asked: Asked) -> list[str]:
+    """Return the flags in ``asked`` that an estimate is made without, with what a step is beside it.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """
     lines = []
     for how, names in table()["bounds"].items():
-        asked = [flag(name) for name in names.split() if is_asked(args, name)]
-        if asked:
-            lines.append(f"{', '.join(asked)} ({how})")
+        flags = [flag(name) for name in names.split() if is_asked(asked, name)]
+        if flags:
+            lines.append(f"{', '.join(flags)} ({how})")
     return lines
 
 
@@ -92,13 +90,6 @@ def _setting() -> dict[str, flag_table.Row]:
 @cache
 def _defaults() -> dict[str, Any]:
     return {row["dest"]: row["default"] for row in flag_table.installed()}
-
-
-def _hides(window: object, length: int | None) -> bool:
-    """Whether ``window``, such as 127,0, hides from a token some of those before it in its sequence."""
-    before = str(window).strip("()").partition(",")[0]
-    tokens = int(before) if before.lstrip("-").isdigit() else 0
-    return tokens >= 0 and (length is None or tokens + 1 < length)
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:

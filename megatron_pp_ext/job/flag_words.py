@@ -40,7 +40,7 @@ def _behind(flag: str, value: Any) -> list[str]:
         return []
     if flag_table.parser()._option_string_actions[flag].type is flag_table.pattern:
         return [_pattern(value)]
-    return [str(one) for one in (value if isinstance(value, list) else [value])]
+    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _pattern(value: Any) -> str:

@@ -8,11 +8,12 @@ compare the two.
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any
 
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.placement import Placement
 
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
@@ -28,35 +29,30 @@ _LAYOUT_PIECE = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,])(?:\*(\d+))?|,")
 _LAYOUT_LETTERS = "EtLm|"
 
 
-def pattern(args: Namespace) -> str | None:
-    """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
-
-    What follows a slash is multi-token prediction, which belongs to the last stage.
-    """
-    given = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    return given.partition("/")[0] if given else None
-
-
-def count(args: Namespace) -> int:
-    """The number of layers of the model; 0 where the flags do not give it."""
-    letters = pattern(args)
-    return len(letters.replace("|", "")) if letters else int(args.num_layers or 0)
-
-
-def spread(args: Namespace) -> int:
+def spread(job: Job) -> int:
     """The number of layers that are spread over the stages, with the ends that count as layers."""
-    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    return int(count(args) + ends)
+    split = job.pipeline
+    ends = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
+    return job.model.layers + ends
 
 
-def layout(args: Namespace) -> list[str] | None:
+def layout(job: Job) -> tuple[str, ...] | None:
     """The stages of --pipeline-model-parallel-layout, a letter a layer; None without the flag.
+
+    ValueError for a layout that Megatron cannot read.
+    """
+    given = job.pipeline.pipeline_model_parallel_layout
+    return None if given is None else stages_of(given)
+
+
+@lru_cache(maxsize=64)
+def stages_of(layout: str) -> tuple[str, ...]:
+    """The stages of a layout as the flag has it, a letter a layer.
 
     E is the embedding, t a transformer layer, m multi-token prediction and L the output layer with the
     loss.  ValueError for a layout that Megatron cannot read.
     """
-    given = args.pipeline_model_parallel_layout
-    return None if given is None else _unrolled(given, given).split("|")
+    return tuple(_unrolled(layout, layout).split("|"))
 
 
 def _unrolled(text: str, whole: str) -> str:
@@ -96,36 +92,35 @@ def _runs(values: Iterable[str]) -> list[list[str]]:
     return [list(run) for _, run in groupby(values)]
 
 
-def value(args: Namespace, flag: str) -> Any:
-    """Return the value of ``flag``; None where this release of Megatron lacks it."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+def _value(job: Job, flag: str) -> Any:
+    return job.value(flag.removeprefix("--").replace("-", "_"))
 
 
-def stages_flag(args: Namespace) -> str | None:
+def stages_flag(job: Job) -> str | None:
     """The flag that fixes the number of stages or their layers, None where a schedule may choose it."""
     for flag in (LAYOUT, *ENDS, "--num-layers-per-virtual-pipeline-stage"):
-        if value(args, flag) is not None:
+        if _value(job, flag) is not None:
             return flag
-    return "--hybrid-layer-pattern" if "|" in (pattern(args) or "") else None
+    return "--hybrid-layer-pattern" if "|" in (job.model.pattern or "") else None
 
 
-def stages_described(args: Namespace) -> int | None:
+def stages_described(job: Job) -> int | None:
     """The number of stages that a layout, or a pattern with |, describes; None where neither does."""
-    stages = layout(args)
+    stages = layout(job)
     if stages is not None:
         return len(stages)
-    segments = pattern(args)
+    segments = job.model.pattern
     return segments.count("|") + 1 if segments and "|" in segments else None
 
 
-def predicting_stage(args: Namespace, stages: int) -> int | None:
+def predicting_stage(job: Job, stages: int) -> int | None:
     """The one of ``stages`` stages that has multi-token prediction, with a copy of the embedding; or None.
 
     It is the last unless a layout puts the m elsewhere.
     """
-    if not value(args, "--mtp-num-layers"):
+    if not job.model.mtp_num_layers:
         return None
-    described = layout(args) or []
+    described = layout(job) or ()
     return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)
 
 
@@ -144,96 +139,90 @@ def stages_for_prediction(placement: Placement) -> list[int]:
     ]
 
 
-def can_predict(args: Namespace, placement: Placement) -> bool:
-    """Whether ``args`` put multi-token prediction nowhere, or where Megatron can build and train it."""
-    stage = predicting_stage(args, placement.stages)
+def can_predict(job: Job, placement: Placement) -> bool:
+    """Whether ``job`` puts multi-token prediction nowhere, or where Megatron can build and train it."""
+    stage = predicting_stage(job, placement.stages)
     return stage is None or stage in stages_for_prediction(placement)
 
 
-def are_heterogeneous(args: Namespace) -> bool:
-    """Whether a file describes each layer of the model by itself."""
-    flags = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
-    return any(value(args, flag) for flag in flags)
-
-
-def has_given_ends(args: Namespace) -> bool:
+def has_given_ends(job: Job) -> bool:
     """Whether a flag gives the first or the last pipeline rank a number of layers of its own."""
-    return bool(_given_ends(args))
+    return bool(_given_ends(job))
 
 
-def by_stage(args: Namespace, stages: int) -> list[int]:
+def by_stage(job: Job, stages: int) -> list[int]:
     """The number of layers of each of ``stages`` stages; ValueError where the layers do not fill them."""
-    described = layout(args)
+    described = layout(job)
     if described is not None:
         return [stage.count("t") for stage in described]
-    segments = pattern(args)
+    segments = job.model.pattern
     if segments and "|" in segments:
         return [len(segment) for segment in segments.split("|")]
-    if has_given_ends(args):
-        ranks = args.pipeline_model_parallel_size
-        by_rank, chunks = _by_rank(args), stages // ranks
+    if has_given_ends(job):
+        ranks = job.parallel.pipeline_model_parallel_size
+        by_rank, chunks = _by_rank(job), stages // ranks
         if any(layers % chunks for layers in by_rank):
             raise ValueError(
-                f"ranks of {by_rank} layers cannot be cut into {chunks} chunks each; {_ends_fix(args)}"
+                f"ranks of {by_rank} layers cannot be cut into {chunks} chunks each; {_ends_fix(job)}"
             )
         return [by_rank[stage % ranks] // chunks for stage in range(stages)]
-    return _evenly(args, stages)
+    return _evenly(job, stages)
 
 
-def _evenly(args: Namespace, stages: int) -> list[int]:
+def _evenly(job: Job, stages: int) -> list[int]:
     """The layers of each stage where no flag describes the stages."""
-    each, left = divmod(spread(args), stages)
+    each, left = divmod(spread(job), stages)
     if left:
-        ends = spread(args) - count(args)
+        ends = spread(job) - job.model.layers
         below, above = each * stages - ends, (each + 1) * stages - ends
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
-            f"--num-layers {count(args)} does not fill {stages} stages evenly; set it to {nearest}, or "
-            f"describe uneven stages with {LAYOUT}{_in_place(args)}"
+            f"--num-layers {job.model.layers} does not fill {stages} stages evenly; set it to {nearest}, or "
+            f"describe uneven stages with {LAYOUT}{_in_place(job)}"
         )
     even = [each] * stages
-    even[0] -= args.account_for_embedding_in_pipeline_split
-    even[-1] -= args.account_for_loss_in_pipeline_split
+    even[0] -= job.pipeline.account_for_embedding_in_pipeline_split
+    even[-1] -= job.pipeline.account_for_loss_in_pipeline_split
     return even
 
 
-def _by_rank(args: Namespace) -> list[int]:
+def _by_rank(job: Job) -> list[int]:
     """The number of layers of each rank where the first or the last rank has a number of its own."""
-    front, back = ([given] if (given := value(args, flag)) is not None else [] for flag in ENDS)
-    others = args.pipeline_model_parallel_size - len(front) - len(back)
-    left = count(args) - sum(front + back)
+    front, back = ([given] if (given := _value(job, flag)) is not None else [] for flag in ENDS)
+    others = job.parallel.pipeline_model_parallel_size - len(front) - len(back)
+    left = job.model.layers - sum(front + back)
     if left < 0 or (left and others < 1):
-        asked = " and ".join(f"{flag} {value(args, flag)}" for flag in _given_ends(args))
+        asked = " and ".join(f"{flag} {_value(job, flag)}" for flag in _given_ends(job))
         why = "" if left < 0 else " and there is no other rank"
         raise ValueError(
-            f"{asked} make {sum(front + back)} layers, but --num-layers is {count(args)}{why}; "
-            f"{_ends_fix(args)}"
+            f"{asked} make {sum(front + back)} layers, but --num-layers is {job.model.layers}{why}; "
+            f"{_ends_fix(job)}"
         )
     each, rest = divmod(left, max(others, 1))
     if rest:
-        raise ValueError(f"{left} layers cannot be shared evenly by {others} other ranks; {_ends_fix(args)}")
+        raise ValueError(f"{left} layers cannot be shared evenly by {others} other ranks; {_ends_fix(job)}")
     return [*front, *[each] * others, *back]
 
 
-def _given_ends(args: Namespace) -> list[str]:
+def _given_ends(job: Job) -> list[str]:
     """The flags that give the first or the last pipeline rank a number of layers of its own."""
-    return [flag for flag in ENDS if value(args, flag) is not None]
+    return [flag for flag in ENDS if _value(job, flag) is not None]
 
 
-def _ends_fix(args: Namespace) -> str:
-    flags = " or ".join(_given_ends(args))
-    return f"change {flags}, or describe the stages with {LAYOUT}{_in_place(args)}"
+def _ends_fix(job: Job) -> str:
+    flags = " or ".join(_given_ends(job))
+    return f"change {flags}, or describe the stages with {LAYOUT}{_in_place(job)}"
 
 
-def _in_place(args: Namespace) -> str:
-    """The flags of ``args`` that a layout takes the place of, in words."""
-    given = [flag for flag in (*SPREAD, *_CHUNKS) if value(args, flag)]
+def _in_place(job: Job) -> str:
+    """The flags of ``job`` that a layout takes the place of, in words."""
+    given = [flag for flag in (*SPREAD, *_CHUNKS) if _value(job, flag)]
     return f" in place of {' and '.join(given)}" if given else ""
 
 
-def as_v(args: Namespace) -> str:
+def as_v(job: Job) -> str:
     """The layout of a V that cuts each rank's layers in two, with the smaller parts at the model's ends."""
-    by_rank = _by_rank(args)
+    by_rank = _by_rank(job)
     halves = [part for layers in by_rank for part in (layers - layers // 2, layers // 2)]
     halves[0], halves[1] = halves[1], halves[0]
     return "E" + "|".join("t" * layers for layers in halves) + "L"

@@ -1,11 +1,10 @@
 """The flags that measure a training run: their steps and their files."""
 
 import re
-from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_pp_ext.files import require_writable
-from megatron_pp_ext.job import layers
 
 _STEPS = "--pipeline-profile-steps"
 
@@ -29,9 +28,8 @@ class ProfileSteps:
         return self.last - self.first + 1
 
 
-def profile_steps(args: Namespace) -> ProfileSteps | None:
+def profile_steps(given: str | None, train_iters: int | None) -> ProfileSteps | None:
     """The steps that --pipeline-profile-steps requests, None without it; ValueError where there are none."""
-    given = args.pipeline_profile_steps
     if given is None:
         return None
     match = re.fullmatch(r"(\d+)-(\d+)", given)
@@ -42,20 +40,18 @@ def profile_steps(args: Namespace) -> ProfileSteps | None:
         raise ValueError(f"{_STEPS} {given} starts before the first step; set it to 1-{max(1, steps.last)}")
     if steps.last < steps.first:
         raise ValueError(f"{_STEPS} {given} ends before it starts; set it to {steps.last}-{steps.first}")
-    if args.train_iters is not None and steps.last >= args.train_iters:
+    if train_iters is not None and steps.last >= train_iters:
         raise ValueError(
-            f"{_STEPS} {given} leaves no step of --train-iters {args.train_iters} for the schedule compiled "
+            f"{_STEPS} {given} leaves no step of --train-iters {train_iters} for the schedule compiled "
             "from them; let it end earlier"
         )
     return steps
 
 
-def require_files(args: Namespace) -> None:
+def require_files(profile: Path | None, trace: Path | None) -> None:
     """Raise ValueError for a profile or a trace that cannot be written."""
-    for flag in ("--profile-pipeline", "--pipeline-trace"):
-        path = layers.value(args, flag)
-        if path is None:
-            continue
-        if flag == "--profile-pipeline" and not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag} {path}: no such folder; make it first")
-        require_writable(flag, path)
+    if profile is not None and not profile.absolute().parent.is_dir():
+        raise ValueError(f"--profile-pipeline {profile}: no such folder; make it first")
+    for flag, path in (("--profile-pipeline", profile), ("--pipeline-trace", trace)):
+        if path is not None:
+            require_writable(flag, path)

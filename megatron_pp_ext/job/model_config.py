@@ -43,7 +43,25 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
         found["pipeline_model_parallel_layout"] = _spelled(layout)
     if found.get("num_query_groups") is not None:
         found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
+    for config in configs:
+        found.update(_activation(config))
     return flag_table.parse([], {**found, **known})
+
+
+def _activation(config: Any) -> dict[str, bool]:
+    """Return the arguments of the activation function, which a config has as a function and two settings."""
+    function = getattr(config, "activation_func", None)
+    if function is None:
+        return {}
+    name, has_gate = getattr(function, "__name__", ""), bool(config.gated_linear_unit)
+    is_quick, is_fused = name == "quick_gelu", config.bias_activation_fusion
+    return {
+        "squared_relu": name == "squared_relu",
+        "quick_geglu": has_gate and is_quick,
+        "swiglu": has_gate and not is_quick,
+        "bias_swiglu_fusion": is_fused,
+        "bias_gelu_fusion": is_fused,
+    }
 
 
 def _spelled(layout: Any) -> str | None:

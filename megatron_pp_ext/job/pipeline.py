@@ -4,167 +4,76 @@ Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`
 come from and in what the stages cost; what the flags mean is the same for all of them.
 """
 
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
-from megatron_pp_ext.compiler.limits import Limit, requested_limit
-from megatron_pp_ext.job import layers, memory_limit, sizes, updates
+from megatron_pp_ext.job import layers, memory_limit, replicas, sizes, updates
 from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.job.updates import Updates
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
-from megatron_pp_ext.schedule.names import AUTO, FLEX, NO_PIPELINE
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v, wave
-
-_COMPILED_CHUNKS = 2
-"""The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
+from megatron_pp_ext.schedule.names import AUTO, NO_PIPELINE
+from megatron_pp_ext.schedule.placement import linear, wave
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A pipeline as the flags request it.
+def for_world(asked: Asked, world_size: int) -> Request:
+    """The request of what was ``asked`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
+    all_rules.refuse(asked)
+    return read(asked, sizes.data_parallel_size(asked.job, world_size))
 
-    ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
-    one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
-    size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
-    of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
-    ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
-    where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.  ``is_paired`` is true where
-    forwards and backwards run in pairs.
+
+def read(asked: Asked, data: int) -> Request:
+    """The request of what was ``asked`` on ``data`` data-parallel ranks.
+
+    ValueError, in one line, if it cannot be.  What the flags alone rule out has to be refused before.
     """
-
-    schedule: str
-    placements: tuple[Placement, ...]
-    microbatches: int
-    splits_backward: bool
-    data: int = 1
-    layers: tuple[int, ...] | None = None
-    limit: Limit | None = None
-    updates: Updates | None = None
-    from_file: Schedule | None = None
-    is_stock: bool = False
-    vocabulary: str | None = None
-    is_paired: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """The pipeline-parallel size."""
-        return self.placements[0].ranks
-
-    @property
-    def placement(self) -> Placement:
-        """The placement; ValueError under ``flex``, where compiling settles it."""
-        (placement,) = self.placements
-        return placement
-
-    @property
-    def finest(self) -> Placement:
-        """A placement with the most stages: compiling needs the costs of these."""
-        return max(self.placements, key=lambda placement: placement.stages)
-
-    def limited(self, costs: Costs) -> tuple[Limit, Costs]:
-        """The memory limit of ``flex`` as an amount for all ranks or each, and the costs that it counts."""
-        assert self.limit is not None
-        return requested_limit(self.limit, self.ranks, self.microbatches, costs)
-
-    def compile(self, costs: Costs, trials: int = TRIALS) -> Compiled:
-        """Compile ``flex`` for ``costs`` of the stages of ``finest``; see ``compile_schedule`` for errors."""
-        limit, counted = self.limited(costs)
-        return compile_schedule(
-            self.ranks, self.microbatches, counted, limit, placements=self.placements, trials=trials
-        )
-
-
-def named(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, limit: Limit | None = None
-) -> Request:
-    """Return the request for schedule ``name`` where no flags are given.
-
-    ``chunks`` is the number of stages a rank; None leaves it to the schedule.  ValueError for an unknown
-    name, for chunks that the schedule does not accept, and for a limit that it has no use for or lacks.
-    """
-    require_ranks(name, ranks, microbatches)
-    can = catalog.abilities(name)
-    if not can.takes_limit and limit is not None:
-        raise ValueError(f"a memory limit has no meaning for {name}: leave it out, or choose {FLEX}")
-    if can.takes_limit:
-        if limit is None:
-            raise ValueError(
-                f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak, such as 0.5, or an amount"
-            )
-        finest = Placement(Shape.LOOP, ranks, chunks or _COMPILED_CHUNKS)
-        placements = placements_of(ranks, Costs.unit(finest))
-        return Request(name, placements, microbatches, splits_backward=True, limit=limit)
-    if can.measures_memory:
-        placement = linear(ranks) if (chunks or _COMPILED_CHUNKS) % 2 else v(ranks)
-        return Request(name, (placement,), microbatches, splits_backward=True)
-    if not can.flushes:
-        return Request(name, (linear(ranks),), microbatches, splits_backward=False)
-    entry = catalog.entry(name)
-    return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
-
-
-def for_world(args: Namespace, world_size: int) -> Request:
-    """The request of ``args`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
-    all_rules.refuse(Asked(args))
-    return read(args, sizes.data_parallel_size(args, world_size))
-
-
-def read(args: Namespace, data: int, releases: Mapping[str, str] | None = None) -> Request:
-    """The request of ``args`` on ``data`` data-parallel ranks; ValueError, in one line, if it cannot be.
-
-    ``releases`` are those of the machine that trains (see ``Asked``), None where it is another one.  What the
-    flags alone rule out has to be refused before.
-    """
-    microbatches, chunks = sizes.microbatches(args, data), chunks_requested(args)
-    asked = Asked(args, releases or {})
-    if args.pipeline_schedule is None:
-        ranks = args.pipeline_model_parallel_size
+    job = asked.job
+    microbatches, chunks = sizes.microbatches(job, data), chunks_requested(job)
+    is_paired = job.parallel.overlap_moe_expert_parallel_comm
+    if job.pipeline.pipeline_schedule is None:
+        ranks = job.parallel.pipeline_model_parallel_size
         if ranks == 1:
             return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
-        stock = named(stock_schedule(args), ranks, microbatches, None if chunks == 1 else chunks)
+        stock = named(stock_schedule(job), ranks, microbatches, None if chunks == 1 else chunks)
         chunks = stock.placement.chunks
         all_rules.refuse(replace(asked, chunks=chunks))
-        is_paired = asked.overlap_moe_expert_parallel_comm and chunks > 1
-        return replace(stock, data=data, is_stock=True, is_paired=bool(is_paired))
-    request = _read_schedule(args, chunks, microbatches)
-    is_paired = bool(asked.overlap_moe_expert_parallel_comm)
+        return replace(stock, data=data, is_stock=True, is_paired=is_paired and chunks > 1)
+    request = _read_schedule(asked, chunks, microbatches)
     # flex chooses among the placements that have a place for a prediction, if any has.
-    suited = tuple(one for one in request.placements if layers.can_predict(args, one))
+    suited = tuple(one for one in request.placements if layers.can_predict(job, one))
     request = replace(request, placements=suited or request.placements, is_paired=is_paired)
     all_rules.refuse(
         replace(
             asked,
             placement=request.placements[0],
             chunks=request.finest.chunks,
-            splits=request.splits_backward or is_paired or args.pipeline_profile_steps is not None,
+            splits=request.splits_backward or is_paired or asked.pipeline_profile_steps is not None,
             from_file=request.from_file,
         )
     )
     if request.from_file is not None:
-        require_batches(args, request.from_file, data)
-    request = replace(request, data=data, layers=_layers(args, request), vocabulary=vocabulary(args))
-    if not catalog.abilities(request.schedule).flushes:
-        return replace(request, updates=updates.read(args, microbatches))
+        require_batches(job, request.from_file, data)
+    request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
+    if catalog.abilities(request.schedule).flushes:
+        return request
+    request = replace(request, updates=updates.read(job, microbatches))
+    replicated = replicas.requested(job)
+    if replicated:
+        replicas.require_turns(asked, replicated, microbatches)
     return request
 
 
-def vocabulary(args: Namespace) -> str | None:
+def vocabulary(asked: Asked) -> str | None:
     """The value of --pipeline-vocabulary, but None where other flags leave ``AUTO`` no choice."""
-    asked = Asked(args)
-    value: str | None = asked.pipeline_vocabulary
+    value = asked.job.pipeline.pipeline_vocabulary
     return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
 
 
-def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that the other flags in ``args`` do not rule out.
+def permitted(asked: Asked, names: Sequence[str]) -> list[str]:
+    """Return those of the schedules ``names`` that what else was ``asked`` does not rule out.
 
     ValueError, with the reason that rules out the first, where none is left.
     """
@@ -172,18 +81,17 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
     for name in names:
         limit = 1.0 if catalog.abilities(name).takes_limit else None
         request = named(name, 2, 1, limit=limit)
-        chosen = {  # what a search chooses itself
-            "pipeline_schedule": name,
-            "pipeline_model_parallel_size": request.ranks,
-            "expert_model_parallel_size": 2,
-            "pipeline_memory_limit": limit,
-            "pipeline_costs": None,
-        }
+        chosen = asked.changed(  # what a search chooses itself
+            pipeline_schedule=name,
+            pipeline_model_parallel_size=request.ranks,
+            expert_model_parallel_size=2,
+            pipeline_memory_limit=limit,
+            pipeline_costs=None,
+        )
         placement, chunks = request.placements[0], request.finest.chunks
-        described = Namespace(**{**vars(args), **chosen})
         try:
             all_rules.refuse(
-                Asked(described, placement=placement, chunks=chunks, splits=request.splits_backward)
+                replace(chosen, placement=placement, chunks=chunks, splits=request.splits_backward)
             )
             found.append(name)
         except ValueError as error:
@@ -193,72 +101,74 @@ def permitted(args: Namespace, names: Sequence[str]) -> list[str]:
     return found
 
 
-def stock_schedule(args: Namespace) -> str:
+def stock_schedule(job: Job) -> str:
     """The name of the schedule that Megatron runs without --pipeline-schedule."""
-    return "1f1b" if chunks_requested(args) in (None, 1) else "interleaved"
+    return "1f1b" if chunks_requested(job) in (None, 1) else "interleaved"
 
 
-def _read_schedule(args: Namespace, chunks: int | None, microbatches: int) -> Request:
+def _read_schedule(asked: Asked, chunks: int | None, microbatches: int) -> Request:
     """The schedule and its placements, without what other flags add."""
-    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
+    job = asked.job
+    name, ranks = job.pipeline.pipeline_schedule, job.parallel.pipeline_model_parallel_size
+    assert name is not None
     can = catalog.abilities(name)
     if can.is_compiled:
-        return _read_compiled(args, chunks, microbatches)
+        return _read_compiled(asked, name, chunks, microbatches)
     if can.file is not None:
         try:
-            schedule = read_csv(can.file, args)
+            schedule = read_csv(can.file, asked)
         except OSError as error:
             raise ValueError(f"--pipeline-schedule {name}: {error}") from error
         placement = schedule.placement
-        require_chunks(args, name, chunks, placement.chunks, chunks in (None, placement.chunks), "")
+        require_chunks(job, name, chunks, placement.chunks, chunks in (None, placement.chunks), "")
         return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
     if not can.flushes:
-        require_chunks(args, name, chunks, 1, chunks in (None, 1), "")
+        require_chunks(job, name, chunks, 1, chunks in (None, 1), "")
         return named(name, ranks, microbatches)
     try:
         entry = catalog.entry(name)
     except ValueError as error:
         raise ValueError(f"--pipeline-schedule: {error}") from error
     more = " or more" if entry.accepts(entry.chunks + 1) else ""
-    require_chunks(args, entry.name, chunks, entry.chunks, chunks is None or entry.accepts(chunks), more)
+    require_chunks(job, entry.name, chunks, entry.chunks, chunks is None or entry.accepts(chunks), more)
     return named(entry.name, ranks, microbatches, chunks)
 
 
-def _read_compiled(args: Namespace, chunks: int | None, microbatches: int) -> Request:
+def _read_compiled(asked: Asked, name: str, chunks: int | None, microbatches: int) -> Request:
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
-    name, ranks = args.pipeline_schedule, args.pipeline_model_parallel_size
-    can = catalog.abilities(name)
+    job = asked.job
+    ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
+    can, stages, has_ends = catalog.abilities(name), layers.stages_described(job), layers.has_given_ends(job)
     if chunks is None:
-        is_uncut = layers.has_given_ends(args) or layers.pattern(args) or layers.are_heterogeneous(args)
-        chunks = _COMPILED_CHUNKS if not is_uncut and layers.spread(args) % (2 * ranks) == 0 else 1
+        is_uncut = has_ends or job.model.pattern or asked.has_heterogeneous_layers
+        chunks = COMPILED_CHUNKS if not is_uncut and layers.spread(job) % (2 * ranks) == 0 else 1
     if can.measures_memory:
-        accepted = chunks <= _COMPILED_CHUNKS or layers.stages_described(args) is not None
-        require_chunks(args, name, chunks, _COMPILED_CHUNKS, accepted, " or fewer")
-    limit = memory_limit.read(args.pipeline_memory_limit, ranks) if can.takes_limit else None
+        accepted = chunks <= COMPILED_CHUNKS or stages is not None
+        require_chunks(job, name, chunks, COMPILED_CHUNKS, accepted, " or fewer")
+    limit = None if given is None or not can.takes_limit else memory_limit.read(given, ranks)
     request = named(name, ranks, microbatches, chunks, limit)
-    if can.measures_memory and chunks > _COMPILED_CHUNKS and layers.stages_described(args) is not None:
+    if can.measures_memory and chunks > COMPILED_CHUNKS and stages is not None:
         return replace(request, placements=(wave(ranks, chunks),))
-    if can.takes_limit and (layers.stages_described(args) is not None or layers.has_given_ends(args)):
+    if can.takes_limit and (stages is not None or has_ends):
         # These fix the number of stages, and a number of layers for one end has no meaning under a V.
-        given_ends = layers.has_given_ends(args)
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (given_ends and placement.is_mirrored(1))
+            if placement.chunks == chunks and not (has_ends and placement.is_mirrored(1))
         )
         request = replace(request, placements=fixed)
     return request
 
 
-def _layers(args: Namespace, request: Request) -> tuple[int, ...] | None:
+def _layers(job: Job, request: Request) -> tuple[int, ...] | None:
     """The numbers of layers by stage; ValueError where the model's layers do not fill the stages."""
-    if not layers.count(args):
+    if not job.model.layers:
         return None
     stages = request.finest.stages
     try:
-        return tuple(layers.by_stage(args, stages))
+        return tuple(layers.by_stage(job, stages))
     except ValueError as error:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} with --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} has {stages} stages: {error}"
+            f"--pipeline-schedule {job.pipeline.pipeline_schedule} with --pipeline-model-parallel-size "
+            f"{job.parallel.pipeline_model_parallel_size} has {stages} stages: {error}"
         ) from error

@@ -1,19 +1,26 @@
 """--pipeline-replicas: stages with different numbers of replicas."""
 
-from argparse import Namespace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.job.rules.asked import Asked
 
 _FLAG = "--pipeline-replicas"
 
 
-def requested(args: Namespace) -> Replicas | None:
-    """The replicas of each stage that ``args`` request, None without the flag; ValueError if it cannot be."""
-    given = args.pipeline_replicas
-    if given is None:
-        return None
+def requested(job: Job) -> Replicas | None:
+    """The replicas of each stage of ``job``, None without the flag; ValueError if it cannot be."""
+    given = job.pipeline.pipeline_replicas
+    return None if given is None else _read(given, job.parallel.pipeline_model_parallel_size)
+
+
+@lru_cache(maxsize=64)
+def _read(given: str, stages: int) -> Replicas:
     counts = given.split("-")
-    stages = args.pipeline_model_parallel_size
     if len(counts) < 2 or not all(count.isdecimal() and int(count) for count in counts):
         raise ValueError(f"{_FLAG} is {given!r}, but must have a number above 0 for each stage, as in 3-1")
     if len(counts) != stages:
@@ -24,14 +31,14 @@ def requested(args: Namespace) -> Replicas | None:
     return Replicas(tuple(map(int, counts)))
 
 
-def of_stages(args: Namespace) -> Replicas:
-    """The replicas of each stage, one each where ``args`` request none; ValueError as for ``requested``."""
-    return requested(args) or Replicas.straight(args.pipeline_model_parallel_size)
+def of_stages(job: Job) -> Replicas:
+    """The replicas of each stage, one each where ``job`` requests none; ValueError as for ``requested``."""
+    return requested(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
 
 
-def require_world(args: Namespace, replicas: Replicas, world_size: int) -> None:
+def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
     """Raise ValueError unless ``world_size`` ranks are what ``replicas`` take, with tensor parallelism."""
-    width = args.tensor_model_parallel_size
+    width = job.parallel.tensor_model_parallel_size
     if world_size != replicas.ranks * width:
         raise ValueError(
             f"{_FLAG} {replicas} takes {replicas.ranks} x --tensor-model-parallel-size {width} = "
@@ -39,16 +46,16 @@ def require_world(args: Namespace, replicas: Replicas, world_size: int) -> None:
         )
 
 
-def require_turns(args: Namespace, replicas: Replicas, microbatches: int) -> None:
+def require_turns(asked: "Asked", replicas: Replicas, microbatches: int) -> None:
     """Raise ValueError unless the replicas of every stage have equal shares of a step and of an evaluation.
 
     ``microbatches`` are those of a global batch.
     """
-    evaluated = getattr(args, "eval_global_batch_size", None)
-    each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    batch, evaluated = asked.job.batch, asked.eval_global_batch_size
+    each = asked.eval_micro_batch_size or batch.micro_batch_size
     for flag, count in (
         ("--global-batch-size", microbatches),
-        ("--eval-global-batch-size", (evaluated or args.global_batch_size or each) // each),
+        ("--eval-global-batch-size", (evaluated or batch.global_batch_size or each) // each),
     ):
         try:
             replicas.require_turns(count)

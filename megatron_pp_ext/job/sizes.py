@@ -1,108 +1,98 @@
 """The numbers of data-parallel ranks and of microbatches that Megatron's flags imply."""
 
-from argparse import Namespace
-
 from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 
 
-def fewest_ranks(args: Namespace) -> int:
+def fewest_ranks(job: Job) -> int:
     """The ranks of one copy of the model; with --pipeline-replicas those of all replicas of its stages."""
-    replicated = replicas.requested(args)
-    across = replicated.ranks if replicated else args.pipeline_model_parallel_size
-    return int(args.tensor_model_parallel_size * across * args.context_parallel_size)
+    replicated, parallel = replicas.requested(job), job.parallel
+    across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
+    return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size
 
 
-def data_parallel_size(args: Namespace, world_size: int) -> int:
+def data_parallel_size(job: Job, world_size: int) -> int:
     """The data-parallel size on ``world_size`` ranks; 1 where stages have numbers of replicas of their own.
 
     ValueError, with the nearest numbers that work, where the parallel sizes do not divide ranks or model.
     """
-    replicated = replicas.requested(args)
+    replicated, parallel = replicas.requested(job), job.parallel
     if replicated:
-        replicas.require_world(args, replicated, world_size)
-        require_divisible(args, args.tensor_model_parallel_size)
+        replicas.require_world(job, replicated, world_size)
+        require_divisible(job, parallel.tensor_model_parallel_size)
         return 1
-    ranks, model = args.pipeline_model_parallel_size, fewest_ranks(args)
+    ranks, model = parallel.pipeline_model_parallel_size, fewest_ranks(job)
     if world_size % model:
         below = world_size // model * model
         nearest = f"{below} or {below + model}" if below else f"{model}"
         raise ValueError(
             f"{world_size} GPUs cannot be shared by tensor x pipeline x context parallelism of "
-            f"{args.tensor_model_parallel_size} x {ranks} x {args.context_parallel_size} = {model}: "
+            f"{parallel.tensor_model_parallel_size} x {ranks} x {parallel.context_parallel_size} = {model}: "
             f"nearest that work are {nearest}"
         )
-    require_divisible(args, world_size // ranks)
+    require_divisible(job, world_size // ranks)
     return world_size // model
 
 
-def require_vocabulary(args: Namespace) -> None:
+def require_vocabulary(asked: Asked) -> None:
     """Raise ValueError where neither a flag nor a tokenizer tells the size of the vocabulary."""
-    if not (args.padded_vocab_size or args.vocab_size or args.tokenizer_type):
+    if not (asked.padded_vocab_size or asked.vocab_size or asked.tokenizer_type):
         raise ValueError(
             "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
             "what goes with it, or --padded-vocab-size"
         )
 
 
-def batches(args: Namespace) -> list[int]:
-    """The sizes of a batch in samples, in the order of training: several where the batch grows.
-
-    Empty where no flag gives any: Megatron then takes one microbatch a rank.
-    """
-    growing = getattr(args, "step_batch_size_schedule", None)
-    if args.global_batch_size is None and growing:
-        return [int(step.rpartition(":")[2]) for step in growing.replace(",", " ").split()]
-    return [] if args.global_batch_size is None else [args.global_batch_size]
-
-
-def microbatches(args: Namespace, data: int) -> int:
+def microbatches(job: Job, data: int) -> int:
     """The microbatches of an ordinary step on ``data`` data-parallel ranks.
 
     Where the batch grows, they are those of its last size, which most steps have.  ValueError for a batch
     that is not a multiple of the samples in one microbatch of all ranks.
     """
-    if not args.micro_batch_size:
+    own = job.batch
+    if not own.micro_batch_size:
         raise ValueError("the model has no --micro-batch-size: give it")
-    each, found = args.micro_batch_size * data, 1
-    flag = "--global-batch-size" if args.global_batch_size is not None else "--step-batch-size-schedule"
-    for batch in batches(args):
+    each, found = own.micro_batch_size * data, 1
+    flag = "--global-batch-size" if own.global_batch_size is not None else "--step-batch-size-schedule"
+    for batch in own.sizes:
         if batch < each:
             raise ValueError(
                 f"{flag} {batch} makes 0 microbatches of --micro-batch-size "
-                f"{args.micro_batch_size} on {data} data-parallel rank(s); set it to {each} or more"
+                f"{own.micro_batch_size} on {data} data-parallel rank(s); set it to {each} or more"
             )
-        if batch % each and not args.decrease_batch_size_if_needed:
+        if batch % each and not own.decrease_batch_size_if_needed:
             below = batch // each * each
             raise ValueError(
-                f"{flag} {batch} is no multiple of --micro-batch-size {args.micro_batch_size} x "
+                f"{flag} {batch} is no multiple of --micro-batch-size {own.micro_batch_size} x "
                 f"{data} data-parallel ranks: nearest that work are {below} or {below + each}"
             )
         found = batch // each
-    return int(found)
+    return found
 
 
-def require_divisible(args: Namespace, stage_ranks: int) -> None:
+def require_divisible(job: Job, stage_ranks: int) -> None:
     """ValueError unless tensor, context and expert parallelism cut the model into equal parts.
 
     ``stage_ranks`` hold a pipeline stage, its replicas included.
     """
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    expert, experts = args.expert_model_parallel_size, args.num_experts or 1
-    heads, groups = args.num_attention_heads, args.num_query_groups if args.group_query_attention else tensor
-    length = args.seq_length
-    shares = length // context % tensor if args.sequence_parallel else 0
+    model, parallel = job.model, job.parallel
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    expert, experts = parallel.expert_model_parallel_size, model.num_experts or None
+    heads, length = model.num_attention_heads, model.seq_length
+    groups = model.num_query_groups if model.group_query_attention else tensor
+    shares = length // context % tensor if parallel.sequence_parallel else 0
     for flag, value, is_cut, what in (
         ("tensor-model", tensor, heads % tensor == 0, f"--num-attention-heads {heads}"),
         ("tensor-model", tensor, not (groups % tensor and tensor % groups), f"--num-query-groups {groups}"),
         ("context", context, context == 1 or length % (2 * context) == 0, f"half of --seq-length {length}"),
         ("tensor-model", tensor, not shares, f"a rank's part of --seq-length {length}"),
-        ("expert-model", expert, experts % expert == 0, f"--num-experts {args.num_experts}"),
+        ("expert-model", expert, (experts or 1) % expert == 0, f"--num-experts {experts}"),
     ):
         if not is_cut:
             raise ValueError(f"--{flag}-parallel-size {value} does not divide {what}: change one of them")
-    expert_ranks = expert * (args.expert_tensor_parallel_size or tensor)
-    if stage_ranks % expert_ranks:
+    if stage_ranks % parallel.expert_ranks:
         raise ValueError(
-            f"expert parallelism of {expert_ranks} (with its tensor parallelism) does not divide the "
-            f"{stage_ranks} ranks of a pipeline stage: lower --expert-model-parallel-size"
+            f"expert parallelism of {parallel.expert_ranks} (with its tensor parallelism) does not divide "
+            f"the {stage_ranks} ranks of a pipeline stage: lower --expert-model-parallel-size"
         )

@@ -16,7 +16,7 @@ from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
 from megatron_pp_ext.compiler.limits import Limit, least_limits
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.job.csv_schedule import require_microbatches
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs

@@ -4,11 +4,11 @@ A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-
 its weights as soon as its own backwards are done.
 """
 
-from argparse import Namespace
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -48,29 +48,27 @@ class Updates:
         return delay + 1 if delay and self.correction is DelayCorrection.ERROR_FEEDBACK else delay
 
 
-def read(args: Namespace, microbatches: int) -> Updates:
-    """The updates that ``args`` request; ValueError where the schedule cannot have them.
+def read(job: Job, microbatches: int) -> Updates:
+    """The updates of ``job``; ValueError where the schedule cannot have them.
 
     ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
     an update.
     """
-    name = args.pipeline_schedule
-    replicated, stages = replicas.requested(args), replicas.of_stages(args)
-    interval = _interval(name, stages, args.pipeline_update_interval, microbatches)
-    if replicated:
-        replicas.require_turns(args, replicated, microbatches)
-    return described(args, name, interval, stages)
+    name, stages = job.pipeline.pipeline_schedule, replicas.of_stages(job)
+    assert name is not None
+    return described(job, name, _interval(name, stages, job.pipeline.pipeline_update_interval, microbatches))
 
 
-def described(args: Namespace, name: str, interval: int, stages: Replicas) -> Updates:
-    """Return the updates of the schedule ``name`` as the other flags in ``args`` have them, unchecked."""
+def described(job: Job, name: str, interval: int) -> Updates:
+    """Return the updates of the schedule ``name`` as ``job`` has them otherwise, unchecked."""
+    given = job.pipeline
     if catalog.abilities(name).has_two_versions:
         weights = Weights.PREVIOUS
     else:
-        weights = Weights.SAME if args.pipeline_vertical_sync else Weights.LATEST
-    named = args.pipeline_delay_correction
+        weights = Weights.SAME if given.pipeline_vertical_sync else Weights.LATEST
+    named = given.pipeline_delay_correction
     correction = DelayCorrection(named) if named else None
-    return Updates(interval, weights, args.pipeline_allow_waits, stages, correction)
+    return Updates(interval, weights, given.pipeline_allow_waits, replicas.of_stages(job), correction)
 
 
 def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:

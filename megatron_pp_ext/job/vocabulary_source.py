@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.source import FreeBytes, Source, compile_once, source_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule

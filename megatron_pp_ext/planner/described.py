@@ -3,7 +3,6 @@
 All of it becomes one line of Megatron's flags.  Later words win: flags behind ``--`` over the model's own.
 """
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,26 +17,25 @@ from megatron_pp_ext.planner.step.model_description import flag, require_complet
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The flags ``words``, and the arguments that Megatron reads in them.
+    """The flags ``words``, and what is ``asked`` in them.
 
     ``notes`` are sentences about flags that took the place of the model's own, and about what no flag says.
     """
 
     words: list[str]
-    args: Namespace
+    asked: Asked
     notes: Sequence[str] = ()
 
-    def counted(self) -> Namespace:
-        """Return ``args``; ValueError for a model whose costs are not known, and for what cannot be trained.
+    def counted(self) -> Asked:
+        """Return ``asked``; ValueError for a model whose costs are not known, and for what cannot be trained.
 
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
-        args = self.args
-        require_complete(args, "the model")
-        all_rules.refuse_to_plan(Asked(args))
-        require_vocabulary(args)
-        args.vocab_size = args.vocab_size or args.padded_vocab_size
-        return args
+        asked = self.asked
+        require_complete(asked.args, "the model")
+        all_rules.refuse_to_plan(asked)
+        require_vocabulary(asked)
+        return asked.changed(vocab_size=asked.vocab_size or asked.padded_vocab_size)
 
 
 def read(
@@ -65,12 +63,12 @@ def read(
     args = flag_table.parse(mine, start, has_other_flags)
     settle(args)
     if given is None:
-        return Described(mine, args)
+        return Described(mine, Asked(args))
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
     notes = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
-    return Described([*flag_words.spelled(kept), *mine], args, [*_replaced(given, kept, mine), *notes])
+    return Described([*flag_words.spelled(kept), *mine], Asked(args), [*_replaced(given, kept, mine), *notes])
 
 
 def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> list[str]:

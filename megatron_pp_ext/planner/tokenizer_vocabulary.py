@@ -3,10 +3,10 @@
 Megatron would download a tokenizer that is not here.
 """
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.json_input import read as read_json
 
@@ -14,19 +14,19 @@ _FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenize
 _FIX = "give --vocab-size"
 
 
-def is_from_hugging_face(args: Namespace) -> bool:
-    """Whether the tokenizer of ``args`` is a folder, or would be downloaded."""
-    return args.tokenizer_type in _FROM_HUGGING_FACE
+def is_from_hugging_face(asked: Asked) -> bool:
+    """Whether the tokenizer of ``asked`` is a folder, or would be downloaded."""
+    return asked.tokenizer_type in _FROM_HUGGING_FACE
 
 
-def size(args: Namespace) -> int:
+def size(asked: Asked) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
     ValueError where no such folder is here, and where its files do not say it.
     """
-    folder = Path(args.tokenizer_model or "")
-    flag = f"--tokenizer-model {args.tokenizer_model}"
-    if not args.tokenizer_model or not folder.is_dir():
+    folder = Path(asked.tokenizer_model or "")
+    flag = f"--tokenizer-model {asked.tokenizer_model}"
+    if not asked.tokenizer_model or not folder.is_dir():
         raise ValueError(
             f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
         )

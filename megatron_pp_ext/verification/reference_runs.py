@@ -5,7 +5,6 @@ learning-rate schedule, random state and data order, which are then the same for
 iteration at which the checkpoint was saved nor the way in which optimizer states are cut matters.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +186,7 @@ def stock_flags(flags: Sequence[str]) -> Iterator[str]:
 
 def _merged_layout(text: str, ranks: int) -> str:
     """A layout in which each rank has, as one stage, as many consecutive stages as it had chunks."""
-    stages = layers.layout(Namespace(pipeline_model_parallel_layout=text)) or []
+    stages = layers.stages_of(text)
     return text if len(stages) <= ranks else "|".join(_merged(stages, ranks))
 
 

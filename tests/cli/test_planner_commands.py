@@ -48,9 +48,9 @@ def test_estimate_tells_time_and_every_ranks_memory(mpp, model, tmp_path):
 def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
     file = tmp_path / "found.json"
     of_search = "search", "--gpus", 4, "--global-batch-size", 8, "--schedules", "1f1b", "--seq-length", 512
-    said = "--qk-layernorm (longer: kernels are added, or no longer fused or hidden)"
+    said = "--apply-layernorm-1p (longer: kernels are added, or no longer fused or hidden)"
     for command, values in (("estimate",), PIPELINE), (of_search, {}):
-        result = mpp(*command, "--model", model(**values, qk_layernorm=True), "--json", file)
+        result = mpp(*command, "--model", model(**values, layernorm_zero_centered_gamma=True), "--json", file)
         assert result.exit_code == 0, result.output
         assert said in " ".join(result.output.split())
         assert json.loads(file.read_text())["not_counted"] == [said]

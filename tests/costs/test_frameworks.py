@@ -16,9 +16,7 @@ A100 = system.read("a100-80g")
 
 
 def work(changed: dict, **framework: bool) -> Workload:
-    args = describe({**MODEL, **changed})
-    vars(args).update(framework)
-    return Workload(args, A100, linear(2), 1)
+    return Workload(describe({**MODEL, **changed}).changed(**framework), A100, linear(2), 1)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ class Only(KernelSeconds):
     def shuffle(self, size):
         return size if self.kind == "shuffle" else 0
 
+    def exchange(self, size):
+        return size if self.kind == "exchange" else 0
+
+    def scan(self, operations, size):
+        return (size, 2 * size) if self.kind == "scan" else (0, 0)
+
     def ring(self, seconds, size, results):
         return seconds + {"ring": size, "results": results}.get(self.kind, 0)
 
@@ -90,8 +96,8 @@ def test_collectives_that_long_products_hide(parallel, collectives):
         def product(self, m, n, k, adds=False, is_output=False):
             return 1e12
 
-    args = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
-    made = LayerCosts(args, Both("gather"))
+    job = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
+    made = LayerCosts(job, Both("gather"))
     found = attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
     assert found.overlapped_in_whole == 2 * HIDDEN * (1 if parallel else 2)
@@ -134,10 +140,15 @@ def test_what_is_copied_in_a_dense_layer():
 
 
 def test_what_is_copied_in_a_layer_of_experts():
-    """Its own inner width twice a token, and the tokens put in order four times, read and written each."""
-    inner, sent = 2 * 2 * S * B * 384, 2 * HIDDEN
+    """Its own inner width twice a token and twice more where it is multiplied by probabilities, the tokens
+    put in order four times, read and written each, and the router's three numbers for eight experts each."""
+    inner, sent, routed = 2 * 2 * S * B * 384, 2 * HIDDEN, 2 * 3 * 4 * S * B * 8
     found = seconds(experts(costs("copy", **EXPERTS)))
-    assert found == (5 * HIDDEN + 2 * inner + 8 * sent, 5 * HIDDEN + 3 * inner + 8 * sent, 0)
+    assert found == (
+        5 * HIDDEN + 4 * inner + 8 * sent + routed,
+        5 * HIDDEN + 6 * inner + 8 * sent + routed,
+        0,
+    )
 
 
 def test_positions_and_the_order_of_heads_are_copied_around_attention():
@@ -174,8 +185,9 @@ def test_products_cost_the_same_in_f_i_and_w(changed, tensor):
 def test_experts_run_the_tokens_that_are_sent_to_them():
     """Two of eight: twice the tokens through one expert's weights, and eight experts' weights kept."""
     found = experts(costs("product", **EXPERTS))
-    weights = 2 * H * 384
-    assert seconds(found) == (2 * 2 * S * B * weights,) * 3
+    weights, router = 2 * H * 384, 2 * S * B * 8 * H
+    products = 2 * 2 * S * B * weights
+    assert seconds(found) == (products + router, products + 2 * router, products)
     assert found.expert_parameters == 8 * (weights + 384 + H)
 
 
@@ -256,15 +268,15 @@ def test_selective_recomputation_leaves_out_what_it_names():
 
     def made(modules, kind="copy", **changed):
         again = {"recompute_granularity": "selective", "recompute_modules": modules}
-        return layer(kind, **changed, **(again if modules else {}))
+        return layer(kind, transformer_impl="local", **changed, **(again if modules else {}))
 
     inner = 2 * S * B * 4 * H
     none, mlp, norms = made([]), made(["mlp"]), made(["layernorm"])
     assert none.after_forward - mlp.after_forward == 2 * inner
     assert mlp.input_gradient_seconds - none.input_gradient_seconds == 2 * inner
     assert none.after_forward - norms.after_forward == 2 * HIDDEN
-    local = {"transformer_impl": "local", "attention_dropout": 0.0}
-    plain, attention = made([], "attention", **local), made(["core_attn"], "attention", **local)
+    kept = {"attention_dropout": 0.0}
+    plain, attention = made([], "attention", **kept), made(["core_attn"], "attention", **kept)
     assert plain.after_forward - attention.after_forward == 2 * A * S * S * B
     assert attention.input_gradient_seconds == 3 * plain.forward_seconds
 
@@ -279,7 +291,9 @@ def test_recomputed_experts():
     chosen, inner, shared = 2, 2 * S * B * 384, 2 * S * B * 640
     assert none.after_forward - made(["shared_experts"]).after_forward == 2 * shared
     assert made(["moe"]).after_forward == 2 * HIDDEN + S * B * H
-    assert none.after_forward - made(["moe_act"]).after_forward == chosen * inner
+    # What the probabilities multiply, and the product.
+    assert none.after_forward - made(["moe_act"]).after_forward == 2 * chosen * inner
+    assert made(["moe_act"]).input_gradient_seconds - none.input_gradient_seconds == chosen * 4 * inner
 
 
 @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 2), (0.1, 2 + 2 + 1)])
@@ -300,7 +314,7 @@ def test_the_mask_of_dropout_is_a_byte_a_number():
 
 
 def test_a_depth_of_prediction_joins_two_hidden_states():
-    """A product from twice the hidden size, its two normed inputs and two more kept."""
+    """A product from twice the hidden size; the inputs of two norms and their joined results are kept."""
     found = prediction(costs("product"))
     assert found.weight_operations == 2 * S * B * 2 * H * H
     assert (found.after_forward, found.after_input_gradient) == (4 * HIDDEN, 3 * HIDDEN)

@@ -29,7 +29,7 @@ RUNNERS = """
 from megatron.core.pipeline_parallel import schedules
 from megatron_pp_ext.integration import core_seams, patching, requested, start_up
 from megatron_pp_ext.job.measurements import ProfileSteps
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.source import source_of
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import loop

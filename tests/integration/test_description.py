@@ -6,9 +6,9 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.planner.step import model_description
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from tests.support.flags import read_by_commands, read_by_megatron
@@ -28,15 +28,15 @@ def test_a_description_and_its_flags_say_the_same():
     }  # fmt: skip
     candidate = Candidate(2, 1, 2, 2, 4, 1, 8, Recompute("all", "full", "uniform", 1), "flex", 2, 123456)
     args = read_by_megatron(launch_lines.flags(candidate, spelled(values)))
-    expected = vars(candidate.described(describe(values)))
-    for name in model_description.arguments().keys() - {"attention_backend"}:
-        assert getattr(args, name) == expected[name]
+    assert Job.of(args) == candidate.described(describe(values))
 
 
 def test_uneven_stages_are_cut_as_megatron_cuts_them():
-    args = read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3L")
+    uneven = read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3L")
     evenly = read("--pipeline-model-parallel-size 2")
-    found, even = (estimate_request(one, system.read("h100"), for_world(one, 2)) for one in (args, evenly))
+    found, even = (
+        estimate_request(one.job, system.read("h100"), for_world(one, 2)) for one in (uneven, evenly)
+    )
     assert found.ranks[0].weights > even.ranks[0].weights
     assert sum(rank.weights for rank in found.ranks) == pytest.approx(
         sum(rank.weights for rank in even.ranks)
@@ -53,9 +53,9 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (
-            "--multi-latent-attention",
-            "^the planner does not support --multi-latent-attention: its compressed keys and values are not "
-            "modelled; leave it out of the estimate, or measure the job with mpp rehearse$",
+            "--use-kitchen-attention",
+            "^the planner does not support --use-kitchen-attention: this attention is not modelled; leave it "
+            "out of the estimate, or measure the job with mpp rehearse$",
         ),
     ],
 )

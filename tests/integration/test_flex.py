@@ -6,7 +6,7 @@ import pytest
 
 from megatron_pp_ext.compiler.limits import at_most, least_limits
 from megatron_pp_ext.job import source
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave

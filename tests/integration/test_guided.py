@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import profile_guided, tracing
 from megatron_pp_ext.job.measurements import ProfileSteps
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.source import source_of
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog

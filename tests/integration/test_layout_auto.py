@@ -12,6 +12,8 @@ from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 from tests.support.comparison import assert_same_gradients, run, stock
 from tests.support.flags import PP4, arguments, assert_refused
 from tests.support.tiers import first
@@ -74,8 +76,7 @@ def test_trains_as_stock_in_the_layout_that_is_printed(
     ours = run(ranks, [*base, *AUTO.split(), *schedule.split()])
     (line,) = [line for line in said.read_text().splitlines() if "layout" in line]
     layout = chosen(line)
-    stages = layers.layout(arguments(f"--pipeline-model-parallel-layout {layout}"))
-    assert stages is not None
+    stages = layers.stages_of(layout)
     # Stock runs one stage a rank, which has the layers of a loop's chunks or of a V's; the sums are the same.
     merged = f"{stages[0]}|{''.join(stages[1:])}" if ranks == 2 else "|".join(stages)
     assert_same_gradients(ours, stock(ranks, *base, "--pipeline-model-parallel-layout", merged))
@@ -88,8 +89,8 @@ def read(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int], s
     pipeline = read_flags(args)
     assert pipeline is not None
     layout = args.pipeline_model_parallel_layout
-    counts = layers.by_stage(args, pipeline.placement.stages)
-    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(args, *sizes))
+    counts = layers.by_stage(Job.of(args), pipeline.placement.stages)
+    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(Asked(args), *sizes))
 
 
 @pytest.mark.parametrize("layer_count", [4, 7, 8, 13, 31, 61])

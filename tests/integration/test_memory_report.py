@@ -8,7 +8,7 @@ import pytest
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer import memory_report
 from megatron_pp_ext.job import source
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule.placement import linear, v
 
 ARGS = Namespace(

@@ -14,6 +14,8 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 from megatron_pp_ext.schedule import catalog, costs_file
 from megatron_pp_ext.schedule.actions import Kind
@@ -129,18 +131,18 @@ def test_training_chooses_nothing_by_the_costs_of_another_model(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = (
-        "^a prediction from the model's sizes does not support --window-size .*: attention is counted over "
-        "whole sequences; measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE"
+        "^a prediction from the model's sizes does not support --te-precision-config-file .*: its rates and "
+        "copies of weights are not modelled; measure the stages with mpp rehearse --costs FILE and give "
+        "--pipeline-costs FILE"
     )
-    assert_refused(monkeypatch, f"{PP4} {schedule} --window-size 3,0", line)
-    assert read(monkeypatch, f"{PP4} {schedule} --window-size 31,0 --optimizer muon") is not None
+    assert_refused(monkeypatch, f"{PP4} {schedule} --te-precision-config-file file", line)
+    assert read(monkeypatch, f"{PP4} {schedule} --window-size 3,0 --optimizer muon") is not None
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--multi-latent-attention",
-        "--experimental-attention-variant dsa",
+        "--te-precision-config-file file",
         "--moe-latent-size 8",
         "--squared-relu",
     ],
@@ -154,28 +156,28 @@ def test_stages_without_a_formula_have_no_costs(flags: str) -> None:
             costs(flags, 8)
 
 
-def test_measured_stages_may_have_any_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measured_stages_may_have_any_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     costs_file.write(costs("", 8), tmp_path / "costs.json")
-    measured = f"--pipeline-costs {tmp_path / 'costs.json'} --window-size 3,0"
+    measured = f"--pipeline-costs {tmp_path / 'costs.json'} --te-precision-config-file file"
     assert read(monkeypatch, f"{PP4} {PREDICTED[0]} {measured}") is not None
 
 
-def test_the_start_line_does_not_take_windows_for_whole_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = f"{PP4} --pipeline-schedule v-half --window-size 3,0"
+def test_the_start_line_predicts_nothing_without_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{PP4} --pipeline-schedule v-half --te-precision-config-file file"
     pipeline = read(monkeypatch, flags)
-    line = start_up.summary(pipeline, partial(estimate, arguments(flags)))
+    line = start_up.summary(pipeline, partial(estimate, Asked(arguments(flags))))
     assert line.endswith(" at unit costs")
 
 
 def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("")
-    expected = estimate(args, 8)
+    expected = estimate(Asked(args), 8)
     args.vocab_size, tokenizer = None, Namespace(vocab_size=VOCABULARY)
     monkeypatch.setattr(model_costs, "build_tokenizer", lambda args: tokenizer)
-    assert estimate(args, 8) == expected
+    assert estimate(Asked(args), 8) == expected
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
-        estimate(args, 8)
+        estimate(Asked(args), 8)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +204,8 @@ def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> Non
         tp_group=Namespace(size=lambda: tensor),
         cp_group=Namespace(size=lambda: context),
     )
-    assert message_bytes(args) == math.prod(shape) * dtype.itemsize
-    assert estimate(args, 4).message == message_bytes(args)
+    assert message_bytes(Job.of(args)) == math.prod(shape) * dtype.itemsize
+    assert estimate(Asked(args), 4).message == message_bytes(Job.of(args))
 
 
 class Measured(NamedTuple):

@@ -15,13 +15,15 @@ from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.pipeline import Request, for_world, permitted
+from megatron_pp_ext.job.pipeline import for_world, permitted
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import estimate_request
+from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import wave
@@ -128,7 +130,8 @@ def test_a_rehearsal_reads_the_same(case: str, monkeypatch: pytest.MonkeyPatch, 
     assert rehearsed.request == estimated(ACCEPTED[case])
     assert rehearsed.layers == tuple(
         layers.by_stage(
-            read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])), rehearsed.placement.stages
+            read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])).job,
+            rehearsed.placement.stages,
         )
     )
 
@@ -183,17 +186,16 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
 def test_a_layout_is_read_as_megatron_reads_it(layout: str) -> None:
     letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
     theirs = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    args = type("Flags", (), {"pipeline_model_parallel_layout": layout})
-    assert layers.layout(args) == ["".join(letters[kind] for kind in stage) for stage in theirs]
+    ours = layers.stages_of(layout)
+    assert ours == tuple("".join(letters[kind] for kind in stage) for stage in theirs)
 
 
 @pytest.mark.parametrize("layout", ["Ex|tL", "E(t|tL", "Et*|L", "E t|L", "E(tt)|L"])
 def test_a_layout_that_megatron_cannot_read_is_refused(layout: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         PipelineParallelLayerLayout.parse_str_to_list(layout)
-    args = type("Flags", (), {"pipeline_model_parallel_layout": layout})
     with pytest.raises(ValueError, match=r"-parallel-layout .* has .* must stand; correct it"):
-        layers.layout(args)
+        layers.stages_of(layout)
 
 
 MODEL = shlex.split(
@@ -205,9 +207,8 @@ GPUS = 8
 
 
 def _candidates() -> dict[str, Candidate]:
-    args = read_by_commands(cpu.with_cpu_flags(MODEL))
-    args.pipeline_model_parallel_size = 4
-    space = Space(args, GPUS, GPUS, 32, catalog.NAMES, ("pipeline_model_parallel_size",))
+    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job.changed(pipeline_model_parallel_size=4)
+    space = Space(job, GPUS, GPUS, 32, catalog.NAMES, ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3).run()
     best = {one.candidate.name: one.candidate for one in (*found.best, *found.frontier)}
     plain = Candidate(1, 1, 1, 4, 2, 1, 16, Recompute("none"))
@@ -226,13 +227,13 @@ def _candidates() -> dict[str, Candidate]:
 
 def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_request() -> None:
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
-    described = read_by_commands(cpu.with_cpu_flags(MODEL))
+    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job
     for name, candidate in _candidates().items():
         launch = launch_lines.Launch(launch_lines.flags(candidate, [*MODEL, *missing(MODEL)]), GPUS, GPUS)
         assert all(len(line) < 80 for line in launch.text.splitlines())
         variables, flags = pasted(launch.text)
         args, request = validated(flags, GPUS, variables)
-        expected = for_world(candidate.described(described), GPUS)
+        expected = for_world(asked_of(candidate.described(job)), GPUS)
         assert request == expected, name
         assert candidate.placement in request.placements, name
         assert (args.data_parallel_size, args.micro_batch_size) == (candidate.data, candidate.micro_batch), (
@@ -247,27 +248,26 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
     csv_file.write(catalog.build("v-zb", 4, 8), tmp_path / "mine.csv")
     found = []
     for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
-        args = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
-        found.append(estimate_request(args, system.read("h100"), for_world(args, 4)))
+        asked = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
+        found.append(estimate_request(asked.job, system.read("h100"), for_world(asked, 4)))
     assert found[0] == found[1]
 
 
 def test_a_search_needs_no_other_reading() -> None:
     """What a search compares is what its candidates' flags request."""
-    args = read_by_commands(cpu.with_cpu_flags(MODEL))
-    args.pipeline_model_parallel_size = 4
-    space = Space(args, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
+    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job.changed(pipeline_model_parallel_size=4)
+    space = Space(job, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3, compiles=Compiles.NEVER).run()
     for one in found.best:
-        flags = one.candidate.described(args)
-        again = estimate_request(flags, system.read("h100"), for_world(flags, GPUS))
+        chosen = one.candidate.described(job)
+        again = estimate_request(chosen, system.read("h100"), for_world(asked_of(chosen), GPUS))
         assert again.step_seconds == one.estimate.step_seconds
 
 
 def test_a_search_leaves_out_what_training_refuses() -> None:
-    args = read_by_commands(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
-    assert permitted(args, catalog.NAMES) == [
+    asked = read_by_commands(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
+    assert permitted(asked, catalog.NAMES) == [
         name for name in catalog.NAMES if not catalog.entry(name).splits_backward
     ]
     with pytest.raises(ValueError, match="zb-h1 does not support --tp-comm-overlap: the buffers"):
-        permitted(args, ["zb-h1", "flex"])
+        permitted(asked, ["zb-h1", "flex"])

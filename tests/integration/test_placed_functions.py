@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines, mirrored_chunks
 from megatron_pp_ext.job import source
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 PLACEMENTS = [

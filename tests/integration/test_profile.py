@@ -1,6 +1,5 @@
 """--profile-pipeline: every layer once and in order, and what a layer costs is its own."""
 
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +112,5 @@ def test_mpp_profile_takes_a_real_run_s_flags(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
-    args = Namespace(profile_pipeline=Path("nowhere/a.json"), pipeline_trace=None)
     with pytest.raises(ValueError, match=r"nowhere/a\.json: no such folder; make it first"):
-        require_files(args)
+        require_files(Path("nowhere/a.json"), None)

@@ -149,6 +149,6 @@ def test_what_the_flags_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_planner_reads_the_same_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = read_by_commands([*training.TINY, *REPLICATED.split()])
-    assert fewest_ranks(args) == 4
-    assert for_world(args, 4).updates == read_flags(monkeypatch, REPLICATED).updates
+    asked = read_by_commands([*training.TINY, *REPLICATED.split()])
+    assert fewest_ranks(asked.job) == 4
+    assert for_world(asked, 4).updates == read_flags(monkeypatch, REPLICATED).updates

@@ -201,6 +201,12 @@ CASES: dict[str, dict[str, str]] = {
         "local attention knows no latent keys": "--multi-latent-attention",
         "--moe-latent-size: the projections": "--num-experts 4 --disable-bias-linear --moe-latent-size 16",
     },
+    "With attention of another kind|--transformer-impl transformer_engine": {
+        "give --linear-attention-freq": "--experimental-attention-variant gated_delta_net",
+        "chooses among compressed keys alone": "--experimental-attention-variant dsa",
+        "has an indexer whose sizes": "--experimental-attention-variant dsa --multi-latent-attention",
+        "latent attention has none": "--attention-output-gate --multi-latent-attention",
+    },
     f"Beside `{LAYOUT} auto`|{PP4} --pipeline-schedule 1f1b {LAYOUT} auto": {
         "--decoder-first-pipeline-num-layers: it ": "--decoder-first-pipeline-num-layers 2",
         "--decoder-last-pipeline-num-layers: it ": "--decoder-last-pipeline-num-layers 2",

@@ -14,7 +14,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.job import source
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog

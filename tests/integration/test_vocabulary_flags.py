@@ -10,6 +10,7 @@ from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.trainer.validation import _costs, read_flags
 from megatron_pp_ext.job import vocabulary_source
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.training import train
@@ -51,11 +52,13 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
             other = arguments(f"{PP4} --pipeline-schedule {schedule} {value} {size}")
             found = read_flags(other)
             assert found is not None and found.source is not None and found.request is not None
-            costs = _costs(other, found.request.finest.stages, is_shared).merged(found.placement.stages)
+            costs = _costs(Asked(other), found.request.finest.stages, is_shared).merged(
+                found.placement.stages
+            )
             lengths.append(simulate(found.source.build(8, None), costs).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
-        line = start_up.summary(pipeline, partial(_costs, args))
+        line = start_up.summary(pipeline, partial(_costs, Asked(args)))
         assert said in line and f"{abs(gain):.1%}" in line
 
 
@@ -76,7 +79,9 @@ def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
     args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
     pipeline = read_flags(args)
     assert pipeline is not None
-    assert start_up.summary(pipeline, partial(_costs, args)).endswith("; vocabulary shared by all ranks")
+    assert start_up.summary(pipeline, partial(_costs, Asked(args))).endswith(
+        "; vocabulary shared by all ranks"
+    )
 
 
 def test_auto_trains_within_free_memory():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.vocabulary import share
 
@@ -13,7 +14,7 @@ FIRST_IN_LAST_OUT = "0F0,0F1,0F2,0F3,0B0,0B3,0B2,0B1\n1F0,1F1,1F2,1F3,1B0,1B3,1B
 """Microbatch 0 comes first, as Transformer Engine needs it, and the others go back in another order."""
 
 
-def args(**others: object) -> Namespace:
+def asked(**others: object) -> Asked:
     """The arguments of a job on two pipeline ranks, which ``others`` change."""
     plain = {
         "pipeline_model_parallel_size": 2,
@@ -25,14 +26,14 @@ def args(**others: object) -> Namespace:
         "micro_batch_size": 2,
         "global_batch_size": 16,
     }
-    return Namespace(**{**plain, **others})
+    return Asked(Namespace(**{**plain, **others}))
 
 
 def test_a_vocabulary_that_the_ranks_share_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "shared.csv"
     csv_file.write(share(lambda count: catalog.build("v-half", 2, count), 4), file)
     with pytest.raises(ValueError, match=r"shared\.csv share the vocabulary.*without --shared-vocabulary"):
-        read_csv(file, args())
+        read_csv(file, asked())
 
 
 def test_layers_that_are_computed_again_with_delayed_scales_go_back_in_their_order(tmp_path: Path) -> None:
@@ -43,11 +44,11 @@ def test_layers_that_are_computed_again_with_delayed_scales_go_back_in_their_ord
         ValueError,
         match=r"stage 0 takes microbatch 3 backward where 1 is the next .*; give the backwards the",
     ):
-        read_csv(file, args(**delayed))
+        read_csv(file, asked(**delayed))
     for harmless in ({"fp8": None}, {"fp8_recipe": "tensorwise"}, {"recompute_granularity": None}):
-        read_csv(file, args(**(delayed | harmless)))
+        read_csv(file, asked(**(delayed | harmless)))
     with pytest.raises(ValueError, match="--fp8-recipe delayed"):
-        read_csv(file, args(**(delayed | {"recompute_granularity": None, "recompute_activations": True})))
+        read_csv(file, asked(**(delayed | {"recompute_granularity": None, "recompute_activations": True})))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_layers_that_are_computed_again_with_delayed_scales_go_back_in_their_ord
 def test_every_step_has_the_microbatches_of_the_file(sizes: dict[str, object], problem: str | None) -> None:
     schedule = catalog.build("1f1b", 2, 4)
     if problem is None:
-        require_batches(args(**sizes), schedule, data=2)
+        require_batches(asked(**sizes).job, schedule, data=2)
     else:
         with pytest.raises(ValueError, match=f"has 4 microbatches in every step, but {problem}"):
-            require_batches(args(**sizes), schedule, data=2)
+            require_batches(asked(**sizes).job, schedule, data=2)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_pp_ext.compiler.limits import at_most
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.pipeline import Request, named
+from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, FLEX

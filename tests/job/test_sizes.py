@@ -1,10 +1,9 @@
 """The numbers of data-parallel ranks and of microbatches that flags imply."""
 
-from argparse import Namespace
-
 import pytest
 
 from megatron_pp_ext.job import sizes
+from megatron_pp_ext.job.typed_job import Job
 
 FLAGS = {
     "pipeline_model_parallel_size": 2,
@@ -26,8 +25,8 @@ FLAGS = {
 }
 
 
-def flags(**changed: object) -> Namespace:
-    return Namespace(**{**FLAGS, **changed})
+def flags(**changed: object) -> Job:
+    return Job().changed(**{**FLAGS, **changed})
 
 
 def test_ranks_are_shared_by_tensor_pipeline_and_context_parallelism() -> None:

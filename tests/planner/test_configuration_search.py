@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.limits import requested_limit
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.memory_limit import spelled
-from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.pipeline import for_world, vocabulary
 from megatron_pp_ext.planner.search import configurations as space_module
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
@@ -34,7 +34,9 @@ FEW = ("1f1b", "zb-h1", "interleaved", "v-half", "v-zb")
 
 
 def space(gpus=4, batch=8, schedules=FEW, fixed=(), **changed):
-    return Space(describe({**MODEL, **changed}), gpus, 8, batch, schedules, fixed)
+    job = describe({**MODEL, **changed})
+    job = job.changed(pipeline_vocabulary=vocabulary(asked_of(job)))
+    return Space(job, gpus, 8, batch, schedules, fixed)
 
 
 def everything(where):
@@ -47,9 +49,9 @@ def everything(where):
 
 
 def estimated(candidate, where):
-    args = candidate.described(where.args)
+    job = candidate.described(where.job)
     is_split = catalog.abilities(candidate.schedule).splits_backward
-    work = Workload(args, A100, candidate.placement, candidate.data, is_split=is_split)
+    work = Workload(job, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
     order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.is_paired)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)
@@ -150,7 +152,7 @@ def test_a_limit_of_the_user_is_kept(tmp_path, monkeypatch):
 
     free, fraction = search(None), search(0.75)
     chosen = fraction.candidate
-    work = Workload(chosen.described(space().args), A100, chosen.placement, chosen.data)
+    work = Workload(chosen.described(space().job), A100, chosen.placement, chosen.data)
     allowed, _ = requested_limit(0.75, 2, chosen.microbatches, work.costs)
     assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < _least(free)
     assert "--pipeline-memory-limit 0.75" in " ".join(chosen.flags())
@@ -183,8 +185,8 @@ def test_ranks_have_limits_of_their_own_where_that_makes_a_shorter_step(short_se
     assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
     assert max(peaks) > min(limits)
     assert by_rank.estimate.fullest.total <= 30e9
-    args = by_rank.candidate.described(where.args)
-    trained = estimate_request(args, A100, for_world(args, 4))
+    job = by_rank.candidate.described(where.job)
+    trained = estimate_request(job, A100, for_world(asked_of(job), 4))
     assert trained.fullest.total <= 30e9
     assert trained.step_seconds <= by_rank.estimate.step_seconds
 
@@ -201,7 +203,7 @@ def test_every_candidate_is_a_legal_plan(fixed):
     candidates = list(everything(where))
     assert candidates
     for candidate in candidates:
-        plan = for_world(candidate.described(where.args), 8)
+        plan = for_world(asked_of(candidate.described(where.job)), 8)
         assert (plan.data, plan.microbatches) == (candidate.data, candidate.microbatches)
 
 

@@ -10,7 +10,7 @@ from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 
@@ -24,13 +24,13 @@ A100 = system.read("a100-80g")
 
 
 def work(ranks=4, name="1f1b", data=1, chunks=1, **changed):
-    args = describe({**SMALL, "pipeline_model_parallel_size": ranks, **changed})
-    return Workload(args, A100, placement_of(name, ranks, chunks), data)
+    job = describe({**SMALL, "pipeline_model_parallel_size": ranks, **changed})
+    return Workload(job, A100, placement_of(name, ranks, chunks), data)
 
 
 def layer(**changed):
-    args = describe({**GPT3, "attention_backend": "unfused", **changed})
-    costs = LayerCosts(args)
+    job = describe({**GPT3, "attention_backend": "unfused", **changed})
+    costs = LayerCosts(job)
     return attention(costs) + mlp(costs)
 
 
@@ -153,8 +153,8 @@ def test_what_is_recomputed_takes_time_and_saves_memory():
 )  # fmt: skip
 def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
     with pytest.raises(ValueError, match=message):
-        args = describe({**SMALL, **changed})
-        estimate_request(args, A100, for_world(args, gpus))
+        job = describe({**SMALL, **changed})
+        estimate_request(job, A100, for_world(asked_of(job), gpus))
 
 
 @pytest.mark.parametrize(

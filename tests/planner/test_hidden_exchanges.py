@@ -1,14 +1,13 @@
 """What pairs of forwards and backwards hide of the exchanges of tokens between experts."""
 
-from argparse import Namespace
-
 import pytest
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world, permitted
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.model_parts import overlapped_in_pair
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.planner.step.workload import Workload
@@ -30,14 +29,14 @@ def machine(network: float) -> System:
     return System("test", 8, 80e9, products, 3e12, *links, peak_rates=rates)
 
 
-def described(**changed: object) -> Namespace:
+def described(**changed: object) -> Job:
     return describe({**MODEL, "pipeline_model_parallel_size": 2, **changed})
 
 
 def estimated(name: str, network: float = 1e10, **changed: object) -> Estimate:
     chunks = {} if name == "1f1b" else {"num_virtual_stages_per_pipeline_rank": 2}
-    args = described(pipeline_schedule=name, **chunks, **changed)
-    return estimate_request(args, machine(network), for_world(args, WORLD))
+    job = described(pipeline_schedule=name, **chunks, **changed)
+    return estimate_request(job, machine(network), for_world(asked_of(job), WORLD))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,8 @@ def test_each_exchange_hides_behind_one_computation(exchange: float, hidden: flo
 @pytest.mark.parametrize("network", [1e9, 1e10, 1e11])
 def test_a_pair_takes_what_is_left(network: float) -> None:
     """The costs' share is that of the stages' sums; a slower network leaves more to hide, up to a half."""
-    args = described(**{FLAG: True})
-    work = Workload(args, machine(network), placement_of("1f1b", 2, 1), WORLD // 2)
+    job = described(**{FLAG: True})
+    work = Workload(job, machine(network), placement_of("1f1b", 2, 1), WORLD // 2)
     alone = sum(part.forward_seconds + part.backward_seconds for part in work.parts)
     hidden = sum(part.overlapped_in_pair for part in work.parts)
     assert 0 < hidden < alone / 2
@@ -83,10 +82,10 @@ def test_estimates_in_pairs(name: str) -> None:
 
 
 def test_stocks_own_pairs_are_those_of_interleaved() -> None:
-    args = described(num_virtual_stages_per_pipeline_rank=2, **{FLAG: True})
-    request = for_world(args, WORLD)
+    job = described(num_virtual_stages_per_pipeline_rank=2, **{FLAG: True})
+    request = for_world(asked_of(job), WORLD)
     assert request.is_stock
-    found = estimate_request(args, machine(1e10), request)
+    found = estimate_request(job, machine(1e10), request)
     assert found.step_seconds == estimated("interleaved", **{FLAG: True}).step_seconds
 
 
@@ -95,7 +94,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=no_pairs):
         estimated("v-half", **{FLAG: True})
     with pytest.raises(ValueError, match=no_pairs):
-        permitted(described(**{FLAG: True}), ["v-half", "flex"])
+        permitted(asked_of(described(**{FLAG: True})), ["v-half", "flex"])
     with pytest.raises(ValueError, match="does not support --moe-token-dispatcher-type allgather"):
-        permitted(described(moe_token_dispatcher_type="allgather", **{FLAG: True}), ["1f1b"])
-    assert permitted(described(**{FLAG: True}), ["1f1b", "v-half", "dualpipe-v"]) == ["1f1b", "dualpipe-v"]
+        permitted(asked_of(described(moe_token_dispatcher_type="allgather", **{FLAG: True})), ["1f1b"])
+    asked = asked_of(described(**{FLAG: True}))
+    assert permitted(asked, ["1f1b", "v-half", "dualpipe-v"]) == ["1f1b", "dualpipe-v"]

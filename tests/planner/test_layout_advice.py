@@ -68,9 +68,9 @@ MODEL = {
 
 
 def advice(name, ranks, chunks, took, free=0.0, **changed):
-    args = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
     schedule = program(name, ranks, 16, chunks).timer.schedule
-    return args, advised(args, 1, stages(took), schedule, name, free)
+    return job, advised(job, 1, stages(took), schedule, name, free)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("v-half", 2)])
@@ -78,11 +78,10 @@ def test_a_stage_that_took_long_hands_layers_on(name, chunks):
     """The loss takes as long as two layers, and what is advised is as short as is said."""
     each = 16 // (4 * chunks)
     took = [(each, each, each)] * (4 * chunks - 1) + [(each + 2,) * 3]
-    args, found = advice(name, 4, chunks, took)
+    job, found = advice(name, 4, chunks, took)
     assert found is not None
     layout, times = found
-    args.pipeline_model_parallel_layout = layout
-    counts = layers.by_stage(args, 4 * chunks)
+    counts = layers.by_stage(job.changed(pipeline_model_parallel_layout=layout), 4 * chunks)
     assert sum(counts) == 16
     assert counts[-1] < each
     costs = stages([(count + 2 * (at == len(counts) - 1),) * 3 for at, count in enumerate(counts)])
@@ -99,10 +98,9 @@ def test_stages_that_take_equally_long_stay():
 @pytest.mark.parametrize(("free", "first"), [(0, 4), (1e9, 4), (1e11, 8)])
 def test_no_rank_keeps_more_than_there_is(free, first):
     """Rank 0 has four microbatches in flight, and needs more memory for a fifth layer than others have."""
-    args, found = advice("1f1b", 4, 1, [(1, 1, 1), (4, 4, 4), (8, 8, 8), (4, 4, 4)], free)
+    job, found = advice("1f1b", 4, 1, [(1, 1, 1), (4, 4, 4), (8, 8, 8), (4, 4, 4)], free)
     assert found is not None
-    args.pipeline_model_parallel_layout = found[0]
-    assert layers.by_stage(args, 4)[0] == first
+    assert layers.by_stage(job.changed(pipeline_model_parallel_layout=found[0]), 4)[0] == first
 
 
 @pytest.mark.parametrize(

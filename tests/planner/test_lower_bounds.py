@@ -59,9 +59,9 @@ def random_cut(random, layers, least):
 
 @pytest.mark.parametrize(("model", "recompute", "name", "shares"), CASES)
 def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
-    args = describe(model | {"micro_batch_size": 1})
+    job = describe(model | {"micro_batch_size": 1})
     machine = system.read("h100")
-    workloads, random = Workloads(args, machine), Random(name)
+    workloads, random = Workloads(job, machine), Random(name)
     candidate = candidate_of(model, recompute, name, shares)
     placement, microbatches = candidate.placement, candidate.microbatches
     mean = workloads.mean(candidate, placement)
@@ -82,8 +82,8 @@ def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
 
 @pytest.mark.parametrize(("model", "recompute", "name", "shares"), CASES)
 def test_the_mean_rank_is_the_mean_of_the_ranks(model, recompute, name, shares):
-    args = describe(model | {"micro_batch_size": 1})
-    workloads = Workloads(args, system.read("h100"))
+    job = describe(model | {"micro_batch_size": 1})
+    workloads = Workloads(job, system.read("h100"))
     candidate = candidate_of(model, recompute, name, shares)
     mean = workloads.mean(candidate, candidate.placement)
     ranks = workloads.work(candidate, layers=mean.work.layers).by_rank

@@ -14,7 +14,7 @@ import reference
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 
 GPUS, PIPELINE, EXPERT_RANKS, LENGTH = 32, 4, 8, 4096
 MODEL = {
@@ -48,10 +48,8 @@ def published() -> dict[tuple[str, int | None], float]:
 def estimated(name: str, chunks: int | None, microbatches: int) -> float:
     more = {"num_virtual_stages_per_pipeline_rank": chunks} if name == "interleaved" else {}
     replicas = GPUS // PIPELINE
-    args = describe(
-        {**MODEL, "pipeline_schedule": name, "global_batch_size": replicas * microbatches, **more}
-    )
-    step = estimate_request(args, system.read("mi300x"), for_world(args, GPUS)).step_seconds
+    job = describe({**MODEL, "pipeline_schedule": name, "global_batch_size": replicas * microbatches, **more})
+    step = estimate_request(job, system.read("mi300x"), for_world(asked_of(job), GPUS)).step_seconds
     return LENGTH * replicas * microbatches / GPUS / step
 
 

@@ -8,7 +8,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.state import Sharing, gradient_size, model_state, padded_vocabulary
+from megatron_pp_ext.costs.state import Sharing, model_state
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_parts import model_parts
@@ -26,13 +26,13 @@ MODEL = {
 
 
 def model(**changed):
-    args = describe({**MODEL, **changed})
-    return args, model_parts(args, vocabulary=V)
+    job = describe({**MODEL, **changed})
+    return job, model_parts(job, vocabulary=V)
 
 
 def stages(layers=(4, 4), **changed):
-    args, made = model(**changed)
-    return made, stage_parts(args, made, layers)
+    job, made = model(**changed)
+    return made, stage_parts(job, made, layers)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,7 @@ def stages(layers=(4, 4), **changed):
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
-        # 46,702,792,704 with the routers, 8 x 4096 numbers in each of 32 layers, which are left out.
-        ("mixtral-8x7b", 46_702_792_704 - 32 * 8 * 4096),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_parameters_are_those_of_the_published_files(name, parameters):
@@ -51,8 +50,8 @@ def test_parameters_are_those_of_the_published_files(name, parameters):
 
 
 def on_one_rank(**values):
-    args = describe({"micro_batch_size": 1, **values})
-    (part,) = Workload(args, system.read("h100"), linear(1), 1).by_rank
+    job = describe({"micro_batch_size": 1, **values})
+    (part,) = Workload(job, system.read("h100"), linear(1), 1).by_rank
     return part.parameters + part.expert_parameters
 
 
@@ -79,11 +78,14 @@ def test_biases_of_attention_alone():
 
 
 def test_a_single_rank_predicts_with_the_embedding_that_it_has():
-    """Each depth has a layer, the projection of 2 x 4096 to 4096 numbers, and a norm before the output."""
+    """Each depth has a layer, the projection of 2 x 4096 to 4096 numbers, two norms before it, and one before
+    the output; repeated, there is one of all."""
     layer = (8_030_261_248 - 2 * 128_256 * 4096 - 4096) // 32
     for depths in (1, 2):
         more = on_one_rank(**LLAMA, mtp_num_layers=depths) - 8_030_261_248
-        assert more == depths * (layer + 2 * 4096 * 4096 + 4096)
+        assert more == depths * (layer + 2 * 4096 * 4096 + 3 * 4096)
+        again = on_one_rank(**LLAMA, mtp_num_layers=depths, mtp_use_repeated_layer=True) - 8_030_261_248
+        assert again == more / depths
 
 
 def test_the_ends_of_the_model_are_in_the_first_and_the_last_stage():
@@ -95,21 +97,22 @@ def test_the_ends_of_the_model_are_in_the_first_and_the_last_stage():
 
 
 def test_each_depth_of_prediction_has_a_layer_and_an_output_layer():
-    made, (_, plain) = stages()
-    _, (_, deep) = stages(mtp_num_layers=2)
-    each = made.prediction + made.layers[-1] + made.head
+    _, (_, plain) = stages()
+    made, (_, deep) = stages(mtp_num_layers=2)
+    each = made.prediction + made.head
+    assert made.prediction.weight_operations == made.layers[-1].weight_operations + 2 * S * 2 * H * H
     assert deep.weight_operations - plain.weight_operations == pytest.approx(2 * each.weight_operations)
-    # All depths take the same copy of the embedding.
-    assert deep.parameters - plain.parameters == 2 * each.parameters - made.output.parameters
+    # All depths take the same copy of the embedding, and the output layer.
+    assert deep.parameters - plain.parameters == 2 * made.prediction.parameters + made.output.parameters
 
 
 def test_prediction_is_where_the_layout_puts_it():
     """With its copy of the embedding; its logits are computed where the loss is."""
     layout = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*8|m|L"}
     made, (_, predicting, last) = stages(layers=(8, 0, 0), **layout)
-    each = made.prediction + made.layers[-1] + made.other
+    each = made.prediction + made.other
     assert predicting.weight_operations == each.weight_operations
-    assert predicting.parameters == each.parameters + made.head.parameters
+    assert predicting.parameters == each.parameters + made.output.parameters
     assert last.weight_operations == 2 * made.head.weight_operations + made.other.weight_operations
     assert last.parameters == made.head.parameters + made.other.parameters
 
@@ -155,13 +158,24 @@ def test_what_a_schedule_is_charged_for_a_recomputed_part():
 
 
 def test_parts_add_up_but_are_recomputed_one_after_the_other():
-    one = Part(*range(1, 17))
-    other = Part(*range(20, 4, -1))
-    both = [getattr(one + other, name) for name in Part.__slots__]
-    assert both == [21] * 9 + [11, 11] + [21] * 5
-    thrice = [getattr(one.times(3), name) for name in Part.__slots__]
-    assert thrice == [3, 6, 9, 12, 15, 18, 21, 24, 27, 10, 11, 36, 39, 42, 45, 48]
+    names = Part.__slots__
+    one, other = Part(*range(1, 21)), Part(*range(20, 0, -1))
+    largest = {"brief", "brief_in_whole", "largest_orthogonal"}
+    both = [getattr(one + other, name) for name in names]
+    assert both == [
+        max(number, 21 - number) if name in largest else 21 for number, name in enumerate(names, 1)
+    ]
+    thrice = [getattr(one.times(3), name) for name in names]
+    assert thrice == [number if name in largest else 3 * number for number, name in enumerate(names, 1)]
     assert one.times(0) == Part()
+
+
+def test_repeated_parts_have_their_weights_in_common():
+    one = Part(*range(1, 21))
+    weights = {name for name in Part.__slots__ if "parameters" in name or "orthogonal" in name}
+    for name in Part.__slots__:
+        of = one if name in weights else one.times(3)
+        assert getattr(one.repeated(3), name) == getattr(of, name), name
 
 
 @pytest.mark.parametrize(
@@ -173,9 +187,7 @@ def test_parts_add_up_but_are_recomputed_one_after_the_other():
     ],
 )
 def test_messages_are_as_wide_as_the_residuals(changed, size):
-    args = describe({name: value for name, value in {**MODEL, **changed}.items() if "residual" not in name})
-    args.fp32_residual_connection = "fp32_residual_connection" in changed
-    assert Workload(args, system.read("h100"), linear(2), 1).costs.message == size
+    assert Workload(describe({**MODEL, **changed}), system.read("h100"), linear(2), 1).costs.message == size
 
 
 @pytest.mark.parametrize(
@@ -187,7 +199,7 @@ def test_messages_are_as_wide_as_the_residuals(changed, size):
     ],
 )  # fmt: skip
 def test_bytes_of_a_gradient(changed, size):
-    assert gradient_size(describe({**MODEL, **changed})) == size
+    assert describe({**MODEL, **changed}).precision.gradient_size == size
 
 
 @pytest.mark.parametrize(
@@ -204,10 +216,9 @@ def test_bytes_of_a_gradient(changed, size):
 )  # fmt: skip
 def test_bytes_for_each_weight(changed, data, each):
     """Megatron-LM, docs of the distributed optimizer: the table of bytes for each parameter."""
-    args = describe({**MODEL, **changed})
-    state = model_state(args, Part(parameters=1.0), Sharing(dense=data, expert=1))
+    job = describe({**MODEL, **changed})
+    state = model_state(job, Part(parameters=1.0), Sharing(dense=data, expert=1))
     assert state.weights + state.gradients + state.optimizer == pytest.approx(each)
-    assert state.updated == (1 / data if args.use_distributed_optimizer else 1)
 
 
 def test_a_rank_with_both_ends_has_one_tied_weight():
@@ -227,8 +238,8 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
         "tensor_model_parallel_size": tensor,
         "make_vocab_size_divisible_by": 128,
     }
-    assert padded_vocabulary(describe({**MODEL, **changed})) == padded
-    assert padded_vocabulary(describe({**MODEL, **changed, "padded_vocab_size": 99})) == 99
+    assert describe({**MODEL, **changed}).padded_vocabulary == padded
+    assert describe({**MODEL, **changed, "padded_vocab_size": 99}).padded_vocabulary == 99
 
 
 @pytest.mark.parametrize(
@@ -236,8 +247,8 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
 )
 def test_an_expert_s_weights_are_shared_by_its_own_tensor_parallel_ranks(tensor, expert_tensor, factor):
     changed = {"num_experts": 4, "tensor_model_parallel_size": tensor, "add_bias_linear": False}
-    args = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
-    assert experts(LayerCosts(args)).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
+    job = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
+    assert experts(LayerCosts(job)).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
 
 
 @pytest.mark.parametrize(
@@ -250,8 +261,8 @@ def test_layers_of_experts_come_as_often_as_asked(frequency, expected):
 
 
 def test_hybrid_layers_are_those_of_the_pattern():
-    args, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
-    costs = LayerCosts(args)
+    job, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
+    costs = LayerCosts(job)
     assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
-    with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern"):
-        model(hybrid_layer_pattern="M*", num_layers=None)
+    with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern"):
+        model(hybrid_layer_pattern="X*", num_layers=None)

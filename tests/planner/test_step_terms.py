@@ -30,8 +30,8 @@ HIDDEN = 2 * S * H
 
 
 def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
-    args = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
-    return Workload(args, MACHINE, placement_of(name, ranks, chunks), data)
+    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    return Workload(job, MACHINE, placement_of(name, ranks, chunks), data)
 
 
 def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:

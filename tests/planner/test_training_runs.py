@@ -10,7 +10,7 @@ from benchmarks.planner.training_runs import rank_correlation, validation, verdi
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step import error_band
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.workload import Workload
 from reference.published_runs import STAGE_TIMES, StageTimes
 
@@ -56,7 +56,7 @@ def test_shipped_bands_are_those_of_the_runs() -> None:
 @pytest.mark.parametrize("times", STAGE_TIMES, ids=lambda times: times.name)
 def test_forward_and_both_halves_of_backward(times: StageTimes) -> None:
     """Forward and input gradient come out within 15% and the weight gradient within 15%, each by itself."""
-    args = describe(
+    job = describe(
         {
             "num_layers": times.layers,
             "hidden_size": times.hidden,
@@ -76,8 +76,8 @@ def test_forward_and_both_halves_of_backward(times: StageTimes) -> None:
             "account_for_loss_in_pipeline_split": True,
         }
     )
-    request = for_world(args, times.ranks)
-    work = Workload(args, system.read("a100-80g"), request.placement, request.data)
+    request = for_world(asked_of(job), times.ranks)
+    work = Workload(job, system.read("a100-80g"), request.placement, request.data)
     stage = work.costs.stages[times.ranks // 2]
     found = (stage.forward, stage.input_gradient, stage.weight_gradient)
     assert [1e3 * seconds for seconds in found] == pytest.approx(times.milliseconds, rel=0.15)

@@ -10,7 +10,7 @@ from megatron_pp_ext.job.sizes import fewest_ranks
 from megatron_pp_ext.partition.cost_formulas import StageLoad, paper
 from megatron_pp_ext.partition.in_flight import in_flight
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -39,18 +39,18 @@ def arguments(replicas: str, rounds: int = 1, **changed):
     )  # fmt: skip
 
 
-def estimated(args, machine: System = MACHINE) -> Estimate:
-    return estimate_request(args, machine, for_world(args, fewest_ranks(args)))
+def estimated(job, machine: System = MACHINE) -> Estimate:
+    return estimate_request(job, machine, for_world(asked_of(job), fewest_ranks(job)))
 
 
-def unflushed(args, machine: System = MACHINE) -> Unflushed:
-    request = for_world(args, fewest_ranks(args))
-    work = Workload(args, machine, request.placement, 1, is_split=False)
+def unflushed(job, machine: System = MACHINE) -> Unflushed:
+    request = for_world(asked_of(job), fewest_ranks(job))
+    work = Workload(job, machine, request.placement, 1, is_split=False)
     return Unflushed(work, request.updates)
 
 
-def versions(args) -> list[int]:
-    return [round(rank.versions / rank.weights) for rank in estimated(args).ranks]
+def versions(job) -> list[int]:
+    return [round(rank.versions / rank.weights) for rank in estimated(job).ranks]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -63,8 +63,8 @@ def test_one_replica_each_is_the_straight_pipeline(stages: int, changed: dict) -
 
 def test_every_replica_has_its_stage_whole() -> None:
     """Weights, gradients, optimizer state, and activations of as many microbatches as it has in flight."""
-    args = arguments("2-3-1")
-    made, ranks = unflushed(args), estimated(args).ranks
+    job = arguments("2-3-1")
+    made, ranks = unflushed(job), estimated(job).ranks
     assert len(ranks) == 6
     for rank, stage in enumerate((0, 0, 1, 1, 1, 2)):
         part = made.work.parts[stage]
@@ -97,9 +97,9 @@ def test_a_replica_keeps_versions_by_its_own_warm_up() -> None:
 
 def test_messages_go_to_whichever_replica_has_the_turn() -> None:
     """A rank holds what waits for it, and as many sent messages as may be under way, to all its receivers."""
-    args = arguments("1-3")
-    size = unflushed(args).work.message
-    first, *others = (rank.messages / size - SENDS_AHEAD - 1 for rank in estimated(args).ranks)
+    job = arguments("1-3")
+    size = unflushed(job).work.message
+    first, *others = (rank.messages / size - SENDS_AHEAD - 1 for rank in estimated(job).ranks)
     assert first >= 1
     assert len(set(others)) == 1
 
@@ -136,10 +136,10 @@ def test_stages_of_one_model_may_have_equal_layers_and_other_numbers_of_replicas
 )
 def test_where_nobody_waits_a_step_is_what_the_busiest_replica_does(replicas, rounds, layout) -> None:
     """K / r forwards and backwards, the all-reduce, and the update."""
-    args = arguments(replicas, rounds, pipeline_model_parallel_layout=layout)
-    made = unflushed(args)
+    job = arguments(replicas, rounds, pipeline_model_parallel_layout=layout)
+    made = unflushed(job)
     expected = [
-        args.global_batch_size
+        job.batch.global_batch_size
         / count
         * (part.forward_seconds + part.backward_seconds - part.overlapped_in_whole)
         + ring(4 * part.parameters, count)
@@ -147,9 +147,9 @@ def test_where_nobody_waits_a_step_is_what_the_busiest_replica_does(replicas, ro
         for count, part in zip(made.updates.replicas.counts, made.work.parts, strict=True)
     ]
     assert made.busiest == (expected.index(max(expected)), pytest.approx(max(expected)))
-    found = estimated(args)
+    found = estimated(job)
     assert found.step_seconds == pytest.approx(max(expected))
-    each = max(expected) / args.global_batch_size
+    each = max(expected) / job.batch.global_batch_size
     stage = expected.index(max(expected))
     assert found.note.startswith(
         f"a microbatch every {each:.4g} s, of which the busiest stage, {stage}, needs"
@@ -169,8 +169,8 @@ def test_without_gradients_to_add_the_busiest_stage_is_the_partitioner_s() -> No
 
 def test_what_the_bubble_and_the_rates_count() -> None:
     """All ranks' time is that of the machine, and a step has the tokens of K microbatches."""
-    args = arguments("2-1-1", 2)
-    made, found = unflushed(args), estimated(args)
+    job = arguments("2-1-1", 2)
+    made, found = unflushed(job), estimated(job)
     busy = sum(seconds * count for seconds, count in zip(made.working, (2, 1, 1), strict=True))
     assert found.bubble == pytest.approx(1 - busy / (4 * found.pipeline_seconds))
     assert found.tokens_per_second == pytest.approx(4 * 512 / found.step_seconds)
@@ -204,7 +204,7 @@ def test_a_number_is_no_list_of_replicas() -> None:
 
 
 def test_workloads_without_replicas_have_as_many_copies_of_every_stage() -> None:
-    args = describe({**MODEL, "pipeline_schedule": "1f1b", "pipeline_model_parallel_size": 2})
-    work = Workload(args, MACHINE, linear(2), 3)
+    job = describe({**MODEL, "pipeline_schedule": "1f1b", "pipeline_model_parallel_size": 2})
+    work = Workload(job, MACHINE, linear(2), 3)
     assert (work.gpus, work.sharing.dense) == (6, 3)
     assert [wait.reduction > 0 for wait in work.waits] == [True, True]

@@ -9,7 +9,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
@@ -37,9 +37,9 @@ def arguments(name="1f1b", vocabulary="shared", **changed):
 
 
 def estimated(name="1f1b", vocabulary="shared", **changed):
-    args = arguments(name, vocabulary, **changed)
-    tensor = args.tensor_model_parallel_size
-    return estimate_request(args, H100, for_world(args, P * tensor))
+    job = arguments(name, vocabulary, **changed)
+    tensor = job.parallel.tensor_model_parallel_size
+    return estimate_request(job, H100, for_world(asked_of(job), P * tensor))
 
 
 def work(name="1f1b", shares=True, **changed):
@@ -54,14 +54,14 @@ def test_all_ranks_together_have_the_model_once(name, changed):
     tensor = changed.get("tensor_model_parallel_size", 1)
     table = V * H / tensor
     rows = table * (2 if changed == UNTIED else 1)
-    args = arguments(name, None, **changed)
-    made = model_parts(args, vocabulary=V)
+    job = arguments(name, None, **changed)
+    made = model_parts(job, vocabulary=V)
     positions, norm = S * H, 2 * H
     whole = sum(layer.parameters for layer in made.layers) + rows + positions + norm
     shared = work(name, **changed)
     assert sum(part.parameters for part in shared.by_rank) == pytest.approx(whole)
     without = replace(shared.placement, shares_vocabulary=False)
-    separate = Workload(args, H100, without, 1).by_rank
+    separate = Workload(job, H100, without, 1).by_rank
     first, last = shared.placement.rank_of(0), shared.head_rank
     for rank, (part, plain) in enumerate(zip(shared.by_rank, separate, strict=True)):
         ends = [table] * (rank == first) + [table] * (rank == last)
@@ -79,9 +79,12 @@ def test_weights_and_optimizer_follow_the_parameters(changed):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-half", "v-zb"])
 def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
-    args = arguments(name)
+    job = arguments(name)
     shared = work(name)
-    plain, separate = work(name, shares=False), model_parts(args, SystemKernelSeconds(H100, args), V)
+    plain, separate = (
+        work(name, shares=False),
+        model_parts(job, SystemKernelSeconds(H100, job), V),
+    )
     first, *inner, last = plain.costs.stages
     output = separate.output
     less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)
@@ -156,8 +159,8 @@ def test_auto_does_not_share_a_few_rows_and_says_what_that_would_cost():
 
 
 def test_auto_shares_nothing_where_other_flags_rule_it_out():
-    args = arguments(vocabulary="auto", mtp_num_layers=1)
-    assert for_world(args, P).vocabulary is None
+    job = arguments(vocabulary="auto", mtp_num_layers=1)
+    assert for_world(asked_of(job), P).vocabulary is None
     deep = estimated(vocabulary="auto", mtp_num_layers=1)
     assert deep == estimated(vocabulary=None, mtp_num_layers=1)
 
@@ -188,8 +191,8 @@ def test_a_limit_that_the_parts_alone_exceed_is_refused(short_searches):
 
 
 def _flex(vocabulary, **sizes):
-    args = arguments("flex", vocabulary, **sizes)
-    return estimate_request(args, H100, for_world(args, 2))
+    job = arguments("flex", vocabulary, **sizes)
+    return estimate_request(job, H100, for_world(asked_of(job), 2))
 
 
 @pytest.mark.parametrize(
@@ -203,9 +206,9 @@ def _flex(vocabulary, **sizes):
     ],
 )
 def test_refusals_are_one_line(changed, message):
-    args = describe({**MODEL, "pipeline_schedule": "1f1b", "pipeline_vocabulary": "shared", **changed})
+    job = describe({**MODEL, "pipeline_schedule": "1f1b", "pipeline_vocabulary": "shared", **changed})
     with pytest.raises(ValueError, match=r"--pipeline-vocabulary shared") as raised:
-        for_world(args, args.pipeline_model_parallel_size)
+        for_world(asked_of(job), job.parallel.pipeline_model_parallel_size)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

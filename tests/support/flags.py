@@ -18,7 +18,8 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import settle
 from megatron_pp_ext.schedule.costs import Costs
@@ -46,7 +47,7 @@ def read_by_megatron(words: Sequence[str]) -> Namespace:
     return args
 
 
-def read_by_commands(words: Sequence[str]) -> Namespace:
+def read_by_commands(words: Sequence[str]) -> Asked:
     """Return what a command reads in ``words``, without Megatron."""
     return described.read(words, None).counted()
 
@@ -130,4 +131,4 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) ->
 
 def estimated_costs(flags: str, stages: int) -> Costs:
     """Return the costs that are estimated for the tiny GPT with ``flags``, cut into ``stages``."""
-    return estimate(arguments(flags), stages)
+    return estimate(Asked(arguments(flags)), stages)

@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.job.layers import predicting_stage
+from megatron_pp_ext.job.typed_job import Job
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -154,9 +155,9 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
     The output layer has a tied one, and multi-token prediction has one wherever it is.
     """
-    args = get_args()
-    tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
-    stage = predicting_stage(args, len(pp_ranks))
+    job = Job.of(get_args())
+    tied = [] if job.model.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    stage = predicting_stage(job, len(pp_ranks))
     predicting = [] if stage is None else [pp_ranks[stage % len(pp_ranks)]]
     return sorted({pp_ranks[0], *tied, *predicting})
 
@@ -166,7 +167,7 @@ def predicts_here(vp_stage: int | None) -> bool:
     args, ranks = get_args(), mpu.get_pipeline_model_parallel_world_size()
     stages = ranks * (args.virtual_pipeline_model_parallel_size or 1)
     here = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
-    return predicting_stage(args, stages) == here
+    return predicting_stage(Job.of(args), stages) == here
 
 
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:

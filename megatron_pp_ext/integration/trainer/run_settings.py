@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.advice import advised
 from megatron_pp_ext.planner.layout.rows import Shortest
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
@@ -22,7 +23,7 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
     """
 
     def advice(costs: Costs, schedule: Schedule, name: str, free: float) -> tuple[str, Shortest] | None:
-        return advised(args, args.data_parallel_size, costs, schedule, name, free)
+        return advised(Job.of(args), args.data_parallel_size, costs, schedule, name, free)
 
     communicators = args.nccl_communicator_config_path
     return Settings(
@@ -32,7 +33,7 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         clip_grad=args.clip_grad,
         train_steps=lambda: int(args.train_iters),
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
-        message_bytes=partial(message_bytes, args),
+        message_bytes=lambda: message_bytes(Job.of(args)),
         advice=advice,
         caveat=partial(caveat, pipeline, args),
     )

@@ -23,9 +23,10 @@ from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.chunks import chunks_requested
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
@@ -63,7 +64,7 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
             if found is not None:
                 needed_flags.require_trainable(args)
                 if args.rank == 0 and found.rehearsal is None:
-                    found = replace(found, summary=summary(found, functools.partial(_costs, args)))
+                    found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
         except ValueError as error:
             raise refused(error) from error
         try:
@@ -80,7 +81,7 @@ def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
         if found is not None:
             found = replace(
                 found,
-                predicting=layers.predicting_stage(args, found.placement.stages),
+                predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
                 settings=settings(args, found),
             )
         requested.activate(found)
@@ -116,17 +117,22 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     """
     asked = Asked(args, {ENGINE: str(get_te_version())})
     all_rules.refuse(asked)
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    data = max(1, args.world_size // model)  # Megatron itself refuses sizes that do not divide.
-    if replicas.requested(args):
-        data = sizes.data_parallel_size(args, args.world_size)
+    parallel = asked.job.parallel
+    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    # Megatron itself refuses sizes that do not divide.
+    data = max(1, args.world_size // (model * parallel.context_parallel_size))
+    if replicas.requested(asked.job):
+        data = sizes.data_parallel_size(asked.job, args.world_size)
     layout = ""
-    if requested_layout.is_requested(args):
-        layout = requested_layout.settle(args, data, model_costs.vocabulary(args))
-    measurements.require_files(args)
+    if asked.finds_layout:
+        asked, layout = requested_layout.settle(asked, data, model_costs.vocabulary(asked))
+        args.pipeline_model_parallel_layout = asked.pipeline_model_parallel_layout
+        args.num_virtual_stages_per_pipeline_rank = None
+    measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
-        args.pipeline_schedule = pipeline.stock_schedule(args)
-    profile_steps = measurements.profile_steps(args)
+        args.pipeline_schedule = pipeline.stock_schedule(asked.job)
+        asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
+    profile_steps = measurements.profile_steps(args.pipeline_profile_steps, args.train_iters)
     ours = (
         args.pipeline_schedule,
         args.pipeline_trace,
@@ -134,23 +140,23 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         args.pipeline_vocabulary,
     )
     if all(flag is None for flag in ours) and not layout:
-        all_rules.refuse(replace(asked, chunks=chunks_requested(args) or 1))
+        all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
-    request = pipeline.read(args, data, asked.releases)
+    request = pipeline.read(asked, data)
     if request.is_stock or args.pipeline_schedule is None:
         return requested.Pipeline(
             request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
     try:
-        source = requested_source(request, functools.partial(_costs, args))
+        source = requested_source(request, functools.partial(_costs, asked))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
-    _settle_chunks(args, request, source.placement)
+    _settle_chunks(args, asked.job, request, source.placement)
     if request.updates is not None:
         args.rerun_mode = "disabled"  # its checks make all ranks wait for each other in every step
     rehearsed: tuple[int, ...] = ()
     if args.rehearse_pipeline is not None:
-        rehearsed = tuple(layers.by_stage(args, source.placement.stages))
+        rehearsed = tuple(layers.by_stage(asked.job, source.placement.stages))
         # A rank without data learns from global rank 0, which is absent, that there is some to train on.
         args.do_train = True
     return requested.Pipeline(
@@ -164,24 +170,24 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     )
 
 
-def _costs(args: Namespace, stages: int, shares_vocabulary: bool = False) -> Costs:
-    if args.pipeline_costs is None:
-        return model_costs.estimate(args, stages, shares_vocabulary)
-    costs = stage_costs.from_file(args, stages)
+def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
+    if asked.pipeline_costs is None:
+        return model_costs.estimate(asked, stages, shares_vocabulary)
+    costs = stage_costs.from_file(asked.job, stages)
     if shares_vocabulary and costs.vocabulary is None:
         raise ValueError(
-            f"--pipeline-vocabulary {args.pipeline_vocabulary}: {args.pipeline_costs} has no costs of a part "
-            'of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
+            f"--pipeline-vocabulary {asked.pipeline_vocabulary}: {asked.pipeline_costs} has no costs of a "
+            'part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
         )
     return costs
 
 
-def _settle_chunks(args: Namespace, request: Request, placement: Placement) -> None:
+def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:
     """Let Megatron build as many chunks a rank as the schedule has."""
-    if layers.stages_described(args) is not None:
+    if layers.stages_described(job) is not None:
         return
     if catalog.abilities(request.schedule).is_compiled:
         args.num_layers_per_virtual_pipeline_stage = None
         args.num_virtual_stages_per_pipeline_rank = placement.chunks if placement.chunks > 1 else None
-    elif chunks_requested(args) is None and placement.chunks > 1:
+    elif chunks_requested(job) is None and placement.chunks > 1:
         args.num_virtual_stages_per_pipeline_rank = placement.chunks

@@ -2,10 +2,11 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
@@ -18,7 +19,7 @@ ENGINE = "transformer-engine"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Every flag under the name of its argument, and what follows from the flags.
+    """Every flag under the name of its argument, the ``job`` that the flags describe, and what follows.
 
     A flag that this release of Megatron lacks is None, and so is what is not known yet, as long as the
     schedule has not been read: rules about it do not hold then.
@@ -34,6 +35,14 @@ class Asked:
     """Whether the backward is split into input and weight gradients."""
     from_file: Schedule | None = None
     """The schedule of ``csv:FILE``."""
+    job: Job = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "job", Job.of(self.args))
+
+    def changed(self, **values: Any) -> Self:
+        """Return what was asked, but with other ``values`` of arguments."""
+        return replace(self, args=Namespace(**{**vars(self.args), **values}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args, name, None)
@@ -44,7 +53,7 @@ class Asked:
 
     def is_set(self, flag: str) -> bool:
         """Whether ``flag``, spelled with dashes, has a value other than none, off and 0."""
-        return bool(layers.value(self.args, flag))
+        return bool(getattr(self.args, flag.removeprefix("--").replace("-", "_"), None))
 
     @property
     def schedule(self) -> str:
@@ -65,7 +74,7 @@ class Asked:
     @property
     def in_pipeline(self) -> bool:
         """Whether the model is cut into pipeline stages."""
-        return bool(self.pipeline_model_parallel_size > 1)
+        return self.job.parallel.pipeline_model_parallel_size > 1
 
     @property
     def paired_schedules(self) -> str:
@@ -91,17 +100,17 @@ class Asked:
     @property
     def layout_of_v(self) -> str:
         """The layout that says of a V what other flags say of the ends of a model."""
-        return layers.as_v(self.args)
+        return layers.as_v(self.job)
 
     @property
     def pattern(self) -> str | None:
         """The layers of a hybrid model."""
-        return layers.pattern(self.args)
+        return self.job.model.pattern
 
     @property
     def predicting_stage(self) -> int | None:
         """The stage with multi-token prediction."""
-        return layers.predicting_stage(self.args, self.placement.stages) if self.placement else None
+        return layers.predicting_stage(self.job, self.placement.stages) if self.placement else None
 
     @property
     def stages_for_prediction(self) -> str:
@@ -112,31 +121,29 @@ class Asked:
     @property
     def has_heterogeneous_layers(self) -> bool:
         """Whether a file describes each layer of the model by itself."""
-        return layers.are_heterogeneous(self.args)
+        flags = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
+        return any(map(self.is_set, flags))
 
     @property
     def has_dense_layer(self) -> bool:
         """Whether the model has a layer whose MLP is not one of experts."""
-        if self.pattern:
-            return "-" in self.pattern
-        frequency = self.moe_layer_freq
-        return not self.num_experts or (0 in frequency if isinstance(frequency, list) else frequency > 1)
+        model = self.job.model
+        return "-" in model.pattern if model.pattern else not (model.num_experts and all(model.has_experts))
 
     @property
     def recomputes_selectively(self) -> bool:
         """Whether parts of layers are computed again."""
-        return bool(self.recompute_granularity == "selective" or self.recompute_activations)
+        return self.job.memory.recompute_granularity == "selective"
 
     @property
     def gathers_weights(self) -> bool:
         """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
-        return (self.tensor_parallel_num_weight_shards or 0) > self.tensor_model_parallel_size
+        return (self.tensor_parallel_num_weight_shards or 0) > self.job.parallel.tensor_model_parallel_size
 
     @property
     def gathers_experts(self) -> bool:
         """The same of the weights of experts."""
-        ranks = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        return (self.expert_tensor_parallel_num_weight_shards or 0) > ranks
+        return (self.expert_tensor_parallel_num_weight_shards or 0) > self.job.parallel.expert_tensor
 
     @property
     def captures_graphs(self) -> bool:

@@ -75,7 +75,7 @@ _REHEARSAL = Rules(
             "its messages have two lengths",
             "put the m beside the L",
             lambda asked: (
-                asked.has_layout and any("m" in stage for stage in (layers.layout(asked.args) or [])[:-1])
+                asked.has_layout and any("m" in stage for stage in (layers.layout(asked.job) or ())[:-1])
             ),
         ),
     ),
@@ -88,7 +88,7 @@ def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
     """Yield a rule for each argument, and for values of others, that the costs of ``what`` do not know."""
     for name, reason in flag_effects.refused(what).items():
         value = f" {{{name}}}" if flag_effects.takes_value(name) else ""
-        is_asked = partial(lambda name, asked: flag_effects.is_asked(asked.args, name), name)
+        is_asked = partial(lambda name, asked: flag_effects.is_asked(asked, name), name)
         yield Rule(f"{flag_effects.flag(name)}{value}", reason, fix, is_asked)
     for name, values in flag_effects.known_values(what).items():
         is_other = partial(lambda name, known, asked: asked[name] not in (None, *known), name, values)

@@ -82,7 +82,7 @@ _ALWAYS = Rules(
             "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}",
             "it must be in a rank's last chunk, and on the first rank beside the E or the L",
             "put the m into stage {stages_for_prediction}",
-            lambda asked: asked.placement and not layers.can_predict(asked.args, asked.placement),
+            lambda asked: asked.placement and not layers.can_predict(asked.job, asked.placement),
         ),
     ),
 )

@@ -105,6 +105,42 @@ _LOCAL = Rules(
     ),
 )
 
+_ATTENTION = Rules(
+    "With attention of another kind",
+    lambda asked: True,
+    rows=(
+        Rule(
+            "--experimental-attention-variant gated_delta_net",
+            "is that of some layers, and Megatron has to know of which",
+            "give --linear-attention-freq",
+            lambda asked: (
+                asked.experimental_attention_variant == "gated_delta_net" and not asked.linear_attention_freq
+            ),
+        ),
+        Rule(
+            "--experimental-attention-variant dsa",
+            "chooses among compressed keys alone",
+            "add --multi-latent-attention",
+            lambda asked: asked.experimental_attention_variant == "dsa" and not asked.multi_latent_attention,
+        ),
+        Rule(
+            "--experimental-attention-variant dsa",
+            "has an indexer whose sizes have no defaults",
+            "give --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk",
+            lambda asked: (
+                asked.experimental_attention_variant == "dsa"
+                and not (asked.dsa_indexer_n_heads and asked.dsa_indexer_head_dim and asked.dsa_indexer_topk)
+            ),
+        ),
+        Rule(
+            "--attention-output-gate",
+            "is a product with the result of ordinary attention, and Megatron's latent attention has none",
+            "leave it or --multi-latent-attention out",
+            lambda asked: asked.attention_output_gate and asked.multi_latent_attention,
+        ),
+    ),
+)
+
 _LAYOUT = Rules(
     f"Beside `{layers.LAYOUT} {AUTO}`",
     lambda asked: asked.finds_layout,
@@ -151,4 +187,4 @@ CONFIG = (
     ),
 )
 
-RULES = (_ENDLESS, _IN_PIPELINE, _SEVERAL_CHUNKS, _LOCAL, _LAYOUT)
+RULES = (_ENDLESS, _IN_PIPELINE, _SEVERAL_CHUNKS, _LOCAL, _ATTENTION, _LAYOUT)

@@ -1,9 +1,9 @@
 """The layout with which stages that were measured would make a shorter pipeline."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.layer_row import LayerRow
 from megatron_pp_ext.planner.layout.measured_layers import divided
@@ -18,9 +18,9 @@ _WORTH = 0.01
 
 
 def advised(
-    args: Namespace, data: int, costs: Costs, schedule: Schedule, name: str, free: float = 0.0
+    job: Job, data: int, costs: Costs, schedule: Schedule, name: str, free: float = 0.0
 ) -> tuple[str, Shortest] | None:
-    """Return a layout that is shorter than that of ``args`` by a hundredth at least, or None.
+    """Return a layout that is shorter than that of ``job`` by a hundredth at least, or None.
 
     ``costs`` are those of the stages of ``schedule``, which is called ``name``, and ``data`` is the
     data-parallel size.  ``free`` are the bytes that the fullest device leaves for activations and messages.
@@ -29,11 +29,11 @@ def advised(
     ValueError for layers that cannot be estimated.
     """
     stages = schedule.placement.stages
-    if layers.pattern(args) or layers.predicting_stage(args, stages) not in (None, stages - 1):
+    if job.model.pattern or layers.predicting_stage(job, stages) not in (None, stages - 1):
         return None
-    known = tuple(layers.by_stage(args, stages))
-    model = model_parts(args)
-    described = ModelRow(args, model, data, schedule, name)
+    known = tuple(layers.by_stage(job, stages))
+    model = model_parts(job)
+    described = ModelRow(job, model, data, schedule, name)
 
     def with_prediction(cut: Sequence[int]) -> Cut:
         return *cut[:-1], cut[-1] + described.items - len(model.layers)

@@ -1,15 +1,14 @@
 """A described model as a row of layers, with costs in proportion to operations."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.model_description import changed
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
@@ -22,14 +21,14 @@ _MACHINE = "h100"
 
 
 class ModelRow:
-    """The layers of ``args``'s model, whose parts are ``model``, for a schedule that is called ``name``."""
+    """The layers of ``job``'s model, whose parts are ``model``, for a schedule that is called ``name``."""
 
-    def __init__(self, args: Namespace, model: ModelParts, data: int, schedule: Schedule, name: str) -> None:
-        self._args, self._model, self._data = args, model, data
+    def __init__(self, job: Job, model: ModelParts, data: int, schedule: Schedule, name: str) -> None:
+        self._job, self._model, self._data = job, model, data
         self._order, self._name = Prepared(schedule), name
         shares_vocabulary = schedule.placement.shares_vocabulary
-        counted = StageSeconds(args, model, shares_vocabulary, schedule.splits_backward)
-        self.stages = ModelStages(args, counted, schedule.placement)
+        counted = StageSeconds(job, model, shares_vocabulary, schedule.splits_backward)
+        self.stages = ModelStages(job, counted, schedule.placement)
         self.placement, self.items = self.stages.placement, self.stages.items
         self.least, self.seconds = self.stages.least, self.stages.seconds
 
@@ -58,16 +57,14 @@ class ModelRow:
         return memory(self._work(cut), self._order, self._name, microbatches)
 
     def _work(self, cut: Cut) -> Workload:
-        args = changed(self._args, pipeline_model_parallel_layout=self.stages.spelled(cut))
+        job = self._job.changed(pipeline_model_parallel_layout=self.stages.spelled(cut))
         is_split = self._order.timer.schedule.splits_backward
-        return work_of(args, self._model, self._data, self.placement, is_split)
+        return work_of(job, self._model, self._data, self.placement, is_split)
 
 
-def work_of(
-    args: Namespace, model: ModelParts, data: int, placement: Placement, is_split: bool = True
-) -> Workload:
-    """Return the workload of ``args``'s model in the stages that ``args`` describe."""
-    return Workload(args, system.read(_MACHINE), placement, data, model=model, is_split=is_split)
+def work_of(job: Job, model: ModelParts, data: int, placement: Placement, is_split: bool = True) -> Workload:
+    """Return the workload of ``job`` in the stages that it describes."""
+    return Workload(job, system.read(_MACHINE), placement, data, model=model, is_split=is_split)
 
 
 def without_messages(costs: Costs) -> Costs:

@@ -1,43 +1,43 @@
 """The stages into which a described model can be cut, and the layout that Megatron reads a cut from."""
 
-from argparse import Namespace
 from functools import cached_property
 
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Seconds, StageSeconds
 from megatron_pp_ext.schedule.placement import Placement
 
 
-def fewest(args: Namespace, placement: Placement) -> Cut:
+def fewest(job: Job, placement: Placement) -> Cut:
     """Return the fewest layers of each stage of ``placement``.
 
     Only a stage that has the embedding or the loss does without a layer.  Where some layers of every stage
     are recomputed, every stage has them.
     """
-    if args.recompute_method == "block":
-        return (args.recompute_num_layers or 1,) * placement.stages
+    if job.memory.recomputes_first:
+        return (job.memory.recomputed_together,) * placement.stages
     end = int(placement.shares_vocabulary)
     return (end, *[1] * (placement.stages - 2), end)
 
 
 class ModelStages:
-    """The stages of ``placement`` that can be cut from the model of ``args``, whose seconds are ``counted``.
+    """The stages of ``placement`` that can be cut from the model of ``job``, whose seconds are ``counted``.
 
     The items of a cut are the transformer layers, and all depths of multi-token prediction as one item behind
     them.
     """
 
-    def __init__(self, args: Namespace, counted: StageSeconds, placement: Placement) -> None:
-        self._args, self._counted, self.placement = args, counted, placement
+    def __init__(self, job: Job, counted: StageSeconds, placement: Placement) -> None:
+        self._job, self._counted, self.placement = job, counted, placement
         self.layers, self._prediction = counted.layers, counted.prediction
         self.items = self.layers + bool(self._prediction)
 
     @cached_property
     def least(self) -> Cut:
         """The fewest items of each stage."""
-        return fewest(self._args, self.placement)
+        return fewest(self._job, self.placement)
 
     @cached_property
     def start(self) -> Cut:
@@ -87,6 +87,6 @@ class ModelStages:
     def _by_itself(self) -> Cut | None:
         """The layers of each stage as Megatron cuts them without a layout; None where it cannot."""
         try:
-            return tuple(layers.by_stage(self._args, self.placement.stages))
+            return tuple(layers.by_stage(self._job, self.placement.stages))
         except ValueError:
             return None

@@ -4,11 +4,10 @@ It follows from flags and files alone, so that every rank of a job finds the sam
 the flag.  No rank needs more memory for it than the fullest one does with equally many layers in all stages.
 """
 
-from argparse import Namespace
-
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
@@ -16,7 +15,6 @@ from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages,
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import Row, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.model_description import changed
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
@@ -26,84 +24,86 @@ from megatron_pp_ext.schedule.placement import Placement, linear, loop
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
-def is_requested(args: Namespace) -> bool:
-    """Whether ``args`` leave the layout to this package."""
-    return bool(args.pipeline_model_parallel_layout == AUTO)
-
-
-def settle(args: Namespace, data: int, vocabulary: int) -> str:
-    """Put a layout in the place of ``auto`` in ``args``, and return words about it for the start line.
+def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
+    """Return what was ``asked`` with a layout for ``auto``, and words about it for the start line.
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
     what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
     there is nothing to choose, and for what ``job.pipeline.read`` refuses.
     """
-    _require_choice(args)
-    ranks, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    _require_choice(asked)
+    ranks, file = asked.job.parallel.pipeline_model_parallel_size, asked.job.pipeline.pipeline_costs
+    chunks = _chunks(asked.job)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
-    args.num_virtual_stages_per_pipeline_rank = None
-    described = changed(args, pipeline_model_parallel_layout=None)
-    described.vocab_size = args.vocab_size or vocabulary
-    model = model_parts(described)
-    cuts = ModelStages(described, StageSeconds(described, model), placement)
+    job = asked.job.changed(
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_model_parallel_layout=None,
+        vocab_size=asked.job.model.vocab_size or vocabulary,
+    )
+    model = model_parts(job)
+    cuts = ModelStages(job, StageSeconds(job, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
-    args.pipeline_model_parallel_layout = cuts.spelled(known)
-    request = pipeline.read(args, data)
+    even_stages = _laid_out(asked, cuts.spelled(known))
+    request = pipeline.read(even_stages, data)
 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
-        if args.pipeline_costs is not None:
-            return costs_file.read(args.pipeline_costs).joined(layers.by_stage(args, stages))
+        if file is not None:
+            return costs_file.read(file).joined(layers.by_stage(even_stages.job, stages))
         where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
-        even_stages = changed(described, pipeline_model_parallel_layout=cuts.spelled(known))
-        return without_messages(work_of(even_stages, model, data, where).costs)
+        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
+        return without_messages(work_of(cut, model, data, where).costs)
 
     schedule = requested_source(request, costs_of).build(request.microbatches, None)
-    row: Row = ModelRow(described, model, data, schedule, request.schedule)
-    if args.pipeline_costs is not None:
-        costs = costs_file.read(args.pipeline_costs)
+    row: Row = ModelRow(job, model, data, schedule, request.schedule)
+    if file is not None:
+        costs = costs_file.read(file)
         rows = tuple(map(seconds_of, costs.stages))
         row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
     best = shortest(schedule, row, known)
-    args.pipeline_model_parallel_layout = cuts.spelled(best.cut)
+    found = cuts.spelled(best.cut)
     return (
-        f"layout {args.pipeline_model_parallel_layout}, by prediction {best.gain:.1%} shorter than stages "
-        "of as many layers each"
+        _laid_out(asked, found),
+        f"layout {found}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
     )
 
 
-def _require_choice(args: Namespace) -> None:
-    """Raise ValueError where ``args`` leave no layout to choose, or costs are not those of its layers."""
-    all_rules.refuse(Asked(args))
-    all_rules.refuse_to_predict(Asked(args))
-    ranks, count = args.pipeline_model_parallel_size, layers.count(args)
-    stages = ranks * _chunks(args)
+def _laid_out(asked: Asked, layout: str) -> Asked:
+    return asked.changed(pipeline_model_parallel_layout=layout, num_virtual_stages_per_pipeline_rank=None)
+
+
+def _require_choice(asked: Asked) -> None:
+    """Raise ValueError where ``asked`` leaves no layout to choose, or costs are not those of its layers."""
+    all_rules.refuse(asked)
+    all_rules.refuse_to_predict(asked)
+    job, file = asked.job, asked.job.pipeline.pipeline_costs
+    count, stages = job.model.layers, job.parallel.pipeline_model_parallel_size * _chunks(job)
     if count < stages:
         raise ValueError(
             f"{_FLAG} has {stages} stages to fill with --num-layers {count}; lower "
             "--pipeline-model-parallel-size, or describe stages without layers yourself"
         )
-    if args.pipeline_costs is None:
+    if file is None:
         return
-    objects = len(costs_file.read(args.pipeline_costs).stages)
+    objects = len(costs_file.read(file).stages)
     if objects != count:
         raise ValueError(
-            f"{_FLAG} needs the costs of each layer, but {args.pipeline_costs} has {objects} objects in "
+            f"{_FLAG} needs the costs of each layer, but {file} has {objects} objects in "
             f"'stages' for --num-layers {count}; give one a layer, the ends with embedding and loss"
         )
 
 
-def _chunks(args: Namespace) -> int:
+def _chunks(job: Job) -> int:
     """Return the chunks a rank for which the layout is made."""
-    name, given = args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank
+    name, given = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
     if given is not None:
-        return int(given)
+        return given
     can = catalog.abilities(name)
     if name is None or not can.flushes:
         return 1
     if can.is_compiled:
-        return 2 if layers.count(args) >= 2 * args.pipeline_model_parallel_size else 1
+        return 2 if job.model.layers >= 2 * job.parallel.pipeline_model_parallel_size else 1
     if can.file is not None:
         return csv_file.read(can.file).placement.chunks
     return catalog.entry(name).chunks

@@ -1,10 +1,8 @@
 """The seconds of a stage with given layers, wherever it is in the pipeline; each is counted once."""
 
-from argparse import Namespace
 from dataclasses import replace
 
-from megatron_pp_ext.job import layers
-from megatron_pp_ext.planner.step.model_description import changed
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
@@ -16,19 +14,19 @@ type Seconds = tuple[float, float, float]
 
 
 class StageSeconds:
-    """The seconds of stages of ``model``, the parts of ``args``'s model.
+    """The seconds of stages of ``model``, the parts of ``job``'s model.
 
     ``shares_vocabulary`` says whether all ranks share the vocabulary, and ``is_split`` whether backwards come
     in two halves.  The items of a stage are layers, and multi-token prediction as the last item of the model.
     """
 
     def __init__(
-        self, args: Namespace, model: ModelParts, shares_vocabulary: bool = False, is_split: bool = True
+        self, job: Job, model: ModelParts, shares_vocabulary: bool = False, is_split: bool = True
     ) -> None:
-        self._args, self.model = args, model
+        self._job, self.model = job, model
         self._shares_vocabulary, self._is_split = shares_vocabulary, is_split
         self.layers = len(model.layers)
-        self.prediction = "m" * (layers.value(args, "--mtp-num-layers") or 0)
+        self.prediction = "m" * job.model.mtp_num_layers
         self._known: dict[tuple[int, int, int], Seconds] = {}
         self._by_content: dict[tuple[object, ...], Seconds] = {}
 
@@ -49,11 +47,11 @@ class StageSeconds:
         # Prediction has another layer like the model's last one.
         row = (last, *here) if role == LAST else (*here, last)
         counts = ((count, 1, 0), (0, count, 1), (1, 0, count))[role]
-        args = self._args
+        job = self._job
         if self.prediction:
             stages = ["E", "", "L"]
             stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
-            args = changed(args, pipeline_model_parallel_layout="|".join(stages))
-        parts = stage_parts(args, replace(self.model, layers=row), counts, self._shares_vocabulary)
+            job = job.changed(pipeline_model_parallel_layout="|".join(stages))
+        parts = stage_parts(job, replace(self.model, layers=row), counts, self._shares_vocabulary)
         costs = parts[role].costs(self._is_split)
         return costs.forward, costs.input_gradient, costs.weight_gradient

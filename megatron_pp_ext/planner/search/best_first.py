@@ -106,7 +106,7 @@ class Search:
         self._space, self._compiles = space, compiles
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
-        self._workloads = Workloads(space.args, system)
+        self._workloads = Workloads(space.job, system)
         self._replays = Replays(self._workloads, margin, space.is_uneven)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}

@@ -1,6 +1,5 @@
 """One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -8,7 +7,8 @@ from typing import Any, Self
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
-from megatron_pp_ext.planner.step.model_description import changed, flag
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
@@ -31,7 +31,7 @@ class Recompute:
             "recompute_granularity": self.granularity,
             "recompute_method": self.method,
             "recompute_num_layers": self.layers,
-            "recompute_modules": list(self.modules) or None,
+            "recompute_modules": self.modules or None,
         }
 
 
@@ -97,9 +97,9 @@ class Candidate:
             return replace(v(self.pipeline), shares_vocabulary=self.shares_vocabulary)
         return placement_of(self.schedule, self.pipeline, self.chunks, self.shares_vocabulary)
 
-    def described(self, args: Namespace) -> Namespace:
-        """Return ``args`` with everything set as this candidate sets it."""
-        return changed(args, **self._values())
+    def described(self, job: Job) -> Job:
+        """Return ``job`` with everything set as this candidate sets it."""
+        return job.changed(**self._values())
 
     def flags(self) -> list[str]:
         """Return the words of a command line that set the same."""

@@ -7,7 +7,7 @@ from operator import le
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Limit, requested_limit
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.pipeline import named
+from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
@@ -55,10 +55,11 @@ class Compiler:
     """
 
     def __init__(self, space: Space, workloads: Workloads, limit: float, margin: float) -> None:
-        self._space, self._workloads = space, workloads
+        self._workloads = workloads
         self._limit, self._margin = limit, margin
-        if space.args.pipeline_memory_limit is not None:
-            memory_limit.numbers(space.args.pipeline_memory_limit)
+        self._given = space.job.pipeline.pipeline_memory_limit
+        if self._given is not None:
+            memory_limit.numbers(self._given)
 
     def compiled(self, cut: Candidate) -> Evaluated | str:
         """Return ``cut`` with the estimate of its compiled order, or why there is none."""
@@ -82,9 +83,8 @@ class Compiler:
         More memory on some ranks need not lead the compiler to a shorter order, and it may choose a placement
         with other stages than ``cut``.  So one number for all ranks competes with one for each.
         """
-        given = self._space.args.pipeline_memory_limit
-        if given is not None:
-            limit = memory_limit.read(given, cut.pipeline)
+        if self._given is not None:
+            limit = memory_limit.read(self._given, cut.pipeline)
             amount, _ = requested_limit(limit, cut.pipeline, cut.microbatches, whole)
             amounts = amount if isinstance(amount, tuple) else (amount,) * cut.pipeline
             if all(map(le, amounts, left)):

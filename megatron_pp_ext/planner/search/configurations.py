@@ -1,13 +1,12 @@
 """All legal ways to run a model on a number of GPUs."""
 
 import math
-from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.job.layers import spread
-from megatron_pp_ext.job.pipeline import vocabulary
 from megatron_pp_ext.job.sizes import require_divisible
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
@@ -17,12 +16,12 @@ from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
 class Space:
     """The configurations that are searched.
 
-    ``fixed`` names the arguments whose values in ``args`` are the user's and stay; everything else that a
+    ``fixed`` names the arguments whose values in ``job`` are the user's and stay; everything else that a
     candidate sets is tried.  Tensor parallelism stays within a node.  Where ``is_uneven``, stages may have
     different numbers of layers.
     """
 
-    args: Namespace
+    job: Job
     gpus: int
     gpus_per_node: int
     batch: int
@@ -38,13 +37,12 @@ class Space:
 
     def cuts(self) -> Iterator[Candidate]:
         """Yield every combination of parallel sizes, with a microbatch of 1 and without recomputation."""
-        args = self.args
         for tensor in self._sizes("tensor_model_parallel_size", min(self.gpus, self.gpus_per_node)):
             for context in self._sizes("context_parallel_size", self.gpus // tensor):
                 left = self.gpus // tensor // context
                 for pipeline in self._sizes("pipeline_model_parallel_size", left):
                     data = left // pipeline
-                    if self.batch % data or pipeline > spread(args):
+                    if self.batch % data or pipeline > spread(self.job):
                         continue
                     for expert, own in self._experts(tensor, data * context):
                         sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
@@ -52,37 +50,36 @@ class Space:
                             *sizes,
                             Recompute("none"),
                             expert_tensor=own,
-                            is_paired=args.overlap_moe_expert_parallel_comm,
+                            is_paired=self.job.parallel.overlap_moe_expert_parallel_comm,
                         )
                         if cut.is_paired and (expert == 1 or pipeline == 1):
                             continue
-                        if _is_legal(cut.described(args), self.gpus // pipeline):
+                        if _is_legal(cut.described(self.job), self.gpus // pipeline):
                             yield cut
 
     def refined(self, cut: Candidate) -> Iterator[Candidate]:
         """Yield ``cut`` with every size of a microbatch, the smallest first."""
         each = cut.microbatches
-        given = self.args.micro_batch_size if "micro_batch_size" in self.fixed else None
+        given = self.job.batch.micro_batch_size if "micro_batch_size" in self.fixed else None
         for size in [given] if given else _divisors(each):
             if each % size == 0:
                 yield replace(cut, micro_batch=size, microbatches=each // size)
 
     def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
         """Return what can be recomputed, from nothing to everything."""
-        args = self.args
+        model, memory = self.job.model, self.job.memory
         if "recompute_granularity" in self.fixed:
-            modules = tuple(args.recompute_modules or ())
-            given = (args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
-            return [Recompute(f"recompute-{args.recompute_granularity}", *given)]
-        is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
+            how, layers = memory.recompute_granularity, memory.recompute_num_layers or None
+            given = how, memory.recompute_method, layers, memory.recompute_modules
+            return [Recompute(f"recompute-{how}", *given)]
         ways = [Recompute("none")]
-        if is_unfused:
+        if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         if cut.is_paired:
             return ways
-        if not args.num_experts and not args.add_bias_linear:  # see job.rules.stock
+        if not model.num_experts and not model.add_bias_linear:  # see job.rules.stock
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
-        half = spread(args) // (cut.pipeline * chunks) // 2
+        half = spread(self.job) // (cut.pipeline * chunks) // 2
         if half:
             ways.append(Recompute("recompute-half", "full", "block", half))
         return [*ways, Recompute("recompute-full", "full", "uniform", 1)]
@@ -90,11 +87,11 @@ class Space:
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
         if cut.pipeline == 1:
-            if "pipeline_schedule" not in self.fixed and vocabulary(self.args) != SHARED:
+            if "pipeline_schedule" not in self.fixed and self.job.pipeline.pipeline_vocabulary != SHARED:
                 yield 1, [NO_PIPELINE]
             return
         flag = "num_virtual_stages_per_pipeline_rank"
-        given = getattr(self.args, flag) if flag in self.fixed else None
+        given = self.job.value(flag) if flag in self.fixed else None
         for chunks in self._chunks(cut.pipeline):
             names = [name for name in self.schedules if catalog.entry(name).accepts(chunks)]
             if names and given in (None, chunks):
@@ -105,19 +102,19 @@ class Space:
 
         Where stages are even these are the divisors of a rank's layers.
         """
-        layers = spread(self.args)
+        layers = spread(self.job)
         longest = range(1, -(-layers // ranks) + 1)
         longest_stages = sorted({-(-layers // (ranks * each)) for each in longest})
         return [chunks for chunks in longest_stages if self.fills(ranks, chunks)]
 
     def fills(self, ranks: int, chunks: int) -> bool:
         """Whether the model's layers fill the stages of so many ranks."""
-        layers, stages = spread(self.args), ranks * chunks
+        layers, stages = spread(self.job), ranks * chunks
         return stages <= layers if self.is_uneven else layers % stages == 0
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
         """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""
-        wanted = vocabulary(self.args)
+        wanted = self.job.pipeline.pipeline_vocabulary
         if wanted is None or cut.pipeline == 1:
             return (False,)
         return (True,) if wanted == SHARED else (False, True)
@@ -125,7 +122,7 @@ class Space:
     def _sizes(self, name: str, most: int) -> list[int]:
         """Return the user's value of argument ``name``, or all that divide the ``most`` GPUs left."""
         if name in self.fixed:
-            given = getattr(self.args, name)
+            given = self.job.value(name)
             return [given] if given <= most and most % given == 0 else []
         return _divisors(most)
 
@@ -134,20 +131,20 @@ class Space:
 
         The latter is None where it is as large as that of the other layers.
         """
-        args, count = self.args, self.args.num_experts
+        parallel, count = self.job.parallel, self.job.model.num_experts
         own = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
         if "expert_tensor_parallel_size" in self.fixed:
-            own = [args.expert_tensor_parallel_size]
+            own = [parallel.expert_tensor_parallel_size or None]
         if "expert_model_parallel_size" in self.fixed:
-            return [(args.expert_model_parallel_size, each) for each in own]
+            return [(parallel.expert_model_parallel_size, each) for each in own]
         sizes = _divisors(count) if count else [1]
         ranks = replicas * tensor
         return [(size, each) for each in own for size in sizes if ranks % (size * (each or tensor)) == 0]
 
 
-def _is_legal(args: Namespace, stage_ranks: int) -> bool:
+def _is_legal(job: Job, stage_ranks: int) -> bool:
     try:
-        require_divisible(args, stage_ranks)
+        require_divisible(job, stage_ranks)
     except ValueError:
         return False
     return True

@@ -60,7 +60,7 @@ class MeanRank:
     @cached_property
     def state(self) -> ModelState:
         """The weights, gradients and optimizer state."""
-        return model_state(self.work.args, self.part, self.work.sharing)
+        return model_state(self.work.job, self.part, self.work.sharing)
 
     def memory(self, microbatches: int, margin: float, kept: float | None = None) -> RankMemory:
         """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
@@ -110,10 +110,10 @@ class MeanRank:
 
 def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRank:
     """Return the mean rank of ``work``, whose stages have the ``fewest`` layers at least."""
-    args, placement = work.args, work.placement
-    total = sums.total(args, work.layers, placement.shares_vocabulary)
+    job, placement = work.job, work.placement
+    total = sums.total(job, work.layers, placement.shares_vocabulary)
     part = total.times(1 / placement.ranks) + work.vocabulary_parameters
-    return MeanRank(work, part, sums.least(args, fewest, placement.shares_vocabulary))
+    return MeanRank(work, part, sums.least(job, fewest, placement.shares_vocabulary))
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:

@@ -4,7 +4,6 @@ A sum over all stages is one over all layers, and a model has few kinds of these
 computed again depends on the stages, where every stage recomputes its first ones.
 """
 
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.stage_parts import end_parts, kept_input, prediction_parts
 
@@ -48,30 +48,29 @@ class ModelSums:
         self._totals: dict[tuple[object, ...], Part] = {}
         self._least: dict[tuple[object, ...], LeastSeconds] = {}
 
-    def total(self, args: Namespace, cut: Sequence[int], shares_vocabulary: bool) -> Part:
+    def total(self, job: Job, cut: Sequence[int], shares_vocabulary: bool) -> Part:
         """Return the sum of the parts of all stages of ``cut``, whose temporary bytes are left out."""
-        is_full, size = args.recompute_granularity == "full", args.recompute_num_layers or 1
-        kept = kept_input(args, self.model.hidden_bytes)
-        if is_full and (args.recompute_method == "block" or size > 1):
-            layers = self._recomputed(args, cut, size, kept)
+        is_full, size = job.memory.recomputes_layers, job.memory.recomputed_together
+        kept = kept_input(job, self.model.hidden_bytes)
+        if is_full and (job.memory.recomputes_first or size > 1):
+            layers = self._recomputed(job, cut, size, kept)
         else:
             key = (is_full,)
             if key not in self._totals:
                 self._totals[key] = self._sum(self._before[:, -1] * is_full, len(self.model.layers), kept)
             layers = self._totals[key]
-        beside = self._beside(args, shares_vocabulary, is_one=len(cut) == 1)
+        beside = self._beside(job, shares_vocabulary, is_one=len(cut) == 1)
         return layers + beside + self.model.other.times(len(cut))
 
-    def least(self, args: Namespace, fewest: Sequence[int], shares_vocabulary: bool) -> LeastSeconds:
+    def least(self, job: Job, fewest: Sequence[int], shares_vocabulary: bool) -> LeastSeconds:
         """Return what stages take at least where the first, each middle and the last have so many layers."""
         few = fewest[0], fewest[1], fewest[-1]
-        is_block = args.recompute_method == "block"
-        key = args.recompute_granularity, is_block, few, shares_vocabulary
+        is_full, is_block = job.memory.recomputes_layers, job.memory.recomputes_first
+        key = is_full, is_block, few, shares_vocabulary
         if key not in self._least:
-            is_full = args.recompute_granularity == "full"
             seconds = self._again if is_full else self._plain
             first, last = map(_summed, zip(*end_parts(self.model, shares_vocabulary), strict=True))
-            last += prediction_parts(args, self.model, has_embedding=True)[1]
+            last += prediction_parts(job, self.model, has_embedding=True)[1]
             other = self.model.other
             bare = other + first, other, other + last
             took = [
@@ -90,22 +89,22 @@ class ModelSums:
             )
         return self._least[key]
 
-    def _beside(self, args: Namespace, shares_vocabulary: bool, is_one: bool) -> Part:
+    def _beside(self, job: Job, shares_vocabulary: bool, is_one: bool) -> Part:
         """Return what the stages, or the only one, have beside their layers, but for what each has."""
         key = "beside", shares_vocabulary, is_one
         if key not in self._totals:
             ends = [part for parts in end_parts(self.model, shares_vocabulary) for part in parts]
-            self._totals[key] = _summed([*ends, *prediction_parts(args, self.model, has_embedding=is_one)])
+            self._totals[key] = _summed([*ends, *prediction_parts(job, self.model, has_embedding=is_one)])
         return self._totals[key]
 
-    def _recomputed(self, args: Namespace, cut: Sequence[int], size: int, kept: float) -> Part:
+    def _recomputed(self, job: Job, cut: Sequence[int], size: int, kept: float) -> Part:
         """Return the sum of the layers where those computed again depend on the stages.
 
         These are the first ``size`` of each stage, or all in groups of ``size``.
         """
         counts, ends = np.array(cut), np.array([*accumulate(cut)])
         starts = ends - counts
-        if args.recompute_method != "block":
+        if not job.memory.recomputes_first:
             return self._sum(self._before[:, -1], int((-(-counts // size)).sum()), kept)
         again = np.minimum(counts, size)
         by_kind = (self._before[:, starts + again] - self._before[:, starts]).sum(axis=1)

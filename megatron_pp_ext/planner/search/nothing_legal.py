@@ -44,7 +44,7 @@ def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
     flags, ways = [], []
     for name in names:
         values = sorted({_value(one, name) for one in _without(wider, [name]).sized()})
-        flags.append(f"{flag(name)} {getattr(space.args, name)}")
+        flags.append(f"{flag(name)} {space.job.value(name)}")
         ways.append(f"{flag(name)} to {_listed(values)}")
     return (
         f"nothing is legal on {space.gpus} GPUs with {' and '.join(flags)} and --global-batch-size "

@@ -1,10 +1,10 @@
 """The workloads, stages and orders of candidates; what several candidates have in common is made once."""
 
-from argparse import Namespace
 from dataclasses import replace
 from functools import lru_cache, partial
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_stages import ModelStages, fewest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
@@ -18,11 +18,11 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class Workloads:
-    """The workloads of candidates for ``args``'s model on ``system``."""
+    """The workloads of candidates for the model of ``job`` on ``system``."""
 
-    def __init__(self, args: Namespace, system: System) -> None:
-        self._args, self._system = args, system
-        self._described = lru_cache(maxsize=8)(partial(Candidate.described, args=args))
+    def __init__(self, job: Job, system: System) -> None:
+        self._system = system
+        self._described = lru_cache(maxsize=8)(partial(Candidate.described, job=job))
         self._models: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
@@ -35,18 +35,18 @@ class Workloads:
         They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A
         candidate without a schedule has whole backwards, which take no longer than split ones.
         """
-        args = self._described(candidate)
-        model = self._model(candidate, args).model
+        job = self._described(candidate)
+        model = self._model(candidate, job).model
         where = placement or candidate.placement
-        return Workload(args, self._system, where, candidate.data, layers, model, _is_split(candidate))
+        return Workload(job, self._system, where, candidate.data, layers, model, _is_split(candidate))
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
         """Return what its ranks have on average, with even stages where these make a difference."""
-        args = self._described(_without_layout(candidate))
-        sums, least = self._model(candidate, args), fewest(args, placement)
+        job = self._described(_without_layout(candidate))
+        sums, least = self._model(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
         sizes = candidate.data, cut, sums.model, _is_split(candidate)
-        return mean_rank(Workload(args, self._system, placement, *sizes), sums, least)
+        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least)
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
@@ -54,18 +54,18 @@ class Workloads:
         alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.shares_vocabulary, is_split
         key = *alike, placement
         if key not in self._stages:
-            args = self._described(_without_layout(candidate))
+            job = self._described(_without_layout(candidate))
             if alike not in self._seconds:
-                model = self._model(candidate, args).model
-                self._seconds[alike] = StageSeconds(args, model, placement.shares_vocabulary, is_split)
-            self._stages[key] = ModelStages(args, self._seconds[alike], placement)
+                model = self._model(candidate, job).model
+                self._seconds[alike] = StageSeconds(job, model, placement.shares_vocabulary, is_split)
+            self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
 
-    def _model(self, one: Candidate, args: Namespace) -> ModelSums:
+    def _model(self, one: Candidate, job: Job) -> ModelSums:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
         key = _costs_of_a_layer(one)
         if key not in self._models:
-            self._models[key] = ModelSums(model_on(args, self._system))
+            self._models[key] = ModelSums(model_on(job, self._system))
         return self._models[key]
 
 

@@ -6,7 +6,6 @@ it.
 """
 
 import json
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
 
 DENSE, FP8, EXPERTS, SMALL, A100 = (
     "dense",
@@ -54,20 +54,20 @@ class Band:
         return self.low * seconds, self.high * seconds
 
 
-def kind_of(args: Namespace, system: System, gpus: int) -> str:
-    """Return which of ``KINDS`` a job of ``args`` on so many ``gpus`` is."""
-    if args.num_experts:
+def kind_of(job: Job, system: System, gpus: int) -> str:
+    """Return which of ``KINDS`` ``job`` on so many ``gpus`` is."""
+    if job.model.num_experts:
         return EXPERTS
-    if args.hidden_size <= _SMALL_HIDDEN and gpus <= system.gpus_per_node:
+    if job.model.hidden_size <= _SMALL_HIDDEN and gpus <= system.gpus_per_node:
         return SMALL
-    if args.fp8:
+    if job.precision.fp8:
         return FP8
     return A100 if system.name.startswith("a100") else DENSE
 
 
-def band(args: Namespace, system: System, gpus: int) -> Band:
-    """Return the band of a job of ``args`` on so many ``gpus`` of ``system``."""
-    kind = kind_of(args, system, gpus)
+def band(job: Job, system: System, gpus: int) -> Band:
+    """Return the band of ``job`` on so many ``gpus`` of ``system``."""
+    kind = kind_of(job, system, gpus)
     return Band(kind, **validation()[kind], is_like=system.name not in _VALIDATED)
 
 

@@ -5,16 +5,16 @@ time that ranks wait for gradients that are not reduced under later work, for th
 are not gathered under the first forward.
 """
 
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
 from megatron_pp_ext.costs.state import ModelState
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.job import replicas, updates
+from megatron_pp_ext.job import updates
 from megatron_pp_ext.job.csv_schedule import require_microbatches
-from megatron_pp_ext.job.pipeline import Request
+from megatron_pp_ext.job.request import Request
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.programs import Prepared, program
@@ -189,10 +189,9 @@ def estimate(
     ``paced`` is what ``pace`` returned for the same, where that is known.
     """
     taken = paced or pace(work, order, name, microbatches)
-    args = work.args
-    gpus = work.gpus
-    dtype = ("fp8" if args.fp8 else "bf16") if args.bf16 or args.fp16 else "fp32"
-    tokens = args.seq_length * args.micro_batch_size * work.data * microbatches
+    job, gpus = work.job, work.gpus
+    dtype = ("fp8" if job.precision.fp8 else "bf16") if job.precision.is_half else "fp32"
+    tokens = job.model.seq_length * job.batch.micro_batch_size * work.data * microbatches
     seconds = taken.step_seconds
     return Estimate(
         step_seconds=seconds,
@@ -201,19 +200,19 @@ def estimate(
         utilisation=work.operations(microbatches) / (seconds * gpus * work.system.peak(dtype)),
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
-        band=band(args, work.system, gpus),
+        band=band(job, work.system, gpus),
     )
 
 
-def estimate_request(args: Namespace, system: System, request: Request, margin: float = MARGIN) -> Estimate:
-    """Estimate a step of ``request``, the reading of ``args``, which must have a ``vocab_size``.
+def estimate_request(job: Job, system: System, request: Request, margin: float = MARGIN) -> Estimate:
+    """Estimate a step of ``request``, the pipeline of ``job``, which must have a ``vocab_size``.
 
     ValueError for layers that do not fill the stages, for a limit of ``flex`` that cannot be kept, and for
     ``auto``, whose limit only a run can measure.
     """
 
     def work_on(placement: Placement) -> Workload:
-        return Workload(args, system, placement, request.data, is_split=request.splits_backward)
+        return Workload(job, system, placement, request.data, is_split=request.splits_backward)
 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
         return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs
@@ -264,5 +263,4 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
 
 def _unflushed(work: Workload, name: str, microbatches: int) -> Unflushed:
     """Return the steps of the schedule ``name``, which never flushes."""
-    stages = replicas.of_stages(work.args)
-    return Unflushed(work, updates.described(work.args, name, microbatches, stages))
+    return Unflushed(work, updates.described(work.job, name, microbatches))

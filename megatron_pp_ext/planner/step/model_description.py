@@ -1,8 +1,7 @@
 """A model and how to train it, in the names that Megatron gives its arguments.
 
-The planner takes a Namespace with all of them; Megatron's own is one.  Without Megatron at hand it is made
-from a JSON object: ``{"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048,
-"vocab_size": 51200, "bf16": true}``.
+Such as the JSON object ``{"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length":
+2048, "vocab_size": 51200, "bf16": true}``, of which ``describe`` makes a job.
 """
 
 from argparse import Action, Namespace
@@ -11,8 +10,9 @@ from functools import cache
 from typing import Any
 
 from megatron_pp_ext.job import flag_effects, flag_table, our_flags
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import PLACES, Job, settled
 from megatron_pp_ext.json_input import did_you_mean, is_number
-from megatron_pp_ext.schedule import catalog
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
@@ -44,35 +44,24 @@ def require_known(values: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {name!r} is unknown: {hint}")
 
 
-def describe(values: Mapping[str, Any], where: str = "the model") -> Namespace:
-    """Return ``values`` with the defaults for all others; ValueError, naming ``where``, for unknown names."""
+def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
+    """Return the job of ``values``, by name; ValueError, naming ``where``, for unknown names and values."""
     require_known(values, where)
     args = flag_table.parse([], values)
     settle(args)
     require_complete(args, where)
-    return args
+    return Job.of(args)
 
 
-def changed(args: Namespace, **values: Any) -> Namespace:
-    """Return ``args`` with other ``values``."""
-    other = Namespace()
-    # A Namespace sets what it is made with name by name, and a search makes thousands.
-    vars(other).update(vars(args), **values)
-    return other
+def asked_of(job: Job) -> Asked:
+    """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
+    values = {name: job.value(name) for name in PLACES}
+    return Asked(flag_table.parse([], values))
 
 
 def settle(args: Namespace) -> None:
     """Set what Megatron derives from other arguments, and the name here of the schedule."""
-    if isinstance(args.pipeline_schedule, str):
-        args.pipeline_schedule = catalog.canonical(args.pipeline_schedule)
-    if args.recompute_activations and args.recompute_granularity is None:
-        args.recompute_granularity = "selective"
-    if args.tensor_model_parallel_size == 1:
-        args.sequence_parallel = False
-    if args.use_rotary_position_embeddings:
-        args.position_embedding_type = "rope"
-    args.num_layers = args.num_layers or args.encoder_num_layers
-    args.seq_length = args.seq_length or args.encoder_seq_length
+    vars(args).update(settled(vars(args)))
 
 
 def require_complete(args: Namespace, where: str) -> None:
@@ -99,8 +88,9 @@ def _rule(action: Action, value: Any, args: Namespace) -> str:
     if action.dest == "pipeline_memory_limit":
         is_right = isinstance(value, str) or (is_number(value) and value > 0)
         rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"
-    elif action.dest == "moe_layer_freq":
-        is_right = not args.num_experts or _is_frequency(value, args.num_layers)
+    elif action.type is flag_table.pattern:
+        is_left_out = action.dest == "moe_layer_freq" and not args.num_experts
+        is_right = is_left_out or _is_frequency(value, args.num_layers)
         rule = "a whole number of 1 or more, or a list of 0 and 1, one a layer"
     elif action.nargs == 0:
         is_right, rule = isinstance(value, bool), "true or false"

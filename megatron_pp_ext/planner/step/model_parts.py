@@ -1,20 +1,21 @@
-"""The parts of a whole model, from Megatron's arguments: its layers in order, and what is around them."""
+"""The parts of a whole model: its layers in order, and what is around them."""
 
-from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_pp_ext.costs import ends
+from megatron_pp_ext.costs import attention_kinds, ends
+from megatron_pp_ext.costs.attention_kinds import Attentions
 from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.heterogeneous import block
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.state import padded_vocabulary
-from megatron_pp_ext.job.layers import pattern
+from megatron_pp_ext.job.typed_job import Job
 
-_KINDS = {"*": attention, "-": mlp, "E": experts}
-"""The layers whose costs are known, by their letters in --hybrid-layer-pattern."""
+_KINDS = {"-": mlp, "E": experts, "M": mamba}
+"""The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class ModelParts:
 
     ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
-    ``last_norm`` what the end stages have beside these.  ``hidden_bytes`` are those of one activation between
+    ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
+    without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
@@ -50,49 +52,77 @@ class ModelParts:
         return self.last_norm + self.output
 
 
-def model_parts(
-    args: Namespace, kernels: KernelSeconds | None = None, vocabulary: int | None = None
-) -> ModelParts:
-    """Return the parts of ``args``'s model; ValueError for layers whose costs are not known.
+def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int | None = None) -> ModelParts:
+    """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
 
     Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
-    embedding, which follow from ``args`` if it is left out.
+    embedding, which follow from ``job`` if it is left out.
     """
-    costs = LayerCosts(args, kernels)
-    rows = padded_vocabulary(args) if vocabulary is None else vocabulary
+    costs = LayerCosts(job, kernels)
+    rows = job.padded_vocabulary if vocabulary is None else vocabulary
+    layers = _layers(costs)
     return ModelParts(
-        layers=tuple(_layers(args, costs)),
+        layers=tuple(layers),
         other=costs.other(),
         table=ends.table(costs, rows),
         positions=ends.positions(costs),
-        last_norm=costs.norm(),
+        last_norm=costs.norm(is_recomputed=False),
         output=ends.output(costs, rows),
-        prediction=ends.prediction(costs),
+        prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
     )
 
 
-def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
+def _layers(costs: LayerCosts) -> list[Part]:
     """Return the layers of the model in order; equal ones are one object."""
-    letters = pattern(args)
-    if letters is None:
-        has_experts = _experts_by_layer(args)
-        front = attention(costs)
-        behind = {kind: (experts if kind else mlp)(costs) for kind in set(has_experts)}
-        made = {
-            kind: front + replace(one, overlapped_in_pair=overlapped_in_pair(front, one))
-            for kind, one in behind.items()
-        }
-        return [made[kind] for kind in has_experts]
-    unknown = sorted(set(letters) - set(_KINDS) - {"|"})
+    model = costs.job.model
+    if model.pattern is not None:
+        return _of_pattern(costs, model.pattern.replace("|", ""))
+    if model.blocks:
+        if len(model.blocks) != model.num_layers:
+            raise ValueError(
+                f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
+                f"{len(model.blocks)} layers: correct one of them"
+            )
+        described = {one: block(costs, one) for one in set(model.blocks)}
+        return [described[one] for one in model.blocks]
+    attentions = Attentions(costs)
+    behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
+    halves = [(attentions.layer(number), behind[kind]) for number, kind in enumerate(model.has_experts, 1)]
+    made = {(id(front), id(back)): _joined(front, back) for front, back in halves}
+    return [made[id(front), id(back)] for front, back in halves]
+
+
+def _joined(attention: Part, mlp: Part) -> Part:
+    return attention + replace(mlp, overlapped_in_pair=overlapped_in_pair(attention, mlp))
+
+
+def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
+    unknown = sorted(set(letters) - {*_KINDS, *attention_kinds.KINDS})
     if unknown:
         raise ValueError(
             f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
             "and give --pipeline-costs"
         )
-    parts = {letter: _KINDS[letter](costs) for letter in set(letters) - {"|"}}
-    return [parts[letter] for letter in letters if letter != "|"]
+    attentions = Attentions(costs)
+    parts = {letter: _KINDS[letter](costs) for letter in set(letters) & set(_KINDS)}
+    return [parts.get(letter) or attentions.layer(number, letter) for number, letter in enumerate(letters, 1)]
+
+
+def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
+    """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
+
+    Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
+    (``MultiTokenPredictionLayer`` in megatron.core.transformer).
+    """
+    pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
+    own = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    depth = sum(own, ends.prediction(costs))
+    if memory.recomputes_layers and not memory.recomputes_first:
+        # The input of the norm behind, which the head has, is not kept beside both.
+        return depth.recomputed(kept=costs.hidden_bytes)
+    return depth
 
 
 def overlapped_in_pair(attention: Part, mlp: Part) -> float:
@@ -111,12 +141,3 @@ def overlapped_in_pair(attention: Part, mlp: Part) -> float:
         attention.backward_seconds,
     )
     return sum(min(exchange, max(0.0, seconds)) for seconds in computations)
-
-
-def _experts_by_layer(args: Namespace) -> list[bool]:
-    if not args.num_experts:
-        return [False] * args.num_layers
-    every = args.moe_layer_freq
-    if isinstance(every, list):
-        return [bool(has_experts) for has_experts in every]
-    return [layer % every == 0 for layer in range(args.num_layers)]

@@ -1,49 +1,49 @@
 """The stages that are cut from the parts of a model, and the vocabulary that their ranks may share."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.layers import predicting_stage
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.schedule.costs import VocabularyCosts
 
 
-def every_token(args: Namespace, model: ModelParts) -> float:
+def every_token(job: Job, model: ModelParts) -> float:
     """Return the bytes of the hidden states of all tokens, which sequence parallelism divides elsewhere."""
-    return model.hidden_bytes * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return model.hidden_bytes * job.parallel.sequence_ranks
 
 
-def vocabulary_part(args: Namespace, model: ModelParts) -> Part:
+def vocabulary_part(job: Job, model: ModelParts) -> Part:
     """Return a rank's part of the vocabulary that the pipeline's ranks share.
 
     From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
     their gradient's part.  A tied weight exists once.
     """
-    ranks, output = args.pipeline_model_parallel_size, model.output
+    ranks, output = job.parallel.pipeline_model_parallel_size, model.output
     exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
     rows = output.parameters
-    if args.untie_embeddings_and_output_weights:
+    if job.model.untie_embeddings_and_output_weights:
         rows += model.table.parameters
     return Part(
         weight_operations=output.weight_operations / ranks,
         forward_seconds=output.forward_seconds / ranks,
         input_gradient_seconds=output.input_gradient_seconds / ranks,
         weight_gradient_seconds=output.weight_gradient_seconds / ranks,
-        after_forward=exponentials + 2 * every_token(args, model),
+        after_forward=exponentials + 2 * every_token(job, model),
         parameters=rows / ranks,
     )
 
 
-def shared_vocabulary(args: Namespace, model: ModelParts, hop: float = 0.0) -> VocabularyCosts:
+def shared_vocabulary(job: Job, model: ModelParts, hop: float = 0.0) -> VocabularyCosts:
     """Return the costs of ``vocabulary_part``, as a schedule takes them.
 
     An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
     stages.
     """
-    part = vocabulary_part(args, model)
+    part = vocabulary_part(job, model)
     alone = VocabularyCosts(
         scores=part.forward_seconds + part.input_gradient_seconds,
         weight_gradient=part.weight_gradient_seconds,
@@ -53,7 +53,7 @@ def shared_vocabulary(args: Namespace, model: ModelParts, hop: float = 0.0) -> V
 
 
 def stage_parts(
-    args: Namespace, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool = False
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool = False
 ) -> list[Part]:
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
@@ -61,21 +61,21 @@ def stage_parts(
     multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
     ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
     """
-    ends = list(accumulate(layers_by_stage))
-    how = args.recompute_granularity, args.recompute_method, args.recompute_num_layers
+    ends, memory = list(accumulate(layers_by_stage)), job.memory
+    how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
     sums = []
     for start, end in zip([0, *ends], ends, strict=False):
         key = *how, *model.kinds[start:end]
         if key not in model.stages:
-            layers = _recomputed(args, model.hidden_bytes, model.layers[start:end])
+            layers = _recomputed(job, model.hidden_bytes, model.layers[start:end])
             model.stages[key] = _sum(layers) + model.other
         sums.append(model.stages[key])
     for first, last in end_parts(model, shares_vocabulary):
         sums[0] += first
         sums[-1] += last
-    predicting = predicting_stage(args, len(sums))
+    predicting = predicting_stage(job, len(sums))
     if predicting is not None:
-        predicted, losses = prediction_parts(args, model, has_embedding=predicting == 0)
+        predicted, losses = prediction_parts(job, model, has_embedding=predicting == 0)
         sums[predicting] += predicted
         sums[-1] += losses
     return sums
@@ -87,22 +87,22 @@ def end_parts(model: ModelParts, shares_vocabulary: bool) -> list[tuple[Part, Pa
     return ends if shares_vocabulary else [*ends, (model.table, model.output)]
 
 
-def prediction_parts(args: Namespace, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
+def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
     """Return what multi-token prediction adds to its stage, and to the last one.
 
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
-    depths = args.mtp_num_layers or 0
-    norm = Part(parameters=model.last_norm.parameters)
-    predicted = (model.prediction + model.layers[-1] + norm).times(depths)
-    if depths and not has_embedding:
+    count, one = job.model.mtp_num_layers, model.prediction
+    predicted = one.repeated(count) if job.model.mtp_use_repeated_layer else one.times(count)
+    if count and not has_embedding:
         predicted += Part(parameters=model.output.parameters)
-    return predicted, replace(model.head, parameters=0).times(depths)
+    return predicted, replace(model.head, parameters=0).times(count)
 
 
-def kept_input(args: Namespace, hidden_bytes: float) -> float:
+def kept_input(job: Job, hidden_bytes: float) -> float:
     """Return the bytes that a group of recomputed layers keeps, of an input of ``hidden_bytes``."""
-    return hidden_bytes / (args.tensor_model_parallel_size if args.distribute_saved_activations else 1)
+    ranks = job.parallel.tensor_model_parallel_size if job.memory.distribute_saved_activations else 1
+    return hidden_bytes / ranks
 
 
 def _sum(parts: Sequence[Part]) -> Part:
@@ -113,15 +113,15 @@ def _sum(parts: Sequence[Part]) -> Part:
     return total
 
 
-def _recomputed(args: Namespace, hidden_bytes: float, stage: Sequence[Part]) -> Sequence[Part]:
+def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequence[Part]:
     """Return the layers of a stage; full recomputation puts them in groups that keep only their input."""
-    if args.recompute_granularity != "full" or not stage:
+    if not job.memory.recomputes_layers or not stage:
         return stage
-    size = args.recompute_num_layers or 1
+    size = job.memory.recomputed_together
     whole: Sequence[Part] = []
-    if args.recompute_method == "block":
+    if job.memory.recomputes_first:
         stage, whole, size = stage[:size], stage[size:], 1
-    kept = kept_input(args, hidden_bytes)
+    kept = kept_input(job, hidden_bytes)
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
     made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
     return [*(made[tuple(map(id, group))] for group in groups), *whole]

@@ -3,26 +3,19 @@
 ``estimate`` adds what depends on the order: when actions run, and how many microbatches are in flight.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from megatron_pp_ext.costs.frameworks import divides_messages
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import (
-    ModelState,
-    Sharing,
-    gradient_size,
-    model_state,
-    padded_vocabulary,
-    weight_size,
-)
+from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
 from megatron_pp_ext.planner.step.stage_parts import (
     every_token,
@@ -42,10 +35,6 @@ _EXCHANGED = EMBEDS_AHEAD + 2
 """The hidden states on their way about a shared vocabulary: those embedded ahead of their forwards, the
 gradient of one that was, and the last stage's output."""
 
-_ADAM_PASSES = 38
-"""The bytes of memory traffic for each weight that is updated: the gradient is read for its norm and again,
-its clipped value written; fp32 weight and both moments are read and written; the new weight is written."""
-
 
 @dataclass(frozen=True, slots=True)
 class Waits:
@@ -56,30 +45,30 @@ class Waits:
     update: float
 
 
-def message_bytes(args: Namespace, hidden_bytes: float) -> float:
+def message_bytes(job: Job, hidden_bytes: float) -> float:
     """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
-    is_wider = getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16)
+    is_wider = job.precision.fp32_residual_connection and job.precision.is_half
     return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
-def hop_seconds(args: Namespace, system: System, link: Link, size: float) -> float:
+def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
     """Return the seconds of a message of ``size`` bytes on ``link``.
 
     Where tensor-parallel ranks send parts of it, they gather it behind.
     """
-    if not divides_messages(args):
+    if not job.parallel.divides_messages:
         return link.seconds(size)
-    ranks = args.tensor_model_parallel_size
+    ranks = job.parallel.tensor_model_parallel_size
     return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
 
 
-def model_on(args: Namespace, system: System) -> ModelParts:
-    """Return the parts of ``args``'s model with the seconds that they take on ``system``."""
-    return model_parts(args, SystemKernelSeconds(system, args))
+def model_on(job: Job, system: System) -> ModelParts:
+    """Return the parts of ``job``'s model with the seconds that they take on ``system``."""
+    return model_parts(job, SystemKernelSeconds(system, job))
 
 
 class Workload:
-    """``args``'s model on ``system``, its stages, and a vocabulary that ranks share, placed by ``placement``.
+    """``job``'s model on ``system``, its stages, and a vocabulary that ranks share, placed by ``placement``.
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
@@ -91,7 +80,7 @@ class Workload:
 
     def __init__(
         self,
-        args: Namespace,
+        job: Job,
         system: System,
         placement: Placement,
         data: int,
@@ -99,33 +88,30 @@ class Workload:
         model: ModelParts | None = None,
         is_split: bool = True,
     ) -> None:
-        self.args, self.system, self.placement, self.data = args, system, placement, data
-        self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
-        replicated = replicas.requested(args)
+        self.job, self.system, self.placement, self.data = job, system, placement, data
+        parallel, replicated = job.parallel, replicas.requested(job)
+        self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         # The copies that there are of each stage.
         self._copies = replicated.counts if replicated else (data,) * placement.ranks
         self.gpus = self.tensor * self.context * sum(self._copies)
         # Ranks that have the same experts are so far apart.
-        self._expert_stride = args.expert_model_parallel_size * (
-            args.expert_tensor_parallel_size or self.tensor
-        )
-        self._vocabulary = padded_vocabulary(args)
-        model = model or model_on(args, system)
-        self.layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
+        self._expert_stride = parallel.expert_ranks
+        model = model or model_on(job, system)
+        self.layers = by_stage(job, placement.stages) if layers_by_stage is None else layers_by_stage
         self.model, self._is_split = model, is_split
         shares = placement.shares_vocabulary
-        self._vocabulary_part = vocabulary_part(args, model) if shares else Part()
-        self.exchanged_bytes = _EXCHANGED * every_token(args, model) if shares else 0.0
+        self._vocabulary_part = vocabulary_part(job, model) if shares else Part()
+        self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
         senders, apart = (replicated.ranks, 1) if replicated else (placement.ranks, data)
         self._hop_link = system.message_link(senders, apart * self.tensor * self.context)
-        self.message = message_bytes(args, model.hidden_bytes)
-        self.hop = hop_seconds(args, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
-        self.vocabulary = shared_vocabulary(args, model, self.hop) if shares else None
+        self.message = message_bytes(job, model.hidden_bytes)
+        self.hop = hop_seconds(job, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
+        self.vocabulary = shared_vocabulary(job, model, self.hop) if shares else None
 
     @cached_property
     def parts(self) -> list[Part]:
         """The costs of each stage."""
-        return stage_parts(self.args, self.model, self.layers, self.placement.shares_vocabulary)
+        return stage_parts(self.job, self.model, self.layers, self.placement.shares_vocabulary)
 
     @cached_property
     def costs(self) -> Costs:
@@ -135,7 +121,7 @@ class Workload:
 
     def pair(self, parts: Sequence[Part]) -> float:
         """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
-        if not self.args.overlap_moe_expert_parallel_comm:
+        if not self.job.parallel.overlap_moe_expert_parallel_comm:
             return 1.0
         alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
         return part_of_pair(sum(part.overlapped_in_pair for part in parts), alone)
@@ -172,10 +158,9 @@ class Workload:
             if key not in known:
                 known[key] = self.summed(own)
             sums.append(known[key])
-        if self.placement.ranks == 1 and not self.args.untie_embeddings_and_output_weights:
+        if self.placement.ranks == 1 and not self.job.model.untie_embeddings_and_output_weights:
             # A single rank has one copy of a tied weight.
-            tied = self._vocabulary * self.args.hidden_size / self.tensor
-            sums[0] = sums[0] + Part(parameters=-tied)
+            sums[0] = sums[0] + Part(parameters=-self._tied)
         return sums
 
     @property
@@ -199,7 +184,7 @@ class Workload:
     @cached_property
     def states(self) -> list[ModelState]:
         """Weights, gradients and optimizer state of each rank."""
-        state = partial(model_state, self.args)
+        state = partial(model_state, self.job)
         return _once(state, self.by_rank, self._sharings)
 
     @cached_property
@@ -214,9 +199,9 @@ class Workload:
         """
         wait, least = self.waits[rank], self.last_bucket(rank)
         reduction, gathering = wait.reduction, wait.gathering
-        if self.args.overlap_grad_reduce:
+        if self.job.parallel.overlap_grad_reduce:
             reduction = max(least * reduction, reduction - self.backward_seconds(rank))
-        if self.args.overlap_param_gather:
+        if self.job.parallel.overlap_param_gather:
             gathering = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
         return replace(wait, reduction=reduction, gathering=gathering)
 
@@ -224,10 +209,14 @@ class Workload:
     def tied_seconds(self) -> float:
         """The seconds to sum a tied weight's gradients, if two ranks have the weight."""
         exists_once = self.head_rank == 0 or self.placement.shares_vocabulary
-        if self.args.untie_embeddings_and_output_weights or exists_once:
+        if self.job.model.untie_embeddings_and_output_weights or exists_once:
             return 0.0
-        size = gradient_size(self.args) * self._vocabulary * self.args.hidden_size / self.tensor
-        return self._hop_link.seconds(size)
+        return self._hop_link.seconds(self.job.precision.gradient_size * self._tied)
+
+    @property
+    def _tied(self) -> float:
+        """The parameters of a rank's share of the embedding."""
+        return self.job.padded_vocabulary * self.job.model.hidden_size / self.tensor
 
     def last_bucket(self, rank: int) -> float:
         """Return the share of a rank's gradients that is complete only after its very last action."""
@@ -246,25 +235,24 @@ class Workload:
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
     def _waits(self, part: Part, sharing: Sharing) -> Waits:
-        args, system = self.args, self.system
+        job, system = self.job, self.system
         groups = (
             (part.parameters, sharing.dense, self.tensor),
             (part.expert_parameters, sharing.expert, self._expert_stride),
         )
-        gradient, weight = gradient_size(args), weight_size(args)
+        gradient, weight = job.precision.gradient_size, job.precision.weight_size
         out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
         back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
-        is_sharded = args.use_distributed_optimizer
+        is_sharded = job.memory.shards_state
         return Waits(
             reduction=out if is_sharded else 2 * out,
             gathering=back if is_sharded else 0.0,
-            update=self.update_seconds(model_state(args, part, sharing)),
+            update=self.update_seconds(model_state(job, part, sharing)),
         )
 
     def update_seconds(self, state: ModelState) -> float:
         """Return the seconds in which a rank updates its weights."""
-        touched = _ADAM_PASSES * state.updated + state.gradients
-        return touched / self.system.copy_bytes_per_second
+        return update_seconds(self.job, self.system, state.update, state.gradients)
 
 
 @cache

@@ -65,7 +65,6 @@ class Outcome:
 REFUSALS = (
     r"memory limit .* is infeasible",  # docs/schedules.md, "flex": a rank must keep at least one microbatch
     r"memory limit .* has no room for the parts of a shared vocabulary",  # the same rule, in the same place
-    r"a prediction from the model's sizes does not support --window-size",  # docs/refused.md, at its top
 )
 """The refusals that a drawn case may meet, each with where the documents state it."""
 

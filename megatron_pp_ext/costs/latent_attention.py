@@ -1,0 +1,81 @@
+"""Multi-latent attention: queries, keys and values come from compressed ones (arXiv 2405.04434, section 2.1).
+
+Every tensor-parallel rank has the weights that compress whole, but for Megatron's local layers and under
+--mla-down-proj-fusion, which divide them and gather the results.  Fused kernels attend as fast as with equal
+heads: TensorRT-LLM's forward with heads of 192 and 128 reaches 512 TFLOP/s over 4,096 tokens on an H100, and
+564 over 8,192 (ai-dynamo/aiconfigurator, commit 095f58a51, mla/trtllm 1.3.0rc20); ``attention_rates`` has 518
+and 529.  YaRN (arXiv 2309.00071) changes only the angles.
+"""
+
+from megatron_pp_ext.costs.core_attention import core, norm_weights, output, turned
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.part import Part
+
+_LATENT_KERNELS = 22
+"""The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
+
+
+def attention(costs: LayerCosts, window: int | None = None) -> Part:
+    """Return multi-latent attention in which a token sees ``window`` tokens, or all of them."""
+    model, own = costs.job.model, costs.job.attention
+    query = model.num_attention_heads * own.query_width
+    value = model.num_attention_heads * own.v_head_dim
+    is_joined = own.mla_down_proj_fusion and own.q_lora_rank > 0
+    whole = (
+        costs.norm(is_recomputed=None if is_joined else costs.recomputes_norms)
+        + compression(costs)
+        + _expansion(costs, query, value)
+        + core(costs, query, value, query + value, window or model.seq_length)
+        + output(costs, value)
+        + costs.products.row(value)
+        + costs.dropped()
+    )
+    return costs.kernels.launched(whole, _LATENT_KERNELS)
+
+
+def compression(costs: LayerCosts) -> Part:
+    """Return the products that compress queries, if they are, and keys and values, and the norms behind."""
+    own, sizes, products = costs.job.attention, costs.sizes, costs.products
+    queries, others = own.q_lora_rank, own.kv_lora_rank + own.qk_pos_emb_head_dim
+    is_joined = own.mla_down_proj_fusion and queries > 0
+    widths = [queries + others] if is_joined else [width for width in (queries, others) if width]
+    if is_joined or costs.job.precision.transformer_impl == "local":
+        gathering = costs.kernels.gather(sizes.whole(queries + others)) if sizes.share > 1 else 0.0
+        made = sum(
+            (products.column(width, is_biased=False) for width in widths), Part(forward_seconds=gathering)
+        )
+    else:
+        made = sum((products.alone(sizes.hidden, width, is_biased=False) for width in widths), Part())
+    normed = (queries or sizes.hidden) + own.kv_lora_rank if own.qk_layernorm else 0
+    seconds = costs.kernels.copy(2 * sizes.spread(normed))
+    return made + Part(
+        forward_seconds=seconds,
+        input_gradient_seconds=seconds,
+        after_forward=sizes.spread(others + (queries if own.qk_layernorm else 0)),
+        # Two products read the hidden state, one of them perhaps to make queries; it waits for W once.
+        after_input_gradient=0.0 if is_joined else -sizes.waiting * sizes.hidden_bytes,
+        parameters=norm_weights(costs, normed),
+    )
+
+
+def _expansion(costs: LayerCosts, query: int, value: int) -> Part:
+    """Return the products that make queries, keys and values, which mla_up_proj recomputes.
+
+    Transformer Engine's products include the norms before them.  The part of a key that tells positions is
+    one for all heads, and copied to each.
+    """
+    own, sizes, products = costs.job.attention, costs.sizes, costs.products
+    made = costs.job.model.num_attention_heads * (own.qk_head_dim + own.v_head_dim)
+    read = own.q_lora_rank + (own.kv_lora_rank if own.qk_layernorm else 0)
+    inputs = Part(after_forward=sizes.waiting * sizes.spread(read))
+    found = (
+        products.column(query, read=own.q_lora_rank or None, is_biased=False)
+        + products.column(made, read=own.kv_lora_rank, is_biased=False)
+        + turned(costs, 2 * query + value)
+        + Part(after_forward=sizes.cut(2 * query + value))
+    )
+    if "mla_up_proj" not in costs.recomputed:
+        return found + inputs
+    if own.qk_layernorm and costs.job.precision.transformer_impl != "local":
+        return (found + inputs).recomputed(kept=0)
+    return found.recomputed(kept=0) + inputs

@@ -1,0 +1,115 @@
+"""What Megatron's optimizers keep for each weight, and what an update takes.
+
+Adam: arXiv 1412.6980; Lion: arXiv 2302.06675; Muon: arXiv 2502.16982; adaptive Muon, which has the second
+moments of AdaMuon: arXiv 2507.11005.  All but Adam and SGD are for the matrices of layers; embedding, output
+layer, norms and biases have a scalar optimizer then (megatron.core.optimizer.emerging_optimizers).
+"""
+
+from dataclasses import dataclass
+
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.parts import Memory
+from megatron_pp_ext.job.typed_job import Job
+
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""The bytes of a number by the name of its format."""
+
+_MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
+"""The numbers that an optimizer remembers for each weight."""
+
+_MUON = ("muon", "dist_muon", "adaptive_muon")
+
+_TRAFFIC = 22
+"""The bytes of memory traffic for each weight that is updated, without moments: the gradient is read for its
+norm and again, its clipped value written; the fp32 weight is read and written; the new weight is written.
+Moments are read and written too."""
+
+_HOST_TRAFFIC, _HOST_COPIES = 28, 4
+"""The bytes of an update of a weight by Adam on the host, where gradient, weight and both moments are read
+and all but the gradient are written, and those of the gradient that comes there, or of the weight that goes
+back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update of a rank's weights has to do.
+
+    ``traffic`` are the bytes of device memory that it reads and writes beside gradients, ``offloaded`` the
+    weights that are updated on the host.  An iteration of Muon has ``orthogonal`` operations, ``largest`` of
+    them on one matrix.
+    """
+
+    traffic: float
+    offloaded: float
+    orthogonal: float
+    largest: float
+
+
+def moment_bytes(memory: Memory, matrices: float) -> float:
+    """Return the bytes of moments for each weight, of which so large a part is in ``matrices``."""
+    own, scalar = _of_kind(memory, memory.optimizer), _of_kind(memory, _scalar(memory))
+    return matrices * own + (1 - matrices) * scalar
+
+
+def _scalar(memory: Memory) -> str:
+    """Return the optimizer of what is no matrix of a layer."""
+    if memory.optimizer in _MUON:
+        return memory.muon_scalar_optimizer
+    return "adam" if memory.optimizer == "lion" else memory.optimizer
+
+
+def _of_kind(memory: Memory, optimizer: str) -> float:
+    if optimizer == "adam":
+        return SIZES.get(memory.exp_avg_dtype, 4) + SIZES.get(memory.exp_avg_sq_dtype, 4)
+    if optimizer == "sgd" and not memory.sgd_momentum:
+        return 0
+    return 4 * _MOMENTS[optimizer]
+
+
+def update(job: Job, part: Part, updated: float, moments: float, dense: float, expert: float) -> Update:
+    """Return the update of a rank that has ``part`` and updates so many weights, with ``moments`` bytes each.
+
+    ``dense`` and ``expert`` are the numbers of ranks that share the update of either kind.  Muon's matrices
+    are given to ranks whole (``LayerWiseDistributedOptimizer``), so that no rank has less to do than the
+    largest one takes.
+    """
+    memory = job.memory
+    is_muon = memory.optimizer in _MUON
+    orthogonal = part.orthogonal_operations / dense + part.expert_orthogonal_operations / expert
+    return Update(
+        traffic=(_TRAFFIC + 2 * moments) * (1 - memory.offloaded) * updated,
+        offloaded=memory.offloaded * updated,
+        orthogonal=max(orthogonal, part.largest_orthogonal) if is_muon else 0.0,
+        largest=part.largest_orthogonal if is_muon else 0.0,
+    )
+
+
+def update_seconds(job: Job, system: System, asked: Update, gradients: float) -> float:
+    """Return the seconds of an update of a rank on ``system``, whose gradients are so many bytes.
+
+    Iterations of Muon run at the rate of a square product as large as those of the largest matrix.
+    ValueError where weights are updated on the host of a system that does not describe it.
+    """
+    seconds = (asked.traffic + gradients) / system.copy_bytes_per_second
+    if asked.orthogonal:
+        side = (asked.largest / 6) ** (1 / 3)
+        iterations = job.memory.muon_num_ns_steps
+        seconds += iterations * asked.orthogonal / system.rate(system.half, side, side, side)
+    return seconds + _host_seconds(job.memory, system, asked.offloaded)
+
+
+def _host_seconds(memory: Memory, system: System, weights: float) -> float:
+    """Return the seconds in which the host updates so many ``weights``, and of their way there and back."""
+    if not weights:
+        return 0.0
+    if system.host is None or not system.host_memory_bytes_per_second:
+        raise ValueError(
+            f"system {system.name} describes no host, which --optimizer-cpu-offload needs: give it host and "
+            "host_memory_bytes_per_second"
+        )
+    copying = system.host.seconds(_HOST_COPIES * weights)
+    computing = _HOST_TRAFFIC * weights / system.host_memory_bytes_per_second
+    if memory.overlap_cpu_optimizer_d2h_h2d:
+        return max(copying, computing)
+    return 2 * copying + computing

@@ -1,0 +1,77 @@
+"""The layers of a model that a JSON describes one by one, as --heterogeneous-layers-config-path names it.
+
+It has ``block_configs``, each with ``attention`` and ``ffn`` or ``mlp``, in the words of Llama-Nemotron's
+config.json (``HeterogeneousTransformerConfig`` in megatron.core.transformer.heterogeneous;
+arXiv 2411.19146).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_pp_ext.json_input import naming, parse, read
+
+_FIX = "give the config.json of a model whose block_configs describe each layer"
+
+
+class Half(NamedTuple):
+    """What a layer has for attention, or for its MLP: nothing, a product in its place, or itself.
+
+    ``size`` is the number of query groups, or the width of the MLP; 0 for what the model has.
+    """
+
+    is_left_out: bool = False
+    is_linear: bool = False
+    size: int = 0
+
+
+class Block(NamedTuple):
+    """One layer."""
+
+    attention: Half
+    mlp: Half
+
+
+@lru_cache(maxsize=64)
+def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[Block, ...]:
+    """Return the layers that ``text`` describes, or the file at ``path``, of a model of these sizes.
+
+    ValueError for a file that cannot be read, and for what describes no layers.
+    """
+    where = "--heterogeneous-layers-config-encoded-json" if text else f"{path}"
+    with naming(where):
+        try:
+            content = parse(text, _FIX) if text else read(Path(path or ""), _FIX)
+        except OSError as error:
+            raise ValueError(f"cannot be read ({error.strerror}): {_FIX}") from None
+        found = content.get("block_configs") if isinstance(content, dict) else None
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise ValueError(f"has no list of block_configs: {_FIX}")
+        return tuple(
+            Block(
+                _half(one.get("attention"), "num_query_groups", "n_heads_in_group", lambda n: heads // n),
+                _half(
+                    one.get("ffn") or one.get("mlp"),
+                    "ffn_hidden_size",
+                    "ffn_mult",
+                    lambda multiple: _width(multiple, hidden),
+                ),
+            )
+            for one in found
+        )
+
+
+def _half(asked: Any, name: str, other: str, derived: Callable[[Any], int]) -> Half:
+    """Return what ``asked`` describes, whose size is under ``name``, or is ``derived`` from ``other``."""
+    if not isinstance(asked, Mapping) or (name not in asked and other not in asked):
+        raise ValueError(f"a layer has no {name} and no {other}: {_FIX}")
+    size, from_other = asked.get(name), asked.get(other)
+    if size is None and from_other is not None:
+        size = derived(from_other)
+    return Half(bool(asked.get("no_op")), bool(asked.get("replace_with_linear")), int(size or 0))
+
+
+def _width(multiple: float, hidden: int) -> int:
+    """Return two thirds of ``multiple`` times ``hidden``, in multiples of 256."""
+    return -(-int(2 * multiple * hidden / 3) // 256) * 256

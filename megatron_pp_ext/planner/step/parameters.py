@@ -1,0 +1,43 @@
+"""How many parameters a model has, and how many of them a token uses."""
+
+from dataclasses import dataclass
+
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.model_parts import model_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of weights of the whole model, each counted once.
+
+    ``active_parameters`` are those that a token is multiplied by or added to: of the experts the chosen ones,
+    and no embedding or learned positions, of which a token takes one row.  A tied weight is used as the
+    output layer.
+    """
+
+    parameters: int
+    active_parameters: int
+
+
+def parameters(job: Job) -> Parameters:
+    """Return the parameters of ``job``'s model, with multi-token prediction, whatever ranks have of it."""
+    alone = job.changed(
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        padded_vocab_size=job.padded_vocabulary,
+    )
+    model = model_parts(alone)
+    used = sum(model.layers, model.last_norm + model.output)
+    if depths := job.model.mtp_num_layers:
+        one = model.prediction
+        used += one.repeated(depths) if job.model.mtp_use_repeated_layer else one.times(depths)
+    looked_up = model.positions + (model.table if job.model.untie_embeddings_and_output_weights else Part())
+    chosen = job.model.moe_router_topk / (job.model.num_experts or 1)
+    return Parameters(
+        parameters=round(used.parameters + used.expert_parameters + looked_up.parameters),
+        active_parameters=round(used.parameters + chosen * used.expert_parameters),
+    )

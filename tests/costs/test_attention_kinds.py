@@ -1,0 +1,215 @@
+"""Each kind of attention: weights and bytes against a layer that Megatron builds, operations by hand."""
+
+from functools import cache
+
+import pytest
+
+from megatron_pp_ext import cpu
+from megatron_pp_ext.costs.attention_kinds import Attentions
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.attention_part import Attention
+from megatron_pp_ext.job.typed_job import Job
+from tests.support import attention_layers
+from tests.support.tiers import first
+
+SIZES = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 16 --global-batch-size 16 --train-iters 1 "
+    "--lr 0.01 --tokenizer-type NullTokenizer --vocab-size 64 --disable-bias-linear --mock-data "
+    "--normalization RMSNorm --position-embedding-type rope --swiglu"
+)
+GROUPED = "--group-query-attention --num-query-groups 2 --kv-channels 64"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 64"
+)
+NORMED = f"{LATENT} --qk-layernorm"
+SPARSE = (
+    f"{NORMED} --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 "
+    "--dsa-indexer-topk 16"
+)
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 64 "
+    "--linear-value-head-dim 64 --linear-num-key-heads 2 --linear-num-value-heads 4"
+)
+AGAIN = "--recompute-granularity selective --recompute-modules"
+KINDS = [
+    "",
+    "--qk-layernorm",
+    "--attention-output-gate",
+    GROUPED,
+    f"{GROUPED} --bf16",
+    f"{GROUPED} --qk-layernorm",
+    f"{GROUPED} --qk-layernorm --normalization LayerNorm",
+    f"{GROUPED} --qk-l2-norm",
+    f"{GROUPED} --attention-output-gate",
+    f"{GROUPED} --attention-output-gate --qk-layernorm --bf16",
+    f"{GROUPED} --softmax-type learnable",
+    f"{GROUPED} --softmax-type off-by-one",
+    f"{GROUPED} --window-size 15,0",
+    f"{GROUPED} {AGAIN} core_attn",
+    f"{GROUPED} --attention-output-gate --qk-layernorm {AGAIN} core_attn",
+    LATENT.replace("--q-lora-rank 96", ""),
+    LATENT,
+    NORMED,
+    f"{NORMED} --bf16",
+    f"{NORMED} --rope-type yarn --rotary-scaling-factor 4 --mscale 1.0 --mscale-all-dim 1.0",
+    f"{NORMED} --mla-down-proj-fusion",
+    f"{NORMED} {AGAIN} mla_up_proj",
+    f"{NORMED} --bf16 {AGAIN} mla_up_proj core_attn",
+    f"{NORMED} {AGAIN} layernorm core_attn",
+    SPARSE,
+    f"{SPARSE} --bf16",
+    f"{SPARSE} --dsa-indexer-loss-coeff 0.01",
+    f"{SPARSE} --dsa-indexer-loss-coeff 0.01 --bf16 --dsa-indexer-use-sparse-loss",
+    f"{SPARSE} {AGAIN} mla_up_proj",
+    f"{SPARSE} --bf16 {AGAIN} mla_up_proj",
+    f"{SPARSE} --bf16 {AGAIN} core_attn",
+    f"{SPARSE} --dsa-indexer-loss-coeff 0.01 {AGAIN} core_attn",
+    DELTA,
+    f"{DELTA} --bf16",
+    f"{DELTA} --linear-num-value-heads 2 --linear-value-head-dim 128",
+    f"{DELTA} {AGAIN} gdn_norm_out",
+    f"{DELTA} --bf16 {AGAIN} gdn_norm_out layernorm",
+]
+
+
+NARROW = (
+    f"{GROUPED} --attention-output-gate --qk-layernorm --bf16",
+    f"{GROUPED} --softmax-type learnable",
+    f"{NORMED} --bf16 {AGAIN} mla_up_proj core_attn",
+    f"{SPARSE} --dsa-indexer-loss-coeff 0.01",
+    f"{DELTA} --bf16",
+)
+"""The kinds that `make test` builds."""
+
+EACH = first(len(NARROW), [*NARROW, *(kind for kind in KINDS if kind not in NARROW)])
+
+
+def words(kind: str) -> list[str]:
+    return cpu.with_cpu_flags([*SIZES.split(), *kind.split()])
+
+
+@cache
+def _built(is_narrow: bool) -> dict[str, attention_layers.Layer]:
+    kinds = [kind for kind in KINDS if (kind in NARROW) == is_narrow]
+    return dict(zip(kinds, attention_layers.build(*map(words, kinds)), strict=True))
+
+
+def built(kind: str) -> attention_layers.Layer:
+    """The first layer of a model of a ``kind``; one rank builds several one after the other."""
+    return _built(kind in NARROW)[kind]
+
+
+def attentions(kind: str) -> Attentions:
+    return Attentions(LayerCosts(Job.of(flag_table.parse(words(kind), {}))))
+
+
+def attention(kind: str) -> Part:
+    return attentions(kind).layer(1)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_weights_are_those_that_megatron_builds(kind: str) -> None:
+    assert attention(kind).parameters == built(kind).parameters
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_bytes_are_those_that_autograd_keeps(kind: str) -> None:
+    assert attention(kind).after_forward == pytest.approx(built(kind).kept, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_what_waits_for_weight_gradients(kind: str) -> None:
+    """Compressed keys' expansion is absorbed in sparse attention, and an indexer without a loss has none."""
+    assert attention(kind).after_input_gradient == built(kind).waiting
+
+
+TOKENS, HIDDEN, LENGTH = 16 * 64, 256, 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    # Half of 64 see 1 to 15 tokens more than none; the sum over all is 15 x 16 / 2 + 49 x 16.
+    [("", 64 * 65 / 2), ("--window-size 63,0", 64 * 65 / 2), ("--window-size 15,0", 120 + 49 * 16)],
+)
+def test_a_window_leaves_the_pairs_that_it_shows(flags: str, keys: float) -> None:
+    """Scores and values: two operations for each number of a pair, and as many where the mask hides."""
+    found = attention(f"{GROUPED} {flags}").activation_operations
+    assert found == pytest.approx(2 * 16 * keys * 2 * 2 * 256, rel=0.04)
+
+
+def test_the_operations_of_latent_attention() -> None:
+    """arXiv 2405.04434, section 2.1, formulas 9 to 17: two operations for each token and weight."""
+    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 64 * 4 * 128 + 4 * 64 * 256
+    found = attention(NORMED)
+    assert found.weight_operations == 2 * TOKENS * products
+    assert found.activation_operations == 2 * TOKENS * LENGTH * 4 * (96 + 64)
+
+
+def test_the_operations_of_sparse_attention() -> None:
+    """The absorbed products and attention to 16 keys are of activations; the indexer has no loss."""
+    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 4 * 64 * 256
+    found = attention(SPARSE)
+    absorbed = 2 * TOKENS * 64 * 4 * 128
+    chosen = 2 * TOKENS * 16 * (2 - 16 / 64) * 4 * (96 + 64)
+    assert found.weight_operations == 2 * TOKENS * products
+    assert found.activation_operations == absorbed + chosen
+
+
+def test_the_operations_of_an_indexer_that_learns() -> None:
+    with_loss, without = attention(f"{SPARSE} --dsa-indexer-loss-coeff 0.01"), attention(SPARSE)
+    projections = 96 * 2 * 64 + 256 * 64 + 256 * 2
+    assert with_loss.weight_operations - without.weight_operations == 2 * TOKENS * projections
+    assert with_loss.activation_operations - without.activation_operations == 2 * TOKENS * LENGTH * 2 * 64
+
+
+def test_the_operations_of_a_gated_delta_net() -> None:
+    """For each token of a head: five products in its chunk, three with the state; and the convolution."""
+    found = attention(DELTA)
+    assert found.weight_operations == 2 * TOKENS * 256 * (2 * 128 + 3 * 256 + 2 * 4)
+    rule = 4 * (64 * (3 * 64 + 2 * 64) + 3 * 64 * 64)
+    assert found.activation_operations == 2 * TOKENS * (rule + 4 * (2 * 128 + 256))
+
+
+@pytest.mark.parametrize(
+    ("kind", "letters", "same"),
+    [
+        (f"{GROUPED} --window-size 15,0", "****", [1, 1, 1, 1]),
+        (f"{GROUPED} --window-size 15,0 --window-attn-skip-freq 2", "****", [1, 2, 1, 2]),
+        (f"{GROUPED} --window-size 15,0 --window-attn-skip-freq [0,1,1,0]", "****", [1, 2, 2, 1]),
+        (LATENT, "++++", [1, 1, 1, 1]),
+        (DELTA, "G*G*", [1, 2, 1, 2]),
+        (f"{DELTA} --linear-attention-freq [1,1,0,1]", "GG*G", [1, 1, 2, 1]),
+        (SPARSE, "DDDD", [1, 1, 1, 1]),
+        (f"{SPARSE} --dsa-indexer-topk-freq 2 --dsa-indexer-skip-topk-offset 2", "DDDD", [1, 1, 2, 1]),
+    ],
+)
+def test_equal_layers_are_one_object(kind: str, letters: str, same: list[int]) -> None:
+    made = attentions(kind)
+    layers = [made.layer(number) for number in range(1, 5)]
+    own = Job.of(flag_table.parse(words(kind), {})).attention
+    assert "".join(map(own.letter, range(1, 5))) == letters
+    numbers = {id(layer): number for number, layer in zip(same, layers, strict=True)}
+    assert [numbers[id(layer)] for layer in layers] == same
+    assert len(set(numbers.values())) == len(numbers)
+
+
+def test_layers_that_differ_are_those_of_megatron() -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    for frequency in (1, 2, 3):
+        for offset in (0, 1, 4):
+            own = Attention(
+                window_size="3,0",
+                window_attn_skip_freq=frequency,
+                dsa_indexer_topk_freq=frequency,
+                dsa_indexer_skip_topk_offset=offset,
+            )
+            for number in range(1, 13):
+                is_windowed = is_layer_window_attention((3, 0), frequency, number)
+                assert own.window(number, 8) == (4 if is_windowed else 8)
+                assert own.chooses(number) == (not is_dsa_skip_topk_layer(number, offset, frequency))
