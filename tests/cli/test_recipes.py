@@ -89,6 +89,48 @@ def test_a_recipe_is_estimated_on_the_fewest_gpus_that_hold_it(name, mpp, tmp_pa
     assert experts == (f"on {gpus} GPUs, the fewest that share experts" in result.output)
 
 
+OF_A_NAME = [
+    (
+        "deepseek-v3",
+        "--pipeline-model-parallel-size 8 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --micro-batch-size 1 "
+        "--global-batch-size 8192 --recompute-granularity selective --recompute-modules mla_up_proj mlp "
+        "--pipeline-model-parallel-layout Et|(tt|)*30mL --fp8-format hybrid --moe-token-dispatcher-type flex "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --mtp-num-layers 1",
+        512,
+    ),
+    (
+        "kimi-k2",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 16 --sequence-parallel "
+        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --seq-length 131072 "
+        "--global-batch-size 128 --pipeline-model-parallel-layout Et|t|(tt|)*29tL",
+        128,
+    ),
+    (
+        "qwen3-next-80b",
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 256 "
+        "--expert-model-parallel-size 32 --recompute-granularity selective "
+        "--recompute-modules moe_act shared_experts layernorm --moe-router-force-load-balancing",
+        128,
+    ),
+    ("nemotron-3-nano", "--expert-model-parallel-size 8 --global-batch-size 256", 8),
+    (
+        "gpt-oss-120b",
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 8 --global-batch-size 256",
+        16,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "gpus"), OF_A_NAME)
+def test_a_named_model_takes_the_sizes_of_a_recipe(name, flags, gpus, mpp, tmp_path):
+    file = tmp_path / "estimate.json"
+    result = mpp("estimate", "--model", name, "--json", file, "--", *flags.split())
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["gpus"] == gpus
+
+
 def test_other_numbers_of_gpus_are_taken_as_they_are_given(mpp):
     flags, gpus = ESTIMATED["Megatron-LM mixtral-8x7b"]
     result = mpp("estimate", "--world-size", 2 * gpus, "--", *flags.split())
