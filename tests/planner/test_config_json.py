@@ -376,6 +376,14 @@ def test_a_window_of_some_layers_is_a_number_where_their_pattern_repeats() -> No
     assert frequency([0, 0, 0], every=1) == [0, 0, 0]
 
 
+def test_layers_that_share_a_choice_of_tokens_do_so_with_a_period() -> None:
+    sharing = ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3
+    found = config_json.read({**GLM_5, "indexer_types": sharing}).values
+    assert (found["dsa_indexer_topk_freq"], found["dsa_indexer_skip_topk_offset"]) == (4, 3)
+    with pytest.raises(ValueError, match="indexer_types has no period"):
+        config_json.read({**GLM_5, "indexer_types": ["shared", *["full"] * 76, "shared"]})
+
+
 def test_layers_from_a_number_on_have_a_window_as_qwen_counts_them() -> None:
     windowed = {**QWEN2_7B, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
     found = config_json.read(windowed).values

@@ -162,7 +162,7 @@ LLAMA_4_MAVERICK: Config = {
         "num_key_value_heads": 8, "head_dim": 128, "use_qk_norm": False, "intermediate_size": 8192,
         "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 2, "num_local_experts": 128,
         "num_experts_per_tok": 1, "attention_chunk_size": 8192, "no_rope_layers": [],
-        "moe_layers": list(range(1, 48, 2)), "for_llm_compression": False, "attn_temperature_tuning": 4,
+        "moe_layers": list(range(1, 48, 2)), "for_llm_compressor": False, "attn_temperature_tuning": 4,
         "floor_scale": 8192, "attn_scale": 0.1, "max_position_embeddings": 1048576, "vocab_size": 202048,
         "rope_theta": 500000.0,
     },

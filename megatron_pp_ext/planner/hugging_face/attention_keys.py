@@ -89,22 +89,32 @@ def latent(keys: Keys) -> Arguments:
 def sparse(keys: Keys) -> Arguments:
     """Return DeepSeek's sparse attention, whose indexer selects tokens (DeepSeek-V3.2, arXiv 2512.02556)."""
     keys.by_layer("layer_types", keys.layers, {"indexed_attention": 1})
-    kinds = keys.by_layer("indexer_types", keys.layers, {"full": 1, "shared": 0}) or []
-    if 0 in kinds:
-        raise ValueError(
-            "indexer_types has layers that share what another has selected: give index_topk_freq in its "
-            f"place, or {BY_FLAGS}"
-        )
     found: Arguments = {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": keys.size("index_n_heads"),
         "dsa_indexer_head_dim": keys.size("index_head_dim"),
         "dsa_indexer_topk": keys.size("index_topk"),
     }
-    if keys.size("index_topk_freq", 1) > 1:
-        found["dsa_indexer_topk_freq"] = keys.size("index_topk_freq")
-        found["dsa_indexer_skip_topk_offset"] = keys.count("index_skip_topk_offset")
+    every, first = keys.size("index_topk_freq", 1), keys.count("index_skip_topk_offset")
+    choosing = keys.by_layer("indexer_types", keys.layers, {"full": 1, "shared": 0}) or []
+    if 0 in choosing:
+        every, first = _sharing(choosing)
+    if every > 1:
+        found |= {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": first}
     return found
+
+
+def _sharing(choosing: list[int]) -> tuple[int, int]:
+    """Return how many layers share a choice of tokens, and how many before them choose by themselves.
+
+    ``choosing`` has a 1 for each layer with an indexer.
+    """
+    first = choosing.index(0)
+    every = [*choosing, 1].index(1, first) - first + 1
+    alone = max(1, first)
+    if choosing != [int(max(0, number - alone) % every == 0) for number in range(1, len(choosing) + 1)]:
+        raise ValueError(f"indexer_types has no period, and Megatron's layers share with one: {BY_FLAGS}")
+    return every, first
 
 
 def gated_delta_net(keys: Keys) -> Arguments:
