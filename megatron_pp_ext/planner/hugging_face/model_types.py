@@ -69,14 +69,7 @@ _MIXTRAL = (mlp.experts_as_wide_as_mlps, mlp.expert_layers, mlp.softmax_router)
 _NORMALISED = {"norm_topk_prob": True}
 _QUERY_NORM = {"qk_layernorm": True}
 _OF_QWEN = {"use_sliding_window": False}
-_GEMMA = (
-    family.body,
-    family.rms_norm,
-    attention.heads,
-    attention.rotary,
-    family.no_biases,
-    mlp.gated_by_gelu,
-)
+_GEMMA = (*_CORE, family.no_biases, mlp.gated_by_gelu)
 _OF_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
 _ZERO_CENTRED = {"layernorm_zero_centered_gamma": True}
 _POST_NORMS = "the norms behind attention and MLPs are left out, for which Megatron has no flag"
