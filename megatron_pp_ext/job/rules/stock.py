@@ -114,17 +114,14 @@ _ATTENTION = Rules(
             "is that of some layers, and Megatron has to know of which",
             "give --linear-attention-freq",
             lambda asked: (
-                asked.experimental_attention_variant == "gated_delta_net"
-                and not asked.linear_attention_freq
+                asked.experimental_attention_variant == "gated_delta_net" and not asked.linear_attention_freq
             ),
         ),
         Rule(
             "--experimental-attention-variant dsa",
             "chooses among compressed keys alone",
             "add --multi-latent-attention",
-            lambda asked: (
-                asked.experimental_attention_variant == "dsa" and not asked.multi_latent_attention
-            ),
+            lambda asked: asked.experimental_attention_variant == "dsa" and not asked.multi_latent_attention,
         ),
         Rule(
             "--experimental-attention-variant dsa",
@@ -132,9 +129,7 @@ _ATTENTION = Rules(
             "give --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk",
             lambda asked: (
                 asked.experimental_attention_variant == "dsa"
-                and not (
-                    asked.dsa_indexer_n_heads and asked.dsa_indexer_head_dim and asked.dsa_indexer_topk
-                )
+                and not (asked.dsa_indexer_n_heads and asked.dsa_indexer_head_dim and asked.dsa_indexer_topk)
             ),
         ),
         Rule(
