@@ -1,6 +1,7 @@
 """What stages have beside layers: the embedding, the output layer with the loss, multi-token prediction."""
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.orthogonal import matrix
 from megatron_pp_ext.costs.part import Part
 
 
@@ -10,10 +11,14 @@ def table(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def positions(costs: LayerCosts) -> Part:
-    """Return the weights of learned positions, and the mask of the dropout behind the embedding."""
+    """Return the weights of learned positions, and the mask of the dropout behind the embedding.
+
+    Muon takes them for a matrix of a layer (``_is_nonlinear_or_embedding`` in emerging_optimizers).
+    """
     is_learned = costs.job.model.position_embedding_type == "learned_absolute"
     rows = costs.job.model.max_position_embeddings if is_learned else 0
-    return costs.dropped() + Part(parameters=rows * costs.sizes.hidden)
+    width = costs.sizes.hidden
+    return costs.dropped() + Part(parameters=rows * width) + matrix(rows, width)
 
 
 def output(costs: LayerCosts, vocabulary: int) -> Part:

@@ -20,9 +20,8 @@ def attention(costs: LayerCosts, window: int | None = None) -> Part:
     model, own = costs.job.model, costs.job.attention
     query = model.num_attention_heads * own.query_width
     value = model.num_attention_heads * own.v_head_dim
-    is_joined = own.mla_down_proj_fusion and own.q_lora_rank > 0
     whole = (
-        costs.norm(is_recomputed=None if is_joined else costs.recomputes_norms)
+        costs.norm(is_recomputed=None if own.compresses_at_once else costs.recomputes_norms)
         + compression(costs)
         + _expansion(costs, query, value)
         + core(costs, query, value, query + value, window or model.seq_length)
@@ -37,7 +36,7 @@ def compression(costs: LayerCosts) -> Part:
     """Return the products that compress queries, if they are, and keys and values, and the norms behind."""
     own, sizes, products = costs.job.attention, costs.sizes, costs.products
     queries, others = own.q_lora_rank, own.kv_lora_rank + own.qk_pos_emb_head_dim
-    is_joined = own.mla_down_proj_fusion and queries > 0
+    is_joined = own.compresses_at_once
     widths = [queries + others] if is_joined else [width for width in (queries, others) if width]
     if is_joined or costs.job.precision.transformer_impl == "local":
         gathering = costs.kernels.gather(sizes.whole(queries + others)) if sizes.share > 1 else 0.0
@@ -52,8 +51,9 @@ def compression(costs: LayerCosts) -> Part:
         forward_seconds=seconds,
         input_gradient_seconds=seconds,
         after_forward=sizes.spread(others + (queries if own.qk_layernorm else 0)),
-        # Two products read the hidden state, one of them perhaps to make queries; it waits for W once.
-        after_input_gradient=0.0 if is_joined else -sizes.waiting * sizes.hidden_bytes,
+        # Two products read the hidden state, one of them perhaps to make queries; it waits for W once,
+        # unless the one is behind a norm of its own.
+        after_input_gradient=0.0 if is_joined or own.norms_hidden else -sizes.waiting * sizes.hidden_bytes,
         parameters=norm_weights(costs, normed),
     )
 
@@ -61,12 +61,13 @@ def compression(costs: LayerCosts) -> Part:
 def _expansion(costs: LayerCosts, query: int, value: int) -> Part:
     """Return the products that make queries, keys and values, which mla_up_proj recomputes.
 
-    Transformer Engine's products include the norms before them.  The part of a key that tells positions is
-    one for all heads, and copied to each.
+    Transformer Engine's products include the norms before them, also where queries are not compressed.  The
+    part of a key that tells positions is one for all heads, and copied to each.
     """
     own, sizes, products = costs.job.attention, costs.sizes, costs.products
     made = costs.job.model.num_attention_heads * (own.qk_head_dim + own.v_head_dim)
     read = own.q_lora_rank + (own.kv_lora_rank if own.qk_layernorm else 0)
+    read += sizes.hidden if own.norms_hidden else 0
     inputs = Part(after_forward=sizes.waiting * sizes.spread(read))
     found = (
         products.column(query, read=own.q_lora_rank or None, is_biased=False)

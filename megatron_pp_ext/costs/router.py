@@ -20,20 +20,15 @@ def router(costs: LayerCosts) -> Part:
     model, kernels = costs.job.model, costs.kernels
     tokens = costs.sizes.tokens / costs.job.parallel.sequence_ranks
     experts, hidden = model.num_experts, model.hidden_size
-    seconds = [
-        kernels.product(*shape, is_output=True)
-        for shape in (
-            (tokens, experts, hidden),
-            (tokens, hidden, experts),
-            (hidden, experts, tokens),
-        )
-    ]
+    forward = kernels.product(tokens, experts, hidden, is_output=True)
+    backward = kernels.product(tokens, hidden, experts, is_output=True)
+    backward += kernels.product(hidden, experts, tokens, is_output=True)
     scores = 4 * tokens * experts
     moving = kernels.copy(2 * _KEPT_NUMBERS * scores)
     return matrix(hidden, experts) + Part(
         activation_operations=2 * tokens * experts * hidden,
-        forward_seconds=seconds[0] + moving,
-        input_gradient_seconds=seconds[1] + seconds[2] + moving,
+        forward_seconds=forward + moving,
+        input_gradient_seconds=backward + moving,
         after_forward=_KEPT_NUMBERS * scores,
         parameters=experts * (hidden + model.add_bias_linear),
     )

@@ -66,6 +66,16 @@ class Attention:
         return behind % self.dsa_indexer_topk_freq == 0
 
     @property
+    def compresses_at_once(self) -> bool:
+        """Whether one product compresses queries, keys and values."""
+        return self.mla_down_proj_fusion and self.q_lora_rank > 0
+
+    @property
+    def norms_hidden(self) -> bool:
+        """Whether the norm of queries is one of the hidden state, since they are not compressed."""
+        return self.multi_latent_attention and self.qk_layernorm and not self.q_lora_rank
+
+    @property
     def query_width(self) -> int:
         """The width of a query in multi-latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

@@ -174,6 +174,53 @@ def test_the_operations_of_a_gated_delta_net() -> None:
     assert found.activation_operations == 2 * TOKENS * (rule + 4 * (2 * 128 + 256))
 
 
+ENGINE = "--transformer-impl transformer_engine --bf16 --attention-backend auto"
+SPREAD = f"{ENGINE} --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def test_ranks_have_the_weights_that_compress_whole_and_share_others() -> None:
+    """Under --mla-down-proj-fusion they share those too; norms are whole either way."""
+    compressing, norms = 256 * 96 + 256 * (64 + 32), 256 + 96 + 64
+    shared = 96 * 4 * 96 + 64 * 4 * 128 + 4 * 64 * 256
+    assert attention(f"{NORMED} {SPREAD}").parameters == compressing + shared / 2 + norms
+    joined = attention(f"{NORMED} --mla-down-proj-fusion {SPREAD}")
+    assert joined.parameters == (compressing + shared) / 2 + norms
+    indexer = 96 * 2 * 64 + 256 * 64 + 256 * 2 + 2 * 64
+    assert attention(f"{SPARSE} {SPREAD}").parameters == compressing + indexer + shared / 2 + norms
+
+
+def test_queries_that_are_not_compressed_have_a_norm_of_the_hidden_state() -> None:
+    """Transformer Engine's, before the product that makes them; what it reads is not what others read."""
+    plain = f"{LATENT.replace('--q-lora-rank 96', '')} {ENGINE}"
+    normed, without = attention(f"{plain} --qk-layernorm"), attention(plain)
+    assert normed.parameters - without.parameters == 256 + 64
+    assert normed.after_forward - without.after_forward == 2 * TOKENS * (256 + 64)
+    assert normed.after_input_gradient - without.after_input_gradient == 2 * TOKENS * 256
+
+
+def test_expanded_keys_and_the_norms_before_are_made_again() -> None:
+    """Queries and keys of 96 in four heads, values of 64, and both norms' results."""
+    kept = attention(f"{NORMED} {ENGINE}").after_forward
+    again = attention(f"{NORMED} {ENGINE} {AGAIN} mla_up_proj")
+    assert kept - again.after_forward == 2 * TOKENS * (4 * (96 + 96 + 64) + 96 + 64)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        f"{GROUPED} --attention-output-gate --qk-layernorm --softmax-type learnable",
+        NORMED,
+        f"{SPARSE} --dsa-kernel-backend cudnn --dsa-indexer-loss-coeff 0.01",
+        DELTA,
+    ],
+)
+def test_kernels_keep_nothing_of_pairs(kind: str) -> None:
+    """As many tokens in half as many sequences of twice the length take the same bytes."""
+    longer = "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 8"
+    found = [attention(f"{kind} {ENGINE} {more}").after_forward for more in ("", longer)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "letters", "same"),
     [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.kernels import KernelSeconds, SystemKernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.step.model_description import describe
@@ -82,3 +82,17 @@ def test_fused_attention_runs_at_the_rate_of_its_length() -> None:
         forward, backward = machine.attention(2e9, 0, True, length)
         assert forward == pytest.approx(1e9 / rate)
         assert backward == pytest.approx(2.5e9 / 1e12)
+
+
+def test_attention_that_is_not_fused_may_be_in_fp32() -> None:
+    machine = kernels({"matrix_rates": {**MACHINE["matrix_rates"], "fp32": [[1, 1, 1, 1e11]]}})
+    half, wide = (machine.attention(2e9, 0, False, 64, is_wide) for is_wide in (False, True))
+    assert wide == pytest.approx([10 * seconds for seconds in half])
+
+
+def test_a_window_is_computed_in_whole_tiles() -> None:
+    assert (kernels().window(128), KernelSeconds().window(128)) == (512, 128)
+
+
+def test_a_delta_rule_runs_at_half_the_rate_of_products() -> None:
+    assert kernels().delta_rule(1e9) == pytest.approx((2e-3, 6e-3))

@@ -31,6 +31,7 @@ TOKENS = SEQUENCE = HIDDEN = 32
 VOCABULARY = 64
 ATTENTION = 4 * HIDDEN**2
 SCORES = 4 * TOKENS * SEQUENCE * HIDDEN
+ROUTER = 2 * TOKENS * HIDDEN * 4  # of four experts, whose weight gradient is in I
 ROUGHLY = TOKENS * HIDDEN  # for what every stage has beside its layers
 UNIT = 1e-15  # seconds an operation
 
@@ -64,14 +65,14 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --disabl
 def test_experts_in_every_second_layer() -> None:
     stages = costs(f"{EXPERTS} --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*4)", 8).stages
     assert_operations(stages[2], ATTENTION + 8 * HIDDEN**2, SCORES)
-    assert_operations(stages[3], ATTENTION + 2 * 2 * HIDDEN * 48 + 2 * HIDDEN * 16, SCORES)
+    assert_operations(stages[3], ATTENTION + 2 * 2 * HIDDEN * 48 + 2 * HIDDEN * 16, SCORES + ROUTER)
 
 
 def test_hybrid_pattern() -> None:
     stages = costs(f"{EXPERTS} --hybrid-layer-pattern *-|*|E|-", 4).stages
     assert_operations(stages[0], 12 * HIDDEN**2, SCORES)
     assert_operations(stages[1], ATTENTION, SCORES)
-    assert_operations(stages[2], 2 * 2 * HIDDEN * 48, 0)
+    assert_operations(stages[2], 2 * 2 * HIDDEN * 48, ROUTER)
 
 
 def test_a_predicted_token_is_a_layer_and_a_head_more() -> None:
@@ -114,8 +115,8 @@ def test_what_is_recomputed_runs_again_before_the_gradients() -> None:
 
 
 def test_a_layer_without_an_estimate_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern; measure"):
-        costs("--hybrid-layer-pattern M-M-", 4)
+    with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern; measure"):
+        costs("--hybrid-layer-pattern X-X-", 4)
 
 
 PREDICTED = (
@@ -143,13 +144,13 @@ def test_training_chooses_nothing_by_the_costs_of_another_model(
     "flags",
     [
         "--te-precision-config-file file",
-        "--moe-latent-size 8",
-        "--squared-relu",
+        "--fp4-format e2m1",
+        "--glu-linear-offset 1.0",
     ],
 )
 def test_stages_without_a_formula_have_no_costs(flags: str) -> None:
     """What is only said beside an estimate has some."""
-    if flags == "--squared-relu":
+    if "--glu" in flags:
         assert costs(flags, 8) == costs("", 8)
     else:
         with pytest.raises(ValueError, match=f"does not support {flags}: "):
@@ -244,6 +245,10 @@ MODELS = {
     "bf16": "--bf16",
     "llama-like": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--group-query-attention --num-query-groups 2",
+    "gpt-oss-like": "--softmax-type learnable --window-size 15,0 --window-attn-skip-freq 2 "
+    "--position-embedding-type rope --group-query-attention --num-query-groups 2 --kv-channels 32",
+    "gated attention": "--attention-output-gate --qk-layernorm --position-embedding-type rope "
+    "--group-query-attention --num-query-groups 2 --kv-channels 32",
     "experts": f"{EXPERTS} --moe-shared-expert-intermediate-size 32",
 }
 # RMSNorm keeps one copy more in torch's single operations than in one kernel.
