@@ -117,12 +117,10 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     """
     asked = Asked(args, {ENGINE: str(get_te_version())})
     all_rules.refuse(asked)
-    parallel = asked.job.parallel
-    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    # Megatron itself refuses sizes that do not divide.
-    data = max(1, args.world_size // (model * parallel.context_parallel_size))
     if replicas.requested(asked.job):
         data = sizes.data_parallel_size(asked.job, args.world_size)
+    else:  # Megatron itself refuses sizes that do not divide.
+        data = max(1, args.world_size // sizes.fewest_ranks(asked.job))
     layout = ""
     if asked.finds_layout:
         asked, layout = requested_layout.settle(asked, data, model_costs.vocabulary(asked))
