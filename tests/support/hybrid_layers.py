@@ -1,7 +1,7 @@
 """HybridModel's layers without Transformer Engine, for ``--spec tests.support.hybrid_layers stack``.
 
-Megatron's own hybrid specs are made of Transformer Engine's modules, and its Mamba layers of CUDA kernels.
-What is left for a CPU is attention (``*``), MLP (``-``), experts (``E``) and multi-token prediction.
+Megatron's own hybrid specs are made of Transformer Engine's modules.  These are attention (``*``), MLP
+(``-``), experts (``E``), Mamba-2 with its kernels stood in for (``M``), and multi-token prediction.
 """
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -9,8 +9,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -22,6 +24,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules as Parts
 
+from tests.support import mamba_kernels  # noqa: F401
+
 hybrid_block.TENorm = WrappedTorchNorm  # the stack's last norm is not the spec's to choose
 
 _dense = get_gpt_layer_local_spec().submodules
@@ -29,6 +33,17 @@ _dense = get_gpt_layer_local_spec().submodules
 stack = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+                ),
+                mamba_bda=get_bias_dropout_add,
+            ),
+        ),
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=Parts(
