@@ -57,7 +57,7 @@ def _build_all(rank: int, models: Sequence[list[str]]) -> list[Layer]:
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel()
     random.model_parallel_cuda_manual_seed(1)
-    _use_stand_ins()
+    use_stand_ins()
     return [_build(flags) for flags in models]
 
 
@@ -254,7 +254,7 @@ class Backend(LocalSpecProvider):
         return Core
 
 
-def _use_stand_ins() -> None:
+def use_stand_ins() -> None:
     gpt_layer_specs.LocalSpecProvider = Backend
     L2Norm.forward = _l2_normed
     random.FP8GlobalStateManager = Namespace(is_fp8_enabled=lambda: False)

@@ -9,6 +9,7 @@ global arguments and process groups, is gone with the rank.
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -93,6 +94,7 @@ def _be_rank(
 ) -> NoReturn:
     """Run ``fn`` as a rank and end the process: nothing of pytest may run on in it."""
     status = 1
+    gc.freeze()  # collections would go through all that was imported: half of what a small job takes
     try:
         os.setpgid(0, 0)  # the rank and what it starts end together
         _send_output_to(files.with_suffix(".output"))

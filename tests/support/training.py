@@ -12,6 +12,7 @@ import hashlib
 import re
 import shlex
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ import pytest
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.training import ft_integration, training
+from megatron.training import arguments, ft_integration, training
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.global_vars import get_tensorboard_writer
 
@@ -35,6 +36,7 @@ from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
 from megatron_pp_ext.integration.core.global_names import global_parameters
+from megatron_pp_ext.job.rules import measuring
 from tests.support import frozen
 
 patching.apply(seams.launch_seams(cpu=True))
@@ -53,7 +55,8 @@ def _known_help_texts(factory: ArgumentGroupFactory, configuration: type) -> dic
 
 # The parser reads the sources of all configurations, half a second on each rank: here once for all of them.
 ArgumentGroupFactory._get_field_docstrings = _known_help_texts
-megatron_flags()
+MEGATRON_FLAGS = megatron_flags()
+measuring.not_compiled()  # likewise: the tables of what each flag does
 # It would parse all flags once more, for a package that is not there.
 ft_integration.setup = lambda: None
 
@@ -121,7 +124,8 @@ def train(
     for flag, other in ONE_OF_TWO.items():
         if flag in flags:
             del tiny[(at := tiny.index(other)) : at + 2]
-    argv = cpu.with_cpu_flags([*tiny, *data, *flags])
+    argv = cpu.with_cpu_flags([*tiny, *data, *flags], MEGATRON_FLAGS)
+    _parser(arguments.add_megatron_arguments)
     hooks = (initialize or initialize_by_layer, grab, disturb)
     return ranks.run_ranks(_train, world_size, argv, *hooks, timeout=timeout)
 
@@ -137,6 +141,12 @@ def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(releases.megatron_release() < release, reason=why)
 
 
+@functools.cache
+def _parser(add: Callable[[ArgumentParser], ArgumentParser]) -> ArgumentParser:
+    """Megatron's parser, which takes a rank longer to build than to use."""
+    return add(ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False))
+
+
 def _train(
     rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
 ) -> Run:
@@ -144,6 +154,8 @@ def _train(
     argv, kept = frozen.without_flag(argv)
     frozen.freeze_models(kept)
     sys.argv = ["pretrain_gpt.py", *argv]
+    add = arguments.add_megatron_arguments
+    arguments.add_megatron_arguments = lambda parser: _parser(add)
     cpu.fork_checkpoint_writers(argv)
     for name, watch in (
         *(

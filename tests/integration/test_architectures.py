@@ -1,0 +1,21 @@
+"""Today's models train under this package's schedules as under stock's: losses and gradients bit for bit."""
+
+import pytest
+
+from tests.support.architectures import FLAGS, flags
+from tests.support.comparison import assert_same_bits, run
+from tests.support.tiers import wide
+
+IN_MAKE_TEST = {("qwen3-next", "v-half"), ("nemotron-3", "zb-h1")}
+CASES = [(model, schedule) for model in FLAGS for schedule in ("v-half", "zb-h1", "flex")]
+LIMIT = {"flex": ("--pipeline-memory-limit", "0.8")}
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), [case if case in IN_MAKE_TEST else wide(case) for case in CASES]
+)
+def test_trains_as_stock(model: str, schedule: str) -> None:
+    words = flags(model, stages=2 if schedule == "zb-h1" else 4)
+    words += ["--pipeline-model-parallel-size", "2", "--clip-grad", "0"]
+    ours = run(2, [*words, "--pipeline-schedule", schedule, *LIMIT.get(schedule, ())])
+    assert_same_bits(ours, run(2, words))
