@@ -1,1 +1,1 @@
-"""The meaning of Megatron's flags for a pipeline.  Pure Python: neither torch nor Megatron."""
+"""What is asked: the job, its readers, the pipeline that it requests, and what cannot be.  Pure Python."""
