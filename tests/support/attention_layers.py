@@ -5,7 +5,6 @@ here has the same weights and saves for its backward what they save: a norm its 
 """
 
 import contextlib
-import weakref
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.training import arguments
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.runtime.activation_meter import Owner
+from tests.support.kept_meter import KeptMeter
 
 
 class Layer(NamedTuple):
@@ -63,9 +64,11 @@ def _build_all(rank: int, models: Sequence[list[str]]) -> list[Layer]:
 
 def _build(flags: list[str]) -> Layer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train.py", *flags])
+        # With local layers these kinds are refused where this package's hooks are installed.
+        patch.setattr("sys.argv", ["train.py", *flags, "--transformer-impl", "transformer_engine"])
         args = arguments.parse_args()
         arguments.validate_args(args)
+    args.transformer_impl = "local"
     config = arguments.core_transformer_config_from_args(args)
     is_linear = config.experimental_attention_variant == "gated_delta_net"
     has_variant = config.experimental_attention_variant is not None
@@ -76,42 +79,12 @@ def _build(flags: list[str]) -> Layer:
     shape = args.seq_length, args.micro_batch_size, config.hidden_size
     hidden = torch.randn(shape, dtype=config.params_dtype, requires_grad=True)
     positions = _rotary(args, config)
-    kept, waiting = _Kept(layer), _Waiting(layer)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+    meter, waiting = KeptMeter(layer.parameters()), _Waiting(layer)
+    with meter.forward(Owner(0, 0)):
         output, _ = layer(hidden, attention_mask=None, rotary_pos_emb=positions)
-    size = kept.bytes()
+    size = meter.bytes_now
     output.sum().backward()
     return Layer(sum(weight.numel() for weight in layer.parameters()), size, waiting.bytes())
-
-
-class _Box:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Kept:
-    """The tensors that autograd keeps of a forward, without those of ``layer`` itself."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-        self._boxes: list[weakref.ref[_Box]] = []
-
-    def pack(self, tensor: torch.Tensor) -> "_Box":
-        """Return what autograd keeps in place of ``tensor``."""
-        box = _Box(tensor)
-        self._boxes.append(weakref.ref(box))
-        return box
-
-    @staticmethod
-    def unpack(box: "_Box") -> torch.Tensor:
-        """Return the tensor in ``box``."""
-        return box.tensor
-
-    def bytes(self) -> int:
-        """Return the bytes of the storages that are kept now; one that a checkpoint emptied has none."""
-        boxes = [box for reference in self._boxes if (box := reference()) is not None]
-        storages = {box.tensor.untyped_storage()._cdata: box.tensor.untyped_storage() for box in boxes}
-        return sum(each.nbytes() for each in storages.values() if each.data_ptr() not in self._weights)
 
 
 class _Waiting:

@@ -3,7 +3,6 @@
 Beside it what the costs of layers say of the same, from the model's own config.
 """
 
-import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import cache
@@ -22,8 +21,8 @@ from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.storages import storages
+from megatron_pp_ext.runtime.activation_meter import Owner
+from tests.support.kept_meter import KeptMeter
 
 
 class Built(NamedTuple):
@@ -51,24 +50,6 @@ def counted(args: Namespace) -> Built:
     return Built(whole.parameters + whole.expert_parameters, whole.after_forward)
 
 
-class _Meter(ActivationMeter):
-    """Knows what is kept, and not only its bytes when autograd saved it: recomputation may discard it."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters)
-        self.held: list[weakref.ref] = []
-
-    def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
-        super().hold(owner, tensor, holder)
-        self.held.append(weakref.ref(holder))
-
-    @property
-    def bytes_now(self) -> int:
-        kept = [holder.tensor for one in self.held if (holder := one()) is not None]
-        found = {key: size for tensor in kept for key, size in storages(tensor).items()}
-        return sum(size for key, size in found.items() if key not in self._ignored)
-
-
 def _measured(chunks: Sequence[torch.nn.Module]) -> tuple[Built, Built]:
     (chunk,) = chunks
     args = get_args()
@@ -77,7 +58,7 @@ def _measured(chunks: Sequence[torch.nn.Module]) -> tuple[Built, Built]:
     positions = torch.arange(args.seq_length).expand(shape)
     hidden = torch.ones(args.seq_length, args.seq_length, dtype=torch.bool).triu(1)[None, None]
     parameters = list(chunk.parameters())
-    meter = _Meter(parameters)
+    meter = KeptMeter(parameters)
     with meter.forward(Owner(0, 0)):
         loss = chunk(tokens, positions, hidden, labels=tokens)
     kept = meter.bytes_now
