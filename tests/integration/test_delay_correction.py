@@ -25,12 +25,12 @@ def corrected(correction: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule", "correction", "copies"),
     first(
-        3,
+        2,
         [
             # Beside the optimizer's weights: the versions in flight and the newest point ahead.
             ("1-1-1-1", 1, "latest", FEEDBACK, [4, 3, 2, 0]),
-            ("1-1", 2, "previous", FEEDBACK, [2, 2]),
             ("1-1-1", 1, "latest", NESTEROV, [2, 1, 0]),
+            ("1-1", 2, "previous", FEEDBACK, [2, 2]),
             ("1-1-1-1", 2, "latest", FEEDBACK, [3, 2, 2, 0]),
             ("2-1", 2, "latest", FEEDBACK, [2, 2, 0]),
             ("1-1-1", 1, "same", FEEDBACK, [3, 3, 3]),

@@ -41,7 +41,6 @@ EXTRAS: dict[str, tuple[int, tuple[str, ...]]] = {
 FAST = {
     ("embedding", "v-half", "alone"),
     ("output", "zb-h1", "overlap"),
-    ("adapters", "1f1b", "recomputed"),
 }
 LOST = {"embedding", "vocabulary", "layers"}
 """Without a gradient of the first stage's input, Megatron's full recomputation brings none to its layers."""

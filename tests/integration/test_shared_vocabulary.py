@@ -99,8 +99,8 @@ CASES = {
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
 ALWAYS = {
-    *("tp2-untied", "cp2-per-token", "dp2-overlap"),
-    *("dp2-distributed-overlap-unaligned", "llama-like", "decoupled-rate", "accumulated-loss-of-parts"),
+    *("tp2-untied", "cp2-per-token"),
+    *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
 }
 """What is not wide."""
 
