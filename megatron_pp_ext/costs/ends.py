@@ -18,7 +18,7 @@ def positions(costs: LayerCosts) -> Part:
     is_learned = costs.job.model.position_embedding_type == "learned_absolute"
     rows = costs.job.model.max_position_embeddings if is_learned else 0
     width = costs.sizes.hidden
-    return costs.dropped() + Part(parameters=rows * width) + matrix(rows, width)
+    return costs.dropped() + Part(parameters=rows * width) + matrix(costs.job.memory, rows, width)
 
 
 def output(costs: LayerCosts, vocabulary: int) -> Part:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_pp_ext.costs.activation_function import activation
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
-from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
 
@@ -52,9 +52,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         parameters=0.0,
         expert_parameters=one.parameters * copies,
         fp8_parameters=one.fp8_parameters * copies,
-        matrix_parameters=0.0,
-        orthogonal_operations=0.0,
-        expert_orthogonal_operations=one.orthogonal_operations * copies,
+        matrices=one.matrices and Matrices(0.0, 0.0, copies * one.matrices.operations, one.matrices.largest),
         exchanged_seconds=exchange,
     )
 

@@ -75,13 +75,13 @@ def update(job: Job, part: Part, updated: float, moments: float, dense: float, e
     largest one takes.
     """
     memory = job.memory
-    is_muon = memory.optimizer in _MUON
-    orthogonal = part.orthogonal_operations / dense + part.expert_orthogonal_operations / expert
+    has = part.matrices if memory.optimizer in _MUON else None
+    orthogonal = has.operations / dense + has.expert_operations / expert if has else 0.0
     return Update(
         traffic=(_TRAFFIC + 2 * moments) * (1 - memory.offloaded) * updated,
         offloaded=memory.offloaded * updated,
-        orthogonal=max(orthogonal, part.largest_orthogonal) if is_muon else 0.0,
-        largest=part.largest_orthogonal if is_muon else 0.0,
+        orthogonal=max(orthogonal, has.largest) if has else 0.0,
+        largest=has.largest if has else 0.0,
     )
 
 

@@ -6,6 +6,37 @@ from typing import Self
 from megatron_pp_ext.schedule.costs import StageCosts
 
 
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Weights in matrices of layers: so many ``parameters`` of a rank's own, without those of experts.
+
+    An iteration in which Muon makes them orthogonal takes ``operations``, that of experts'
+    ``expert_operations``, and the largest one of either kind ``largest`` alone.
+    """
+
+    parameters: float
+    operations: float
+    expert_operations: float
+    largest: float
+
+    def __add__(self, other: "Matrices") -> "Matrices":
+        return Matrices(
+            self.parameters + other.parameters,
+            self.operations + other.operations,
+            self.expert_operations + other.expert_operations,
+            max(self.largest, other.largest),
+        )
+
+    def times(self, count: float) -> "Matrices":
+        """Return ``count`` such matrices."""
+        return Matrices(
+            count * self.parameters,
+            count * self.operations,
+            count * self.expert_operations,
+            self.largest,
+        )
+
+
 @dataclass(slots=True)
 class Part:
     """Operations, seconds, bytes and parameters of a part of the model; the costs of parts can be added.
@@ -23,10 +54,8 @@ class Part:
     beside the latter, ``brief_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
-    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8,
-    ``matrix_parameters`` those of ``parameters`` that are in matrices of layers.  An iteration in which Muon
-    makes these matrices orthogonal takes ``orthogonal_operations``, those of experts
-    ``expert_orthogonal_operations``, the largest one of either kind ``largest_orthogonal`` alone.
+    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
+    ``matrices`` are those of layers, for an optimizer that treats them apart, else None.
 
     Nobody changes a part, but a search makes millions, which would take twice as long if they were frozen.
     """
@@ -45,12 +74,9 @@ class Part:
     parameters: float = 0.0
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
-    matrix_parameters: float = 0.0
-    orthogonal_operations: float = 0.0
-    expert_orthogonal_operations: float = 0.0
-    largest_orthogonal: float = 0.0
     exchanged_seconds: float = 0.0
     overlapped_in_pair: float = 0.0
+    matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -69,12 +95,11 @@ class Part:
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
-            self.matrix_parameters + other.matrix_parameters,
-            self.orthogonal_operations + other.orthogonal_operations,
-            self.expert_orthogonal_operations + other.expert_orthogonal_operations,
-            max(self.largest_orthogonal, other.largest_orthogonal),
             self.exchanged_seconds + other.exchanged_seconds,
             self.overlapped_in_pair + other.overlapped_in_pair,
+            self.matrices + other.matrices
+            if self.matrices and other.matrices
+            else self.matrices or other.matrices,
         )
 
     def times(self, count: float) -> "Part":
@@ -96,12 +121,9 @@ class Part:
             count * self.parameters,
             count * self.expert_parameters,
             count * self.fp8_parameters,
-            count * self.matrix_parameters,
-            count * self.orthogonal_operations,
-            count * self.expert_orthogonal_operations,
-            self.largest_orthogonal,
             count * self.exchanged_seconds,
             count * self.overlapped_in_pair,
+            self.matrices and self.matrices.times(count),
         )
 
     def repeated(self, count: float) -> "Part":
@@ -111,9 +133,7 @@ class Part:
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
             fp8_parameters=self.fp8_parameters,
-            matrix_parameters=self.matrix_parameters,
-            orthogonal_operations=self.orthogonal_operations,
-            expert_orthogonal_operations=self.expert_orthogonal_operations,
+            matrices=self.matrices,
         )
 
     @property

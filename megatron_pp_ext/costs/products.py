@@ -49,6 +49,7 @@ class ProductCosts:
         self._sequence_ranks = job.parallel.sequence_ranks
         self._overlaps_reduce = job.parallel.async_tensor_model_parallel_allreduce
         self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
+        self._memory = job.memory
         self._fuses = job.precision.gradient_accumulation_fusion
 
     def column(
@@ -161,4 +162,4 @@ class ProductCosts:
             parameters=read * made + (made if has_bias else 0.0),
             fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,
         )
-        return product if is_output else product + matrix(read, made)
+        return product if is_output else product + matrix(self._memory, read, made)

@@ -25,7 +25,7 @@ def router(costs: LayerCosts) -> Part:
     backward += kernels.product(hidden, experts, tokens, is_output=True)
     scores = 4 * tokens * experts
     moving = kernels.copy(2 * _KEPT_NUMBERS * scores)
-    return matrix(hidden, experts) + Part(
+    return matrix(costs.job.memory, hidden, experts) + Part(
         activation_operations=2 * tokens * experts * hidden,
         forward_seconds=forward + moving,
         input_gradient_seconds=backward + moving,

@@ -40,7 +40,8 @@ def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
     total = part.parameters + part.expert_parameters
     dense, expert = (sharing.dense, sharing.expert) if job.memory.shards_state else (1, 1)
     updated = part.parameters / dense + part.expert_parameters / expert
-    matrices = part.matrix_parameters / dense + part.expert_parameters / expert
+    own = part.matrices.parameters if part.matrices else 0.0
+    matrices = own / dense + part.expert_parameters / expert
     moments = moment_bytes(job.memory, matrices / updated if updated else 0.0)
     return ModelState(
         weights=job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters,

@@ -278,6 +278,11 @@ class Memory:
         return self.use_distributed_optimizer or self.optimizer == "dist_muon"
 
     @property
+    def treats_matrices_apart(self) -> bool:
+        """Whether the optimizer is for matrices of layers alone, and other weights have one of their own."""
+        return self.optimizer not in ("adam", "sgd")
+
+    @property
     def offloaded(self) -> float:
         """The part of the optimizer's state that is on the host, and updated there."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0

@@ -67,11 +67,11 @@ def test_experts_are_made_orthogonal_one_by_one():
     """Each has a matrix of half the shorter side; ranks that have the same ones share them."""
     job = describe({**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512, "optimizer": "dist_muon"})
     part = experts(LayerCosts(job))
-    assert part.expert_orthogonal_operations == 8 * 2 * (4 * 512**2 * H + 2 * 512**3)
+    assert part.matrices.expert_operations == 8 * 2 * (4 * 512**2 * H + 2 * 512**3)
     router = 4 * 8**2 * H + 2 * 8**3
-    assert part.orthogonal_operations == router
+    assert part.matrices.operations == router
     shared = model_state(job, part, Sharing(dense=4, expert=2)).update
-    assert shared.orthogonal == router / 4 + part.expert_orthogonal_operations / 2
+    assert shared.orthogonal == router / 4 + part.matrices.expert_operations / 2
 
 
 def test_an_iteration_runs_at_the_rate_of_a_square_product():

@@ -6,7 +6,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
-from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.costs.state import Sharing, model_state
 from megatron_pp_ext.planner import model_names
@@ -158,21 +158,31 @@ def test_what_a_schedule_is_charged_for_a_recomputed_part():
 
 
 def test_parts_add_up_but_are_recomputed_one_after_the_other():
-    names = Part.__slots__
-    one, other = Part(*range(1, 21)), Part(*range(20, 0, -1))
-    largest = {"brief", "brief_in_whole", "largest_orthogonal"}
+    *names, last = Part.__slots__
+    assert last == "matrices"
+    one, other = Part(*range(1, 17)), Part(*range(16, 0, -1))
+    largest = {"brief", "brief_in_whole"}
     both = [getattr(one + other, name) for name in names]
     assert both == [
-        max(number, 21 - number) if name in largest else 21 for number, name in enumerate(names, 1)
+        max(number, 17 - number) if name in largest else 17 for number, name in enumerate(names, 1)
     ]
     thrice = [getattr(one.times(3), name) for name in names]
     assert thrice == [number if name in largest else 3 * number for number, name in enumerate(names, 1)]
     assert one.times(0) == Part()
 
 
+def test_matrices_add_up_where_there_are_any():
+    matrices = Matrices(1, 2, 3, 4)
+    one, other = Part(matrices=matrices), Part(matrices=Matrices(10, 20, 30, 3))
+    assert (one + other).matrices == Matrices(11, 22, 33, 4)
+    assert (one + Part()).matrices == (Part() + one).matrices == matrices
+    assert one.times(3).matrices == Matrices(3, 6, 9, 4)
+    assert Part().times(3).matrices is None
+
+
 def test_repeated_parts_have_their_weights_in_common():
-    one = Part(*range(1, 21))
-    weights = {name for name in Part.__slots__ if "parameters" in name or "orthogonal" in name}
+    one = Part(*range(1, 17), Matrices(1, 2, 3, 4))
+    weights = {name for name in Part.__slots__ if "parameters" in name or name == "matrices"}
     for name in Part.__slots__:
         of = one if name in weights else one.times(3)
         assert getattr(one.repeated(3), name) == getattr(of, name), name
