@@ -23,31 +23,48 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 170 to 200 TFLOP/s on an A100, where plain products reach 268."""
 
 _FUSED_BACKWARD = 2.5
-"""The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
+"""The products in the backward of fused attention for each one of the forward (same source, section 4.1).
+
+They run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens on an H100 (arXiv 2407.08608,
+figures 5 and 6, cuDNN)."""
+
+_ATTENTION_TILE = 128
+"""The queries that a processor works on at a time in fused attention (arXiv 2307.08691, section 3.3)."""
 
 
 class KernelSeconds:
     """Seconds in proportion to operations; everything else takes none."""
 
-    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
-        """Return the seconds of a product of m x k with k x n, which ``adds`` to fp32 numbers if true.
+    def product(
+        self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
+    ) -> float:
+        """Return the seconds of ``groups`` products of m x k with k x n, which ``adds`` to fp32 numbers if true.
 
         ``is_output`` is for the output layer, which Megatron never computes in FP8.
         """
-        return 2 * m * n * k * _SECONDS_PER_OPERATION
+        return 2 * groups * m * n * k * _SECONDS_PER_OPERATION
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self,
+        operations: float,
+        scores: float,
+        is_fused: bool,
+        length: float,
+        width: float = 128,
+        seen: float = 0.5,
     ) -> tuple[float, float]:
         """Return the seconds of attention itself, without its projections: of its forward and its backward.
 
-        The forward has so many ``operations`` over sequences of ``length``, and its probabilities are
-        ``scores`` bytes.
+        The forward has so many ``operations`` over sequences of ``length`` with heads of ``width``, and its
+        probabilities are ``scores`` bytes.  Masks leave a share of the operations to be ``seen``.
         """
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
-    def cast(self, numbers: float) -> float:
-        """Return the seconds to make so many ``numbers`` the operands of FP8 products."""
+    def cast(self, numbers: float, ranks: int = 1) -> float:
+        """Return the seconds to make so many ``numbers`` the operands of FP8 products.
+
+        Each of ``ranks`` casts a part of them, before they are gathered.
+        """
         return 0.0
 
     def addition(self, numbers: float) -> float:
@@ -104,39 +121,50 @@ class SystemKernelSeconds(KernelSeconds):
         self._sends_once = args.moe_token_dispatcher_type == "flex"
         self._chosen = args.moe_router_topk
 
-    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
+    def product(
+        self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
+    ) -> float:
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
         dtype = self._half if is_output else self._dtype
-        rate = self._system.rate(dtype, m, n, k)
+        rate = self._system.rate(dtype, m, n, k, groups)
         written = m * n * (8 if adds else self._bytes)
         read = (1 if dtype == "fp8" else self._bytes) * (m * k + k * n)
-        return max(2 * m * n * k / rate, self.copy(read + written))
+        return max(2 * groups * m * n * k / rate, self.copy(groups * (read + written)))
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float
+        self,
+        operations: float,
+        scores: float,
+        is_fused: bool,
+        length: float,
+        width: float = 128,
+        seen: float = 0.5,
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
-        Fused kernels skip what the causal mask hides; unfused attention computes it and passes over all
-        scores.
+        Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
         """
         rate = self._system.rate(self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
-            sustained = self._system.sustained.get(self._half, 1.0)
-            forward, backward = (
-                sustained * (self._system.attention_rate(which, length) or _FUSED_RATE * rate / sustained)
-                for which in ("forward", "backward")
-            )
-            return operations / 2 / forward, _FUSED_BACKWARD * operations / 2 / backward
+            tiles = operations / (4 * length * width * _ATTENTION_TILE)
+            rate = self._system.attention_rate(width, seen * length, tiles) or _FUSED_RATE * rate
+            return seen * operations / rate, _FUSED_BACKWARD * seen * operations / rate
         # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
         # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
         dropping = 2.5 if self._drops else 0.0
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
 
-    def cast(self, numbers: float) -> float:
-        """Return the seconds to read them, and to write them by rows and by columns, a byte for each."""
-        return self.copy((self._bytes + 2) * numbers) if self._dtype == "fp8" else 0.0
+    def cast(self, numbers: float, ranks: int = 1) -> float:
+        """Return the seconds to read them, and to write them by rows and by columns, a byte for each.
+
+        Numbers that were gathered by rows are read again to write them by columns.
+        """
+        if self._dtype != "fp8":
+            return 0.0
+        if ranks == 1:
+            return self.copy((self._bytes + 2) * numbers)
+        return self.copy((self._bytes + 1) * numbers / ranks + 2 * numbers)
 
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""

@@ -47,26 +47,26 @@ class ProductCosts:
         Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
         is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
         """
-        return self._in_column(self._product(width, copies, experts), copies)
+        return self._in_column(self._product(width, copies, experts), copies, is_operand=copies == 1)
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
-        return self._in_column(self._product(vocabulary, 1, 1, is_output=True), 1)
+        return self._in_column(self._product(vocabulary, 1, 1, is_output=True), 1, is_operand=False)
 
     def row(self, width: int, copies: int = 1, experts: int = 1) -> Part:
         """Return the product from a share of ``width`` to the hidden size, with the sum of its results."""
         product = self._product(width, copies, experts, is_row=True)
-        gathering = self._gathering(copies)
+        summing, gathering = self._gathering(copies), self._gathering(copies, is_operand=copies == 1)
         if not self._is_cut:
-            return product + Part(forward_seconds=2 * gathering)
+            return product + Part(forward_seconds=2 * summing)
         return product + Part(
-            forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
+            forward_seconds=self._kernels.behind(summing, product.forward_seconds),
             input_gradient_seconds=self._kernels.behind(gathering, product.input_gradient_seconds),
         )
 
-    def _in_column(self, product: Part, copies: int) -> Part:
-        gathering = self._gathering(copies)
-        summing = gathering if self._is_cut else 2 * gathering
+    def _in_column(self, product: Part, copies: int, is_operand: bool) -> Part:
+        summing, gathering = self._gathering(copies), self._gathering(copies, is_operand)
+        summing *= 1 if self._is_cut else 2
         hidden = min(summing, product.weight_gradient_seconds)
         if not self._is_cut:
             hidden = hidden if self._overlaps_reduce else 0.0
@@ -78,8 +78,14 @@ class ProductCosts:
             overlapped_in_whole=hidden,
         )
 
-    def _gathering(self, copies: int) -> float:
-        return self._kernels.gather(copies * self._sizes.whole) if self._sizes.share > 1 else 0.0
+    def _gathering(self, copies: int, is_operand: bool = False) -> float:
+        """Return the seconds to gather an activation, or to scatter its sums.
+
+        The operand of an FP8 product is gathered in FP8; what a dispatcher gathers for experts is not.
+        """
+        if self._sizes.share < 2:
+            return 0.0
+        return self._kernels.gather(copies * self._sizes.whole * (self._sizes.waiting if is_operand else 1))
 
     def _product(
         self, width: int, copies: int, experts: int, is_row: bool = False, is_output: bool = False
@@ -100,7 +106,14 @@ class ProductCosts:
         # A gradient that its product does not add is read with the buffer, which is written.
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
-        casts = (0.0, 0.0) if is_output else (kernels.cast(tokens * read), kernels.cast(tokens * made))
+        # Ranks that gather the operand each cast their part of it.
+        parts = sizes.share if self._is_cut and copies == 1 else 1
+        casts = (
+            kernels.cast(tokens * read, 1 if is_row else parts),
+            kernels.cast(tokens * made, parts if is_row else 1),
+        )
+        if is_output:
+            casts = (0.0, 0.0)
         waiting = 1.0 if is_output else sizes.waiting
         bias = 0.0 if is_output or not self._has_biases else hidden if is_row else inner
         kept = sizes.whole if is_row else sizes.hidden_bytes

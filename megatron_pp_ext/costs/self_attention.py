@@ -17,7 +17,7 @@ def attention(costs: LayerCosts) -> Part:
     query = head_width * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     projected = query + 2 * groups * head_width
-    core = _core(costs, query, 2 * groups * head_width)
+    core = _core(costs, head_width, query, 2 * groups * head_width)
     if "core_attn" in costs.recomputed:
         core = core.recomputed(kept=0)
     # Attention in single products repeats keys and values for every query.
@@ -38,7 +38,7 @@ def attention(costs: LayerCosts) -> Part:
     return costs.kernels.launched(whole, _UNFUSED_KERNELS if costs.is_unfused else _FUSED_KERNELS)
 
 
-def _core(costs: LayerCosts, query: int, keys_and_values: int) -> Part:
+def _core(costs: LayerCosts, head_width: int, query: int, keys_and_values: int) -> Part:
     """Return attention itself; meanwhile the keys and values of other context-parallel ranks arrive."""
     args = costs.args
     operations = 4 * costs.sizes.tokens * args.seq_length * query / costs.sizes.share
@@ -48,6 +48,7 @@ def _core(costs: LayerCosts, query: int, keys_and_values: int) -> Part:
         costs.sizes.bytes * scores,
         not costs.is_unfused,
         args.seq_length / args.context_parallel_size,
+        head_width,
     )
     around = costs.sizes.cut(keys_and_values)
     results, gradients = (
