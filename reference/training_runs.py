@@ -36,7 +36,7 @@ class PublishedRun:
     ``seconds`` are those of a step, or None where the source has none; ``memory`` is in GB as printed, and
     ``ran_out`` says that it did not fit.  ``node`` and ``network`` are a GPU's bytes a second within a node
     and to other nodes where they are not those of the shipped system.  ``framework`` has what the framework
-    does unlike Megatron (``costs/frameworks.py``), and ``more_bytes`` are what it keeps for each
+    does unlike Megatron (``job.parts.Parallel``), and ``more_bytes`` are what it keeps for each
     weight of a rank beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves
     open what memory holds.
     """

@@ -42,7 +42,7 @@ BELOW: dict[str, set[str]] = {
     "compiler": {"files", "schedule"},
     "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
-    "costs": {"files", "json_input", "schedule"},
+    "costs": _STEPS,
     "planner": {*_STEPS, "costs"},
     "runtime": {"schedule"},
     "view": {"files", "schedule"},

@@ -7,9 +7,9 @@ from functools import cache
 from statistics import mean
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.state import weight_size
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
@@ -34,7 +34,7 @@ class Judged:
     def bytes(self) -> float:
         """What the fullest rank keeps, with what the run's framework adds."""
         fullest = self.estimate.fullest
-        weights = fullest.weights / weight_size(describe(dict(self.run.model)))
+        weights = fullest.weights / Job.of(describe(dict(self.run.model))).precision.weight_size
         return fullest.total + self.run.more_bytes * weights
 
 

@@ -13,9 +13,9 @@ def table(costs: LayerCosts, vocabulary: int) -> Part:
 
 def positions(costs: LayerCosts) -> Part:
     """Return the weights of learned positions, and the mask of the dropout behind the embedding."""
-    learned = getattr(costs.args, "position_embedding_type", None) == "learned_absolute"
-    positions = (costs.args.max_position_embeddings or 0) * costs.sizes.hidden if learned else 0
-    return costs.dropped() + Part(parameters=positions)
+    is_learned = costs.job.model.position_embedding_type == "learned_absolute"
+    rows = costs.job.model.max_position_embeddings if is_learned else 0
+    return costs.dropped() + Part(parameters=rows * costs.sizes.hidden)
 
 
 def output(costs: LayerCosts, vocabulary: int) -> Part:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward, inner_width
+from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
 from megatron_pp_ext.costs.part import Part
 
 _ROUTER_KERNELS = 25
@@ -15,33 +15,32 @@ def experts(costs: LayerCosts) -> Part:
 
     The router is taken to send every expert the same number of tokens; its own cost is left out.
     """
-    args = costs.args
-    chosen = args.moe_router_topk
-    inner = args.moe_ffn_hidden_size or inner_width(costs)
-    here = args.num_experts // args.expert_model_parallel_size
+    model = costs.job.model
+    chosen, inner = model.moe_router_topk, model.expert_width
+    here = model.num_experts // costs.job.parallel.expert_model_parallel_size
     inside = _routed(costs, feed_forward(costs, inner, copies=chosen, experts=here))
-    if costs.gates == 1:
+    if model.gates == 1:
         # The activation before it is scaled by the router's probabilities.
         inside += Part(after_forward=costs.sizes.cut(chosen * inner))
     if "moe_act" in costs.recomputed:
         inside = inside.recomputed(kept=inside.after_forward - costs.sizes.cut(chosen * inner))
-    if args.moe_shared_expert_intermediate_size:
-        shared = feed_forward(costs, args.moe_shared_expert_intermediate_size)
+    if model.moe_shared_expert_intermediate_size:
+        shared = feed_forward(costs, model.moe_shared_expert_intermediate_size)
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
-    kernels = MLP_KERNELS * (2 if args.moe_grouped_gemm else 1 + here) + _ROUTER_KERNELS
+    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here) + _ROUTER_KERNELS
     return costs.kernels.launched(costs.norm() + inside + costs.dropped(), kernels)
 
 
 def _routed(costs: LayerCosts, one: Part) -> Part:
     """Return the MLP ``one`` as a rank's experts: with the routing, and the weights of each expert."""
-    args = costs.args
-    sent = args.moe_router_topk * costs.hidden_bytes
+    model, parallel = costs.job.model, costs.job.parallel
+    sent = model.moe_router_topk * costs.hidden_bytes
     # Tokens travel to the experts and back, and are put in order before and after either way.
     exchange = costs.kernels.shuffle(sent)
     moving = 2 * exchange + costs.kernels.copy(8 * sent)
-    here = args.num_experts / args.expert_model_parallel_size
-    share = costs.sizes.share / (args.expert_tensor_parallel_size or costs.sizes.share)
+    here = model.num_experts / parallel.expert_model_parallel_size
+    share = costs.sizes.share / parallel.expert_tensor
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,

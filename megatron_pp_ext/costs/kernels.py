@@ -6,12 +6,11 @@ its operands takes longer; it also counts copies, and collectives of the tensor-
 groups.
 """
 
-from argparse import Namespace
 from dataclasses import replace
 
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import weight_size
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
 
 _SECONDS_PER_OPERATION = 1e-15
 """Where only ratios matter any constant will do; this one is a petaflop a second."""
@@ -100,26 +99,26 @@ class KernelSeconds:
 
 
 class SystemKernelSeconds(KernelSeconds):
-    """Seconds on ``system`` for the parallel sizes and the number format in ``args``.
+    """Seconds on ``system`` for the parallel sizes and the number format of ``job``.
 
     Megatron's ranks count tensor, context, data and pipeline parallelism from the inside outwards, so
     tensor-parallel neighbours are 1 apart and context-parallel ones a tensor-parallel size.
     """
 
-    def __init__(self, system: System, args: Namespace) -> None:
+    def __init__(self, system: System, job: Job) -> None:
         self._system = system
-        is_half = args.bf16 or args.fp16
-        self._half = "bf16" if is_half else "fp32"
-        self._dtype = "fp8" if args.fp8 and is_half else self._half
-        self._bytes = weight_size(args)
-        self._tensor = args.tensor_model_parallel_size
-        self._overlaps = bool(args.tp_comm_overlap) and args.sequence_parallel
-        self._context = args.context_parallel_size
-        self._expert = args.expert_model_parallel_size
-        self._expert_tensor = args.expert_tensor_parallel_size or self._tensor
-        self._drops = args.attention_dropout > 0
-        self._sends_once = args.moe_token_dispatcher_type == "flex"
-        self._chosen = args.moe_router_topk
+        precision, parallel = job.precision, job.parallel
+        self._half = "bf16" if precision.is_half else "fp32"
+        self._dtype = "fp8" if precision.fp8 and precision.is_half else self._half
+        self._bytes = precision.weight_size
+        self._tensor = parallel.tensor_model_parallel_size
+        self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
+        self._context = parallel.context_parallel_size
+        self._expert = parallel.expert_model_parallel_size
+        self._expert_tensor = parallel.expert_tensor
+        self._drops = job.model.attention_dropout > 0
+        self._sends_once = parallel.moe_token_dispatcher_type == "flex"
+        self._chosen = job.model.moe_router_topk
 
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1

@@ -7,28 +7,24 @@ the activation meter counts.  Under FP8 the inputs of products, and the operands
 as one quantized copy, a byte for each number, and everything else as without FP8.
 """
 
-from argparse import Namespace
-
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.products import ActivationSizes, ProductCosts
+from megatron_pp_ext.job.typed_job import Job
 
 
 class LayerCosts:
-    """What layers of every kind are made of, in the model that ``args`` describe: sizes, products, norms.
+    """What layers of every kind are made of, in ``job``: sizes, products, norms.
 
     ``kernels`` tell their seconds.
     """
 
-    def __init__(self, args: Namespace, kernels: KernelSeconds | None = None) -> None:
-        self.args = args
+    def __init__(self, job: Job, kernels: KernelSeconds | None = None) -> None:
+        self.job = job
         self.kernels = kernels or KernelSeconds()
-        self.sizes = ActivationSizes(args)
-        self.products = ProductCosts(args, self.sizes, self.kernels)
-        self.gates = 2 if args.swiglu or args.quick_geglu else 1
-        self.is_unfused = args.transformer_impl == "local" or "unfused" in str(args.attention_backend)
-        is_selective = args.recompute_granularity == "selective"
-        self.recomputed = set(args.recompute_modules or ["core_attn"]) if is_selective else set()
+        self.sizes = ActivationSizes(job)
+        self.products = ProductCosts(job, self.sizes, self.kernels)
+        self.recomputed = job.memory.recomputed
 
     @property
     def hidden_bytes(self) -> float:
@@ -54,7 +50,7 @@ class LayerCosts:
         kept = 1 if "layernorm" in self.recomputed else 1 + self.sizes.waiting
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
         seconds = self.kernels.copy(5 * self.hidden_bytes)
-        parameters = self.sizes.hidden * (1 if self.args.normalization == "RMSNorm" else 2)
+        parameters = self.sizes.hidden * (1 if self.job.model.normalization == "RMSNorm" else 2)
         return Part(
             forward_seconds=seconds,
             input_gradient_seconds=seconds,
@@ -65,5 +61,5 @@ class LayerCosts:
     def dropped(self) -> Part:
         """Return the mask of the dropout after embedding, attention or MLP, a byte for each number."""
         return Part(
-            after_forward=self.hidden_bytes / self.sizes.bytes if self.args.hidden_dropout > 0 else 0.0
+            after_forward=self.hidden_bytes / self.sizes.bytes if self.job.model.hidden_dropout > 0 else 0.0
         )

@@ -10,7 +10,7 @@ fitted is their product with the system's ``kernel_seconds``."""
 
 def mlp(costs: LayerCosts) -> Part:
     """Return a dense MLP and its norm."""
-    inside = feed_forward(costs, inner_width(costs))
+    inside = feed_forward(costs, costs.job.model.mlp_width)
     inside = inside.recomputed(kept=0) if "mlp" in costs.recomputed else inside
     return costs.kernels.launched(costs.norm() + inside + costs.dropped(), MLP_KERNELS)
 
@@ -20,21 +20,12 @@ def feed_forward(costs: LayerCosts, inner: int, copies: int = 1, experts: int = 
 
     These are spread over ``experts`` of this rank.
     """
-    through = copies * costs.sizes.cut((costs.gates + 1) * inner)
+    gates = costs.job.model.gates
+    through = copies * costs.sizes.cut((gates + 1) * inner)
     activation = Part(
         forward_seconds=costs.kernels.copy(through),
-        input_gradient_seconds=costs.kernels.copy(through + copies * costs.sizes.cut(costs.gates * inner)),
-        after_forward=copies * costs.sizes.cut((costs.gates + costs.sizes.waiting) * inner),
+        input_gradient_seconds=costs.kernels.copy(through + copies * costs.sizes.cut(gates * inner)),
+        after_forward=copies * costs.sizes.cut((gates + costs.sizes.waiting) * inner),
     )
-    into = costs.products.column(costs.gates * inner, copies, experts)
+    into = costs.products.column(gates * inner, copies, experts)
     return into + activation + costs.products.row(inner, copies, experts)
-
-
-def inner_width(costs: LayerCosts) -> int:
-    """Return the width of an MLP; if none is given, Megatron's default.
-
-    It is 4 times the hidden size, or two thirds of that, in multiples of 64, for a gated MLP.
-    """
-    if costs.args.ffn_hidden_size:
-        return int(costs.args.ffn_hidden_size)
-    return 8 * costs.sizes.hidden // 3 // 64 * 64 if costs.args.swiglu else 4 * costs.sizes.hidden

@@ -1,11 +1,8 @@
 """The costs of a product with a weight, and of the tensor-parallel collectives before and behind it."""
 
-from argparse import Namespace
-
-from megatron_pp_ext.costs.frameworks import fuses_gradients, overlaps_reduce
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import gradient_size, uses_fp8, weight_size
+from megatron_pp_ext.job.typed_job import Job
 
 
 class ActivationSizes:
@@ -14,14 +11,15 @@ class ActivationSizes:
     A number has ``bytes``, and ``waiting`` times as many where it is kept as the operand of a product.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self.tokens = float(args.seq_length * args.micro_batch_size / args.context_parallel_size)
-        self.bytes = weight_size(args)
-        self.waiting = 1 / self.bytes if uses_fp8(args) else 1.0
-        self.share = args.tensor_model_parallel_size
-        self.hidden = args.hidden_size
+    def __init__(self, job: Job) -> None:
+        parallel = job.parallel
+        self.tokens = job.model.seq_length * job.batch.micro_batch_size / parallel.context_parallel_size
+        self.bytes = job.precision.weight_size
+        self.waiting = 1 / self.bytes if job.precision.uses_fp8 else 1.0
+        self.share = parallel.tensor_model_parallel_size
+        self.hidden = job.model.hidden_size
         self.whole = self.tokens * self.hidden * self.bytes
-        self.hidden_bytes = self.whole / (self.share if args.sequence_parallel else 1)
+        self.hidden_bytes = self.whole / parallel.sequence_ranks
 
     def cut(self, width: float) -> float:
         """Return the bytes of an activation of ``width`` that tensor parallelism divides."""
@@ -29,17 +27,17 @@ class ActivationSizes:
 
 
 class ProductCosts:
-    """Products of the hidden size with other widths, for the flags in ``args``.
+    """Products of the hidden size with other widths, for ``job``.
 
     ``copies`` stand for as many times the tokens, which ``experts`` of the rank share.
     """
 
-    def __init__(self, args: Namespace, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
+    def __init__(self, job: Job, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
         self._sizes, self._kernels = sizes, kernels
-        self._is_cut, self._has_biases = args.sequence_parallel, args.add_bias_linear
-        self._is_fp8 = uses_fp8(args)
-        self._overlaps_reduce, self._fuses = overlaps_reduce(args), fuses_gradients(args)
-        self._gradient = gradient_size(args)
+        self._is_cut, self._has_biases = job.parallel.sequence_parallel, job.model.add_bias_linear
+        self._overlaps_reduce = job.parallel.async_tensor_model_parallel_allreduce
+        self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
+        self._fuses = job.precision.gradient_accumulation_fusion
 
     def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
         """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.

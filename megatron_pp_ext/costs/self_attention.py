@@ -12,18 +12,17 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 def attention(costs: LayerCosts) -> Part:
     """Return self-attention with its norm and its projections."""
-    args = costs.args
-    head_width = args.kv_channels or costs.sizes.hidden // args.num_attention_heads
-    query = head_width * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projected = query + 2 * groups * head_width
-    core = _core(costs, head_width, query, 2 * groups * head_width)
+    model, is_unfused = costs.job.model, costs.job.precision.is_unfused
+    query = model.head_width * model.num_attention_heads
+    keys_and_values = 2 * model.head_width * model.key_heads
+    projected = query + keys_and_values
+    core = _core(costs, query, keys_and_values)
     if "core_attn" in costs.recomputed:
         core = core.recomputed(kept=0)
     # Attention in single products repeats keys and values for every query.
-    if args.add_qkv_bias and not args.add_bias_linear:
+    if model.add_qkv_bias and not model.add_bias_linear:
         core += Part(parameters=projected / costs.sizes.share)
-    kept = Part(after_forward=costs.sizes.cut(query + (3 * query if costs.is_unfused else projected)))
+    kept = Part(after_forward=costs.sizes.cut(query + (3 * query if is_unfused else projected)))
     if costs.sizes.waiting < 1:
         # Beside what attention keeps of its output there is the quantized copy of the product behind it.
         kept += Part(after_forward=costs.sizes.waiting * costs.sizes.cut(query))
@@ -35,27 +34,27 @@ def attention(costs: LayerCosts) -> Part:
         + costs.products.row(query)
         + costs.dropped()
     )
-    return costs.kernels.launched(whole, _UNFUSED_KERNELS if costs.is_unfused else _FUSED_KERNELS)
+    return costs.kernels.launched(whole, _UNFUSED_KERNELS if is_unfused else _FUSED_KERNELS)
 
 
-def _core(costs: LayerCosts, head_width: int, query: int, keys_and_values: int) -> Part:
+def _core(costs: LayerCosts, query: int, keys_and_values: int) -> Part:
     """Return attention itself; meanwhile the keys and values of other context-parallel ranks arrive."""
-    args = costs.args
-    operations = 4 * costs.sizes.tokens * args.seq_length * query / costs.sizes.share
-    scores = costs.sizes.tokens * args.seq_length * args.num_attention_heads / costs.sizes.share
+    model, is_unfused = costs.job.model, costs.job.precision.is_unfused
+    operations = 4 * costs.sizes.tokens * model.seq_length * query / costs.sizes.share
+    scores = costs.sizes.tokens * model.seq_length * model.num_attention_heads / costs.sizes.share
     forward, backward = costs.kernels.attention(
         operations,
         costs.sizes.bytes * scores,
-        not costs.is_unfused,
-        args.seq_length / args.context_parallel_size,
-        head_width,
+        not is_unfused,
+        model.seq_length / costs.job.parallel.context_parallel_size,
+        model.head_width,
     )
     around = costs.sizes.cut(keys_and_values)
     results, gradients = (
         costs.sizes.tokens * width / costs.sizes.share for width in (query, query + keys_and_values)
     )
-    rotated = query + keys_and_values / 2 if args.position_embedding_type in _ROTARY else 0
-    if costs.is_unfused:
+    rotated = query + keys_and_values / 2 if model.position_embedding_type in _ROTARY else 0
+    if is_unfused:
         rotated += query + keys_and_values  # put in the order of heads
     turning = costs.kernels.copy(2 * costs.sizes.cut(rotated))
     return Part(
@@ -68,8 +67,8 @@ def _core(costs: LayerCosts, head_width: int, query: int, keys_and_values: int) 
 
 def _kept_scores(costs: LayerCosts, scores: float) -> float:
     """Return the bytes of attention's probabilities, which fused kernels do not keep."""
-    if not costs.is_unfused:
+    if not costs.job.precision.is_unfused:
         return 0.0
-    has_dropout = costs.args.attention_dropout > 0
+    has_dropout = costs.job.model.attention_dropout > 0
     # Dropout also keeps its result, and a mask of a byte for each probability.
     return scores * (costs.sizes.bytes * (1 + has_dropout) + has_dropout)

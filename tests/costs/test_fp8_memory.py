@@ -8,6 +8,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.costs.state import Sharing, model_state
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
@@ -24,7 +25,7 @@ def arguments(**changed):
 
 
 def costs(**changed):
-    return LayerCosts(arguments(**changed))
+    return LayerCosts(Job.of(arguments(**changed)))
 
 
 def waiting(costs):
@@ -67,5 +68,5 @@ def test_weights_have_two_copies_in_fp8(changed, each):
         (output(costs(**changed), VOCABULARY), 0),
     ):
         others = made.parameters + made.expert_parameters - products
-        found = model_state(arguments(**changed), made, Sharing(dense=1, expert=1)).weights
+        found = model_state(Job.of(arguments(**changed)), made, Sharing(dense=1, expert=1)).weights
         assert found == pytest.approx(each * products + 2 * others)

@@ -8,6 +8,7 @@ import pytest
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 
 MACHINE = {
@@ -22,7 +23,7 @@ MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
 
 def kernels(machine: dict[str, Any] | None = None, **changed: Any) -> SystemKernelSeconds:
     system = System.from_json(json.dumps({**MACHINE, **(machine or {})}), "here")
-    return SystemKernelSeconds(system, describe({**MODEL, **changed}))
+    return SystemKernelSeconds(system, Job.of(describe({**MODEL, **changed})))
 
 
 def test_what_is_sustained_scales_products_and_copies() -> None:

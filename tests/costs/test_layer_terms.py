@@ -14,6 +14,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 
 S, B, H, A, V = 512, 3, 256, 8, 1024
@@ -54,7 +55,7 @@ class Only(KernelSeconds):
 
 
 def costs(kind, **changed):
-    return LayerCosts(describe({**MODEL, **changed}), Only(kind))
+    return LayerCosts(Job.of(describe({**MODEL, **changed})), Only(kind))
 
 
 def seconds(part: Part):
@@ -91,7 +92,7 @@ def test_collectives_that_long_products_hide(parallel, collectives):
             return 1e12
 
     args = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
-    made = LayerCosts(args, Both("gather"))
+    made = LayerCosts(Job.of(args), Both("gather"))
     found = attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
     assert found.overlapped_in_whole == 2 * HIDDEN * (1 if parallel else 2)

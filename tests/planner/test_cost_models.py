@@ -9,6 +9,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
@@ -30,7 +31,7 @@ def work(ranks=4, name="1f1b", data=1, chunks=1, **changed):
 
 def layer(**changed):
     args = describe({**GPT3, "attention_backend": "unfused", **changed})
-    costs = LayerCosts(args)
+    costs = LayerCosts(Job.of(args))
     return attention(costs) + mlp(costs)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import described, hugging_face, model_names
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
@@ -19,7 +20,7 @@ LLAMA = {
 def test_a_named_model_has_as_many_parameters_as_published(name):
     """To the three digits that are published; the vocabulary's padding and routers are too few to show."""
     args = described.read(["--micro-batch-size", "1"], name).args
-    model = model_parts(args, vocabulary=args.vocab_size)
+    model = model_parts(Job.of(args), vocabulary=args.vocab_size)
     (part,) = stage_parts(args, model, [args.num_layers])
     assert f"{part.parameters + part.expert_parameters:.3g}" == f"{model_names.named(name).parameters:.3g}"
 

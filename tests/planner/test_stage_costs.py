@@ -8,7 +8,8 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.state import Sharing, gradient_size, model_state, padded_vocabulary
+from megatron_pp_ext.costs.state import Sharing, model_state
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_parts import model_parts
@@ -27,7 +28,7 @@ MODEL = {
 
 def model(**changed):
     args = describe({**MODEL, **changed})
-    return args, model_parts(args, vocabulary=V)
+    return args, model_parts(Job.of(args), vocabulary=V)
 
 
 def stages(layers=(4, 4), **changed):
@@ -187,7 +188,7 @@ def test_messages_are_as_wide_as_the_residuals(changed, size):
     ],
 )  # fmt: skip
 def test_bytes_of_a_gradient(changed, size):
-    assert gradient_size(describe({**MODEL, **changed})) == size
+    assert Job.of(describe({**MODEL, **changed})).precision.gradient_size == size
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_bytes_of_a_gradient(changed, size):
 def test_bytes_for_each_weight(changed, data, each):
     """Megatron-LM, docs of the distributed optimizer: the table of bytes for each parameter."""
     args = describe({**MODEL, **changed})
-    state = model_state(args, Part(parameters=1.0), Sharing(dense=data, expert=1))
+    state = model_state(Job.of(args), Part(parameters=1.0), Sharing(dense=data, expert=1))
     assert state.weights + state.gradients + state.optimizer == pytest.approx(each)
     assert state.updated == (1 / data if args.use_distributed_optimizer else 1)
 
@@ -227,8 +228,8 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
         "tensor_model_parallel_size": tensor,
         "make_vocab_size_divisible_by": 128,
     }
-    assert padded_vocabulary(describe({**MODEL, **changed})) == padded
-    assert padded_vocabulary(describe({**MODEL, **changed, "padded_vocab_size": 99})) == 99
+    assert Job.of(describe({**MODEL, **changed})).padded_vocabulary == padded
+    assert Job.of(describe({**MODEL, **changed, "padded_vocab_size": 99})).padded_vocabulary == 99
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_a_vocabulary_is_padded_to_multiples_of_128_for_each_tensor_rank(vocabul
 def test_an_expert_s_weights_are_shared_by_its_own_tensor_parallel_ranks(tensor, expert_tensor, factor):
     changed = {"num_experts": 4, "tensor_model_parallel_size": tensor, "add_bias_linear": False}
     args = describe({**MODEL, **changed, "expert_tensor_parallel_size": expert_tensor})
-    assert experts(LayerCosts(args)).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
+    assert experts(LayerCosts(Job.of(args))).expert_parameters == 4 * 2 * H * 4 * H / tensor * factor
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_layers_of_experts_come_as_often_as_asked(frequency, expected):
 
 def test_hybrid_layers_are_those_of_the_pattern():
     args, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
-    costs = LayerCosts(args)
+    costs = LayerCosts(Job.of(args))
     assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
     with pytest.raises(ValueError, match="cannot estimate the layers M of --hybrid-layer-pattern"):
         model(hybrid_layer_pattern="M*", num_layers=None)

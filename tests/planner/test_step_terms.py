@@ -6,6 +6,7 @@ import pytest
 
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
 from megatron_pp_ext.planner.step.model_description import describe
@@ -96,7 +97,7 @@ def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
 
 
 def kernels(**changed) -> SystemKernelSeconds:
-    return SystemKernelSeconds(MACHINE, describe({**MODEL, **changed}))
+    return SystemKernelSeconds(MACHINE, Job.of(describe({**MODEL, **changed})))
 
 
 def test_products_run_at_their_rate_or_that_of_memory():

@@ -8,6 +8,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_parts import model_parts
@@ -55,7 +56,7 @@ def test_all_ranks_together_have_the_model_once(name, changed):
     table = V * H / tensor
     rows = table * (2 if changed == UNTIED else 1)
     args = arguments(name, None, **changed)
-    made = model_parts(args, vocabulary=V)
+    made = model_parts(Job.of(args), vocabulary=V)
     positions, norm = S * H, 2 * H
     whole = sum(layer.parameters for layer in made.layers) + rows + positions + norm
     shared = work(name, **changed)
@@ -81,7 +82,10 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
     args = arguments(name)
     shared = work(name)
-    plain, separate = work(name, shares=False), model_parts(args, SystemKernelSeconds(H100, args), V)
+    plain, separate = (
+        work(name, shares=False),
+        model_parts(Job.of(args), SystemKernelSeconds(H100, Job.of(args)), V),
+    )
     first, *inner, last = plain.costs.stages
     output = separate.output
     less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.layer_row import LayerRow
 from megatron_pp_ext.planner.layout.measured_layers import divided
@@ -32,7 +33,7 @@ def advised(
     if layers.pattern(args) or layers.predicting_stage(args, stages) not in (None, stages - 1):
         return None
     known = tuple(layers.by_stage(args, stages))
-    model = model_parts(args)
+    model = model_parts(Job.of(args))
     described = ModelRow(args, model, data, schedule, name)
 
     def with_prediction(cut: Sequence[int]) -> Cut:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
@@ -44,7 +45,7 @@ def settle(args: Namespace, data: int, vocabulary: int) -> str:
     args.num_virtual_stages_per_pipeline_rank = None
     described = changed(args, pipeline_model_parallel_layout=None)
     described.vocab_size = args.vocab_size or vocabulary
-    model = model_parts(described)
+    model = model_parts(Job.of(described))
     cuts = ModelStages(described, StageSeconds(described, model), placement)
     known = even(cuts.layers, [1] * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)

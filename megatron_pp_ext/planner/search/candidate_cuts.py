@@ -63,7 +63,7 @@ class CandidateCuts:
             key = rank, work.args.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
             if key not in self._ranks:
                 own = [work.parts[stage] for stage in stages]
-                state = model_state(work.args, work.summed(own), work.sharing)
+                state = model_state(work.job, work.summed(own), work.sharing)
                 peaks = order.in_flight.peak(rank, own, kept), order.peak_messages[rank]
                 self._ranks[key] = memory_beside(work, state, work.loss_bytes(rank), *peaks, self.margin)
             yield self._ranks[key]

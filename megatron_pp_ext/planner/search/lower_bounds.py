@@ -60,7 +60,7 @@ class MeanRank:
     @cached_property
     def state(self) -> ModelState:
         """The weights, gradients and optimizer state."""
-        return model_state(self.work.args, self.part, self.work.sharing)
+        return model_state(self.work.job, self.part, self.work.sharing)
 
     def memory(self, microbatches: int, margin: float, kept: float | None = None) -> RankMemory:
         """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.

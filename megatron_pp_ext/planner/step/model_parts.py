@@ -1,6 +1,5 @@
-"""The parts of a whole model, from Megatron's arguments: its layers in order, and what is around them."""
+"""The parts of a whole model: its layers in order, and what is around them."""
 
-from argparse import Namespace
 from dataclasses import dataclass, field, replace
 
 from megatron_pp_ext.costs import ends
@@ -10,8 +9,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.state import padded_vocabulary
-from megatron_pp_ext.job.layers import pattern
+from megatron_pp_ext.job.typed_job import Job
 
 _KINDS = {"*": attention, "-": mlp, "E": experts}
 """The layers whose costs are known, by their letters in --hybrid-layer-pattern."""
@@ -50,18 +48,16 @@ class ModelParts:
         return self.last_norm + self.output
 
 
-def model_parts(
-    args: Namespace, kernels: KernelSeconds | None = None, vocabulary: int | None = None
-) -> ModelParts:
-    """Return the parts of ``args``'s model; ValueError for layers whose costs are not known.
+def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int | None = None) -> ModelParts:
+    """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
 
     Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
-    embedding, which follow from ``args`` if it is left out.
+    embedding, which follow from ``job`` if it is left out.
     """
-    costs = LayerCosts(args, kernels)
-    rows = padded_vocabulary(args) if vocabulary is None else vocabulary
+    costs = LayerCosts(job, kernels)
+    rows = job.padded_vocabulary if vocabulary is None else vocabulary
     return ModelParts(
-        layers=tuple(_layers(args, costs)),
+        layers=tuple(_layers(costs)),
         other=costs.other(),
         table=ends.table(costs, rows),
         positions=ends.positions(costs),
@@ -73,11 +69,11 @@ def model_parts(
     )
 
 
-def _layers(args: Namespace, costs: LayerCosts) -> list[Part]:
+def _layers(costs: LayerCosts) -> list[Part]:
     """Return the layers of the model in order; equal ones are one object."""
-    letters = pattern(args)
+    letters = costs.job.model.pattern
     if letters is None:
-        has_experts = _experts_by_layer(args)
+        has_experts = costs.job.model.has_experts
         front = attention(costs)
         behind = {kind: (experts if kind else mlp)(costs) for kind in set(has_experts)}
         made = {
@@ -111,12 +107,3 @@ def overlapped_in_pair(attention: Part, mlp: Part) -> float:
         attention.backward_seconds,
     )
     return sum(min(exchange, max(0.0, seconds)) for seconds in computations)
-
-
-def _experts_by_layer(args: Namespace) -> list[bool]:
-    if not args.num_experts:
-        return [False] * args.num_layers
-    every = args.moe_layer_freq
-    if isinstance(every, list):
-        return [bool(has_experts) for has_experts in every]
-    return [layer % every == 0 for layer in range(args.num_layers)]

@@ -9,20 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from megatron_pp_ext.costs.frameworks import divides_messages
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import (
-    ModelState,
-    Sharing,
-    gradient_size,
-    model_state,
-    padded_vocabulary,
-    weight_size,
-)
+from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
 from megatron_pp_ext.planner.step.stage_parts import (
     every_token,
@@ -67,7 +60,7 @@ def hop_seconds(args: Namespace, system: System, link: Link, size: float) -> flo
 
     Where tensor-parallel ranks send parts of it, they gather it behind.
     """
-    if not divides_messages(args):
+    if not Job.of(args).parallel.divides_messages:
         return link.seconds(size)
     ranks = args.tensor_model_parallel_size
     return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
@@ -75,7 +68,7 @@ def hop_seconds(args: Namespace, system: System, link: Link, size: float) -> flo
 
 def model_on(args: Namespace, system: System) -> ModelParts:
     """Return the parts of ``args``'s model with the seconds that they take on ``system``."""
-    return model_parts(args, SystemKernelSeconds(system, args))
+    return model_parts(Job.of(args), SystemKernelSeconds(system, Job.of(args)))
 
 
 class Workload:
@@ -99,6 +92,7 @@ class Workload:
         model: ModelParts | None = None,
         is_split: bool = True,
     ) -> None:
+        self.job = Job.of(args)
         self.args, self.system, self.placement, self.data = args, system, placement, data
         self.tensor, self.context = args.tensor_model_parallel_size, args.context_parallel_size
         replicated = replicas.requested(args)
@@ -109,7 +103,7 @@ class Workload:
         self._expert_stride = args.expert_model_parallel_size * (
             args.expert_tensor_parallel_size or self.tensor
         )
-        self._vocabulary = padded_vocabulary(args)
+        self._vocabulary = self.job.padded_vocabulary
         model = model or model_on(args, system)
         self.layers = by_stage(args, placement.stages) if layers_by_stage is None else layers_by_stage
         self.model, self._is_split = model, is_split
@@ -199,7 +193,7 @@ class Workload:
     @cached_property
     def states(self) -> list[ModelState]:
         """Weights, gradients and optimizer state of each rank."""
-        state = partial(model_state, self.args)
+        state = partial(model_state, self.job)
         return _once(state, self.by_rank, self._sharings)
 
     @cached_property
@@ -226,7 +220,7 @@ class Workload:
         exists_once = self.head_rank == 0 or self.placement.shares_vocabulary
         if self.args.untie_embeddings_and_output_weights or exists_once:
             return 0.0
-        size = gradient_size(self.args) * self._vocabulary * self.args.hidden_size / self.tensor
+        size = self.job.precision.gradient_size * self._vocabulary * self.args.hidden_size / self.tensor
         return self._hop_link.seconds(size)
 
     def last_bucket(self, rank: int) -> float:
@@ -251,14 +245,14 @@ class Workload:
             (part.parameters, sharing.dense, self.tensor),
             (part.expert_parameters, sharing.expert, self._expert_stride),
         )
-        gradient, weight = gradient_size(args), weight_size(args)
+        gradient, weight = self.job.precision.gradient_size, self.job.precision.weight_size
         out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
         back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
         is_sharded = args.use_distributed_optimizer
         return Waits(
             reduction=out if is_sharded else 2 * out,
             gathering=back if is_sharded else 0.0,
-            update=self.update_seconds(model_state(args, part, sharing)),
+            update=self.update_seconds(model_state(self.job, part, sharing)),
         )
 
     def update_seconds(self, state: ModelState) -> float:

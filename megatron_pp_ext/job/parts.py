@@ -1,0 +1,273 @@
+"""The parts of a job: a field has the name of Megatron's argument, and what follows is a property."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.  A size that nobody gives is 0.
+
+    ``moe_layer_freq`` is a number k, for experts in every k-th layer, or a 1 for each layer with experts.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 0
+    ffn_hidden_size: int = 0
+    num_attention_heads: int = 0
+    kv_channels: int = 0
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    seq_length: int = 0
+    max_position_embeddings: int = 0
+    position_embedding_type: str = "learned_absolute"
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    quick_geglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    untie_embeddings_and_output_weights: bool = False
+    vocab_size: int = 0
+    padded_vocab_size: int = 0
+    pad_vocab_size: bool = True
+    make_vocab_size_divisible_by: int = 128
+    hybrid_layer_pattern: str | None = None
+    num_experts: int = 0
+    moe_layer_freq: int | tuple[int, ...] = 1
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    mtp_num_layers: int = 0
+
+    @property
+    def pattern(self) -> str | None:
+        """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
+
+        What follows a slash is multi-token prediction, which belongs to the last stage.
+        """
+        return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
+
+    @property
+    def layers(self) -> int:
+        """The number of layers; 0 where nobody gives it."""
+        return len(self.pattern.replace("|", "")) if self.pattern else self.num_layers
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts in the place of an MLP, for a model without a pattern."""
+        every = self.moe_layer_freq
+        if not self.num_experts:
+            return (False,) * self.num_layers
+        if isinstance(every, tuple):
+            return tuple(map(bool, every))
+        return tuple(layer % every == 0 for layer in range(self.num_layers))
+
+    @property
+    def head_width(self) -> int:
+        """The width of an attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_heads(self) -> int:
+        """The number of heads that keys have, and values."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def gates(self) -> int:
+        """The products that an MLP begins with: 2 where one of them gates the other."""
+        return 2 if self.swiglu or self.quick_geglu else 1
+
+    @property
+    def mlp_width(self) -> int:
+        """The width of an MLP; if none is given, Megatron's default.
+
+        It is 4 times the hidden size, or two thirds of that, in multiples of 64, for a gated MLP.
+        """
+        gated = 8 * self.hidden_size // 3 // 64 * 64
+        return self.ffn_hidden_size or (gated if self.swiglu else 4 * self.hidden_size)
+
+    @property
+    def expert_width(self) -> int:
+        """The width of an expert."""
+        return self.moe_ffn_hidden_size or self.mlp_width
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The sizes of every kind of parallelism, and how the ranks exchange what they compute.
+
+    ``expert_tensor_parallel_size`` is 0 where nobody gives it.  Not to begin the tensor-parallel sum of an
+    input gradient before the product for the weight gradient is what the fork of Megatron that trained BLOOM
+    does (Megatron-DeepSpeed, megatron/mpu/layers.py); no release has a flag
+    ``async_tensor_model_parallel_allreduce`` any more.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 0
+    tp_comm_overlap: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    moe_token_dispatcher_type: str = "allgather"
+    scatter_gather_tensors_in_pipeline: bool = False
+    async_tensor_model_parallel_allreduce: bool = True
+
+    @property
+    def expert_tensor(self) -> int:
+        """The tensor-parallel size of experts."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that have one copy of all experts of a layer."""
+        return self.expert_model_parallel_size * self.expert_tensor
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The tensor-parallel ranks that divide the tokens between layers among them."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    @property
+    def divides_messages(self) -> bool:
+        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it behind.
+
+        Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
+        sequence parallelism ranks have parts anyway.
+        """
+        is_whole = self.tensor_model_parallel_size > 1 and not self.sequence_parallel
+        return is_whole and self.scatter_gather_tensors_in_pipeline
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step; ``micro_batch_size`` is 0 where nobody gives it."""
+
+    micro_batch_size: int = 0
+    global_batch_size: int | None = None
+    step_batch_size_schedule: str | None = None
+    decrease_batch_size_if_needed: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of a step, in the order of training: several where the batch grows.
+
+        Empty where no flag gives any: Megatron then takes one microbatch a rank.
+        """
+        growing = self.step_batch_size_schedule
+        if self.global_batch_size is None and growing:
+            return [int(step.rpartition(":")[2]) for step in growing.replace(",", " ").split()]
+        return [] if self.global_batch_size is None else [self.global_batch_size]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats of numbers, and the kernels that compute with them."""
+
+    bf16: bool = False
+    fp16: bool = False
+    fp8: str | None = None
+    fp8_param_gather: bool = False
+    fp32_residual_connection: bool = False
+    grad_reduce_in_bf16: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+    gradient_accumulation_fusion: bool = True
+    transformer_impl: str = "transformer_engine"
+    attention_backend: str = "auto"
+    moe_grouped_gemm: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights and activations have 16 bits."""
+        return self.bf16 or self.fp16
+
+    @property
+    def weight_size(self) -> int:
+        """The bytes of a weight, and of a number in an activation, as the forward uses it."""
+        return 2 if self.is_half else 4
+
+    @property
+    def gradient_size(self) -> int:
+        """The bytes of a gradient in Megatron's buffers: fp32, unless flags or fp16's default differ."""
+        if self.bf16:
+            return 2 if self.grad_reduce_in_bf16 else 4
+        return 2 if self.fp16 and not self.accumulate_allreduce_grads_in_fp32 else 4
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether the products of the layers are computed in FP8."""
+        return bool(self.fp8) and self.transformer_impl != "local"
+
+    @property
+    def is_unfused(self) -> bool:
+        """Whether attention is computed in single products, which keep its probabilities."""
+        return self.transformer_impl == "local" or "unfused" in self.attention_backend
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What ranks keep of activations and of the optimizer's state.
+
+    ``recompute_num_layers`` is 0 where nobody gives it.
+    """
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int = 0
+    recompute_modules: tuple[str, ...] = ()
+    distribute_saved_activations: bool = False
+    optimizer: str = "adam"
+    sgd_momentum: float = 0.9
+    use_distributed_optimizer: bool = False
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The modules of a layer that backwards compute again, where not whole layers are."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        return frozenset(self.recompute_modules or ("core_attn",))
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether backwards compute whole layers again."""
+        return self.recompute_granularity == "full"
+
+    @property
+    def recomputes_first(self) -> bool:
+        """Whether these are the first ones of each stage, and not all in groups."""
+        return self.recompute_method == "block"
+
+    @property
+    def recomputed_together(self) -> int:
+        """The layers of such a group, or the first ones of a stage."""
+        return self.recompute_num_layers or 1
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline's schedule and its stages, in the words of the flags; ``job.pipeline`` reads them."""
+
+    pipeline_schedule: str | None = None
+    pipeline_memory_limit: float | str | None = None
+    pipeline_costs: Path | None = None
+    pipeline_vocabulary: str | None = None
+    pipeline_update_interval: int | None = None
+    pipeline_replicas: str | None = None
+    pipeline_vertical_sync: bool = False
+    pipeline_allow_waits: bool = False
+    pipeline_delay_correction: str | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
