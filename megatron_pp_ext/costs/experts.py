@@ -13,7 +13,7 @@ _ROUTER_KERNELS = 25
 def experts(costs: LayerCosts) -> Part:
     """Return a layer of experts, with the shared one if there is one, and its norm.
 
-    The router is taken to send every expert the same number of tokens; its own cost is left out.
+    The router is taken to send every expert the same number of tokens; its own product is left out.
     """
     model = costs.job.model
     chosen, inner = model.moe_router_topk, model.expert_width
@@ -28,8 +28,10 @@ def experts(costs: LayerCosts) -> Part:
         shared = feed_forward(costs, model.moe_shared_expert_intermediate_size)
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
-    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here) + _ROUTER_KERNELS
-    return costs.kernels.launched(costs.norm() + inside + costs.dropped(), kernels)
+    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
+    # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
+    routing = costs.kernels.launched(Part(), _ROUTER_KERNELS)
+    return routing + costs.kernels.launched(costs.norm() + inside + costs.dropped(), kernels)
 
 
 def _routed(costs: LayerCosts, one: Part) -> Part:

@@ -38,6 +38,7 @@ class ProductCosts:
         self._overlaps_reduce = job.parallel.async_tensor_model_parallel_allreduce
         self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
         self._fuses = job.precision.gradient_accumulation_fusion
+        self._is_grouped = job.precision.moe_grouped_gemm
 
     def column(self, width: int, copies: int = 1, experts: int = 1) -> Part:
         """Return the product from the hidden size to ``width``, which tensor-parallel ranks share.
@@ -96,11 +97,13 @@ class ProductCosts:
         tokens, inner, hidden = copies * sizes.tokens, width / sizes.share, sizes.hidden
         read, made = (inner, hidden) if is_row else (hidden, inner)
         each = tokens / experts
+        groups = experts if self._is_grouped else 1
         seconds = (
-            kernels.product(each, made, read, is_output=is_output),
-            kernels.product(each, read, made, is_output=is_output),
-            kernels.product(read, made, each, adds=self._fuses, is_output=is_output),
+            kernels.product(each, made, read, is_output=is_output, groups=groups),
+            kernels.product(each, read, made, is_output=is_output, groups=groups),
+            kernels.product(read, made, each, adds=self._fuses, is_output=is_output, groups=groups),
         )
+        launches = experts // groups
         # A gradient that its product does not add is read with the buffer, which is written.
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
@@ -117,9 +120,9 @@ class ProductCosts:
         kept = sizes.whole if is_row else sizes.hidden_bytes
         return Part(
             weight_operations=2 * tokens * hidden * inner,
-            forward_seconds=experts * seconds[0] + casts[0],
-            input_gradient_seconds=experts * seconds[1] + casts[1],
-            weight_gradient_seconds=experts * (seconds[2] + adding),
+            forward_seconds=launches * seconds[0] + casts[0],
+            input_gradient_seconds=launches * seconds[1] + casts[1],
+            weight_gradient_seconds=launches * seconds[2] + experts * adding,
             after_input_gradient=copies * (kept + sizes.cut(width)) * waiting,
             parameters=hidden * inner + bias,
             fp8_parameters=hidden * inner if self._is_fp8 and not is_output else 0.0,

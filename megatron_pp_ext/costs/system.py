@@ -161,17 +161,17 @@ class System:
         """Return one GPU's share of the links in a group of ``ranks`` that are ``stride`` ranks apart.
 
         A group within a node is as fast as the node.  In a group across nodes, members on one node use
-        all of their network links together, since rings run through every link.
+        all of their network links together, since rings run through every link, and all the time.
         """
         sharing = self._in_a_node(ranks, stride)
         if sharing == ranks:
             return self.node
-        rate = min(self.node.bytes_per_second, sharing * self.between_nodes.bytes_per_second)
+        rate = min(self.node.bytes_per_second, sharing * self.network.bytes_per_second)
         return Link(rate, self.network.latency_seconds)
 
     @property
     def between_nodes(self) -> Link:
-        """One GPU's share of the network, at the rate that is sustained."""
+        """One GPU's share of the network, at the rate that single messages sustain."""
         rate = self.network.bytes_per_second * self.sustained.get("network", 1.0)
         return Link(rate, self.network.latency_seconds)
 
