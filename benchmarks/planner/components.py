@@ -200,7 +200,11 @@ def new_kinds(folder: Path, device: str) -> Iterator[Sample]:
         tokens, width = int(row["num_tokens"]), int(row["nheads"]) * int(row["head_dim"])
         width += 2 * int(row["n_groups"]) * int(row["d_state"])
         if int(row["seq_len"]) >= _SIDE and _is_held_out(tokens, width):
-            yield "Mamba-2's convolution", device, 1e3 * (4 * each * tokens * width + start) / float(row["ms"])
+            yield (
+                "Mamba-2's convolution",
+                device,
+                1e3 * (4 * each * tokens * width + start) / float(row["ms"]),
+            )
     for row in _rows(folder, "deepep", device):
         tokens, chosen, hidden = (int(row[name]) for name in ("num_token", "num_topk", "hidden_size"))
         for way, (each, start) in _DEEPEP.items():
@@ -265,16 +269,38 @@ def main(
         goal = next((goal for name, goal in _GOALS.items() if name in component), _OTHERS)
         cells = (f"{was[0]:.2f}", f"{was[1]:.1%}") if was else ("", "")
         is_met = "met" if one.spread <= goal else "missed"
-        now = (f"{one.median:.2f}", f"{one.spread:.1%}", f"{one.low:.2f} to {one.high:.2f}", f"{one.deviation:.1%}")
+        now = (
+            f"{one.median:.2f}",
+            f"{one.spread:.1%}",
+            f"{one.low:.2f} to {one.high:.2f}",
+            f"{one.deviation:.1%}",
+        )
         rows.append((component, device, one.shapes, *cells, *now, f"{goal:.0%}: {is_met}"))
-    head = ("component", "device", "shapes", "median before", "spread before", "median", "spread", "68 in 100", "median deviation", "goal")
+    head = (
+        "component",
+        "device",
+        "shapes",
+        "median before",
+        "spread before",
+        "median",
+        "spread",
+        "68 in 100",
+        "median deviation",
+        "goal",
+    )
     about = (
         "The planner's seconds of a component that runs alone, over those measured, for the shapes that took no "
         "part in fitting (half of them by a hash; of collectives, the sizes between the rows).  The spread is "
         "half of the range of the middle 68 of 100, over the median.  The tables are of "
         "ai-dynamo/aiconfigurator (Apache-2.0, commit 095f58a51)."
     )
-    publish(out, "Parts of the cost model against measured kernels", about, table(head, rows), "![](components.png)")
+    publish(
+        out,
+        "Parts of the cost model against measured kernels",
+        about,
+        table(head, rows),
+        "![](components.png)",
+    )
     if str(out) != "-":
         draw(out.with_suffix(".png"), found)
 

@@ -211,9 +211,7 @@ class System:
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
         return max(link.seconds(size * others / ranks) for others, link in links if others)
 
-    def _measured(
-        self, rows: Sequence[_Collective], size: float, ranks: int, stride: int
-    ) -> float | None:
+    def _measured(self, rows: Sequence[_Collective], size: float, ranks: int, stride: int) -> float | None:
         """Return the seconds that ``rows`` have for a group within a node, or None."""
         known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
         if not known or self._in_a_node(ranks, stride) < ranks:

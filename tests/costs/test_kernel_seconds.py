@@ -27,7 +27,7 @@ def kernels(machine: dict[str, Any] | None = None, **changed: Any) -> SystemKern
 
 
 def test_what_is_sustained_scales_products_and_copies() -> None:
-    plain, slower = kernels(), kernels({"sustained": {"bf16": 0.5, "copy": 0.25}})
+    plain, slower = kernels(), kernels({"sustained": {"clock": 0.5, "copy": 0.25}})
     assert slower.product(512, 512, 512) == pytest.approx(2 * plain.product(512, 512, 512))
     assert slower.copy(1e6) == pytest.approx(4 * plain.copy(1e6))
 
@@ -76,10 +76,38 @@ def test_no_action_is_shorter_than_its_launches() -> None:
     assert found.weight_gradient_seconds == pytest.approx(5e-6)
 
 
-def test_fused_attention_runs_at_the_rate_of_its_length() -> None:
-    rates = {"forward": [[1024, 1e12], [4096, 3e12]], "backward": [[1024, 1e12]]}
-    machine = kernels({"attention_rates": rates})
-    for length, rate in ((512, 1e12), (1024, 1e12), (2048, 2e12), (8192, 3e12)):
-        forward, backward = machine.attention(2e9, 0, True, length)
+def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
+    """A query sees half of the keys, or a window, and takes as long as some keys more would."""
+    machine = kernels({"attention_rates": [[64, 1e12, 100], [128, 2e12, 50]]})
+    for width, rate in ((64, 1e12 * 512 / 612), (96, 1.5e12 * 512 / 587), (256, 2e12 * 512 / 562)):
+        forward, backward = machine.attention(2e9, 0, True, 1024, width)
         assert forward == pytest.approx(1e9 / rate)
-        assert backward == pytest.approx(2.5e9 / 1e12)
+        assert backward == pytest.approx(2.5e9 / rate)
+    windowed, _ = machine.attention(2e9, 0, True, 1024, 64, seen=0.25)
+    assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / 356))
+
+
+def test_attention_leaves_processors_idle_like_products() -> None:
+    """Three tiles of 128 queries on two processors take a wave and a half, and half of what is idle then."""
+    machine = kernels({"attention_rates": [[128, 1e12, 64]], "processors": 2})
+    forward, _ = machine.attention(4 * 384 * 384 * 128, 0, True, 384, 128)
+    assert forward == pytest.approx(2 * 384 * (192 + 64) * 2 * 128 / 1e12 * 1.75 / 1.5)
+
+
+def test_sums_of_gradients_are_read_and_written_behind_the_product() -> None:
+    plain, adding = (kernels().product(512, 512, 512, adds=adds) for adds in (False, True))
+    assert adding - plain == pytest.approx(2 * 4 * 512 * 512 / 1e12)
+    halves = kernels(grad_reduce_in_bf16=True).product(512, 512, 512, adds=True)
+    assert halves - plain == pytest.approx(2 * 2 * 512 * 512 / 1e12)
+
+
+def test_products_of_a_group_share_their_waves() -> None:
+    """Two products of one tile each take two processors as long as one product takes one."""
+    machine = kernels({"processors": 2, "matrix_rates": {"bf16": [[4096, 4096, 4096, 1e11]]}})
+    assert machine.product(64, 64, 512, groups=2) == pytest.approx(machine.product(64, 64, 512))
+
+
+def test_numbers_that_ranks_gather_are_cast_by_parts() -> None:
+    """A quarter is read and written by rows, and all is read once more and written by columns."""
+    cast = kernels(fp8="hybrid").cast(4e6, ranks=4)
+    assert cast == pytest.approx((3e6 + 8e6) / 1e12)
