@@ -3,8 +3,8 @@
 python -m benchmarks.planner.components KERNELS --before benchmarks/planner/components_before.json
 
 KERNELS is a folder with tables of ai-dynamo/aiconfigurator (Apache-2.0, commit 095f58a51, in
-aic-core/src/aiconfigurator_core/systems/data), packed by gzip and named by what they have and their device, as
-in gemm_h100.csv.gz.  The tables themselves are no part of this project; figures fitted to them are, in
+aic-core/src/aiconfigurator_core/systems/data), packed by gzip and named by what they have and their device,
+as in gemm_h100.csv.gz.  The tables themselves are no part of this project; figures fitted to them are, in
 megatron_pp_ext/costs/systems.  They are fitted to one half of the shapes, and compared with the other half.
 """
 
@@ -34,6 +34,9 @@ _TYPES = {"bfloat16": "bf16", "fp8": "fp8"}
 _SIDE = 1024
 """Products are compared whose sides are all this long or longer."""
 
+_COPIED_ALONE = 0.9
+"""The share of the data sheet's rate of device memory that a large kernel alone reaches."""
+
 _QUANTIZED = {"h100": (8.8e-6, 2.39e-12), "h200": (8.9e-6, 2.1e-12), "b200": (15.1e-6, 1.11e-12)}
 """What an FP8 product of the source takes beside the product: the seconds to start, and those for a number of
 the left operand, which it quantizes; fitted.  The planner counts casts by themselves."""
@@ -56,7 +59,7 @@ _CONVOLUTION = (0.406e-12, 4.2e-6)
 """The convolution before Mamba-2's scan on an H100: the seconds for a byte read or written, and to start."""
 
 _DEEPEP = {"dispatch": (3.32e-12, 36e-6), "combine": (5.94e-12, 55e-6)}
-"""DeepEP on eight H100 with 20 or 24 processors: the seconds for a number sent to a rank, and to start."""
+"""DeepEP on eight H100 with 20 or 24 SMs: the seconds for a number sent to a rank, and to start."""
 
 _GOALS = {"products": 0.08, "attention": 0.1}
 _OTHERS = 0.15
@@ -67,7 +70,7 @@ type Sample = tuple[str, str, float]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Planner over measured: the median, the 16th and 84th of 100, and the median of what is off the median."""
+    """Planner over measured: the median, the 16th and 84th of 100, and the median distance from the median."""
 
     shapes: int
     median: float
@@ -82,15 +85,15 @@ class Found:
 
 
 @cache
-def _alone(device: str, copy: float = 1.0) -> System:
-    """Return the system at the rates of kernels that run alone, with the share ``copy`` of device memory's."""
-    return replace(system.read(_SYSTEMS[device]), sustained={"copy": copy})
+def _alone(device: str) -> System:
+    """Return the system at the rates of kernels that run alone."""
+    return replace(system.read(_SYSTEMS[device]), sustained={"copy": _COPIED_ALONE})
 
 
 @cache
-def _kernels(device: str, copy: float = 1.0, **flags: Any) -> SystemKernelSeconds:
+def _kernels(device: str, **flags: Any) -> SystemKernelSeconds:
     model = {"num_layers": 1, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 1024, "bf16": True}
-    return SystemKernelSeconds(_alone(device, copy), Job.of(describe({**model, **flags})))
+    return SystemKernelSeconds(_alone(device), Job.of(describe({**model, **flags})))
 
 
 def _rows(folder: Path, name: str, device: str) -> Iterator[dict[str, str]]:
@@ -130,7 +133,7 @@ def attention(folder: Path, device: str) -> Iterator[Sample]:
         operations = 4 * batch * heads * length * length * width
         kernels = _kernels(device)
         seconds, _ = kernels.attention(operations, 0, True, length, width, seen)
-        seconds += kernels.copy(9 * batch * length * width * (heads + keys)) + _ATTENTION_START
+        seconds += kernels.copy(8 * batch * length * width * (heads + keys)) + _ATTENTION_START
         name = f"attention, heads of {width}" + (f", window {window}" if window else "")
         yield name, device, 1e3 * seconds / float(row["ms"])
 
@@ -144,7 +147,7 @@ def latent_attention(folder: Path, device: str) -> Iterator[Sample]:
         kernels = _kernels(device)
         operations = 2 * batch * heads * length * length * (192 + 128)
         seconds, _ = kernels.attention(operations, 0, True, length, (192 + 128) / 2)
-        seconds += kernels.copy(5 * batch * length * heads * (192 + 128)) + _ATTENTION_START
+        seconds += kernels.copy(4 * batch * length * heads * (192 + 128)) + _ATTENTION_START
         yield "multi-latent attention", device, 1e3 * seconds / float(row["ms"])
 
 
@@ -169,9 +172,7 @@ def experts(folder: Path, device: str) -> Iterator[Sample]:
         if not is_like or row["moe_dtype"] not in _TYPES or not _is_held_out(*shape):
             continue
         is_fp8 = row["moe_dtype"] == "fp8"
-        # The small kernels that order tokens and activate reach the share that is sustained in steps.
-        share = system.read(_SYSTEMS[device]).sustained["copy"]
-        kernels = _kernels(device, share, **({"fp8": "hybrid"} if is_fp8 else {}))
+        kernels = _kernels(device, **({"fp8": "hybrid"} if is_fp8 else {}))
         here, inner, each = every / ranks, inner / cut, tokens * chosen / every
         seconds = kernels.product(each, 2 * inner, hidden, groups=here)
         seconds += kernels.product(each, hidden, inner, groups=here)
@@ -289,9 +290,9 @@ def main(
         "goal",
     )
     about = (
-        "The planner's seconds of a component that runs alone, over those measured, for the shapes that took no "
-        "part in fitting (half of them by a hash; of collectives, the sizes between the rows).  The spread is "
-        "half of the range of the middle 68 of 100, over the median.  The tables are of "
+        "The planner's seconds of a component that runs alone, over those measured, for the shapes that took "
+        "no part in fitting (half of them by a hash; of collectives, the sizes between the rows).  The spread "
+        "is half of the range of the middle 68 of 100, over the median.  The tables are of "
         "ai-dynamo/aiconfigurator (Apache-2.0, commit 095f58a51)."
     )
     publish(

@@ -58,7 +58,7 @@ def test_sums_of_input_gradients_may_hide_nothing(parallel: bool) -> None:
 
 @pytest.mark.parametrize("changed", [{}, {"fp16": False, "bf16": True}])
 def test_gradients_are_added_by_themselves(changed: dict) -> None:
-    """The buffer is read and written either way, and beside it the product's result in half precision read."""
+    """The buffer is read and written either way, and the product's result in half precision is read too."""
     today, before = (
         work({**changed, "hidden_size": 8192}, gradient_accumulation_fusion=fuses).parts[0]
         for fuses in (True, False)
