@@ -127,10 +127,10 @@ class SystemKernelSeconds(KernelSeconds):
         dtype = self._half if is_output else self._dtype
         seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (1 if dtype == "fp8" else self._bytes) * (m * k + k * n)
-        if adds:
-            # Sums are read and written behind the loop of a tile.
-            return max(seconds, self.copy(groups * read)) + self.copy(2 * self._gradient * groups * m * n)
-        return max(seconds, self.copy(groups * (read + self._bytes * m * n)))
+        written = (2 * self._gradient if adds else self._bytes) * m * n
+        exposed = self._system.exposed_sums * written if adds else 0.0
+        behind = self.copy(groups * exposed)
+        return max(seconds, self.copy(groups * (read + written - exposed))) + behind
 
     def attention(
         self,

@@ -78,7 +78,9 @@ class System:
     ``around_loop`` what a tile of each number format takes beside its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would; ``kernel_seconds`` is what a host
-    takes to start a kernel.  ``sustained`` has the share of these rates that training keeps up, 1 where it is
+    takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
+    product which adds to them does not hide: one where a processor works on one tile at a time.
+    ``sustained`` has the share of these rates that training keeps up, 1 where it is
     left out: "clock" of products and attention, whose clock is lower under load than in the short
     measurement of one alone, "copy" of small kernels, which device memory bounds, and "network".
     ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for each field
@@ -98,6 +100,7 @@ class System:
     around_loop: Mapping[_Dtype, _NotNegative] = field(default_factory=dict)
     attention_rates: Sequence[_AttentionRate] = ()
     kernel_seconds: _NotNegative = 0.0
+    exposed_sums: _NotNegative = 0.0
     sustained: Mapping[_Sustained, _Positive] = field(default_factory=dict)
     reserved_bytes: _NotNegative = 0.0
     peak_rates: Mapping[_Dtype, _Positive] = field(default_factory=dict)
