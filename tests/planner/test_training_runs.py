@@ -62,8 +62,10 @@ def test_shipped_factors_are_those_fitted_with_all_sources(device: str) -> None:
 
 @pytest.mark.parametrize("times", STAGE_TIMES, ids=lambda times: times.name)
 def test_forward_and_both_halves_of_backward(times: StageTimes) -> None:
-    """Each by itself comes out within 20%.  The A100's clock is a compromise: weight gradients here take what
-    its products take alone, and whole steps of other sources are a quarter longer than that."""
+    """Forward and input gradient come out within 15%, and the weight gradient within 27%.
+
+    The A100's clock is a compromise: weight gradients here take what their products take alone, 0.81 of the
+    estimate, and whole steps of other sources take longer than estimated."""
     args = describe(
         {
             "num_layers": times.layers,
@@ -88,7 +90,8 @@ def test_forward_and_both_halves_of_backward(times: StageTimes) -> None:
     work = Workload(args, system.read("a100-80g"), request.placement, request.data)
     stage = work.costs.stages[times.ranks // 2]
     found = (stage.forward, stage.input_gradient, stage.weight_gradient)
-    assert [1e3 * seconds for seconds in found] == pytest.approx(times.milliseconds, rel=0.2)
+    for seconds, measured, tolerance in zip(found, times.milliseconds, (0.15, 0.15, 0.27), strict=True):
+        assert 1e3 * seconds == pytest.approx(measured, rel=tolerance)
 
 
 def test_the_document_has_the_shipped_bands() -> None:
