@@ -70,7 +70,7 @@ type Sample = tuple[str, str, float]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Planner over measured: the median, the 16th and 84th of 100, and the median distance from the median."""
+    """Planner over measured: the median, the 16th and 84th of 100, and the median distance from it."""
 
     shapes: int
     median: float
@@ -291,8 +291,8 @@ def main(
     )
     about = (
         "The planner's seconds of a component that runs alone, over those measured, for the shapes that took "
-        "no part in fitting (half of them by a hash; of collectives, the sizes between the rows).  The spread "
-        "is half of the range of the middle 68 of 100, over the median.  The tables are of "
+        "no part in fitting (half of them by a hash; of collectives, the sizes between the rows).  The "
+        "spread is half of the range of the middle 68 of 100, over the median.  The tables are of "
         "ai-dynamo/aiconfigurator (Apache-2.0, commit 095f58a51)."
     )
     publish(

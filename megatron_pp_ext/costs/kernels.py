@@ -37,7 +37,7 @@ class KernelSeconds:
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
     ) -> float:
-        """Return the seconds of ``groups`` products of m x k with k x n, which ``adds`` to gradients if true.
+        """Return the seconds of ``groups`` products of m x k with k x n, which ``adds`` to fp32 numbers if true.
 
         ``is_output`` is for the output layer, which Megatron never computes in FP8.
         """
@@ -110,7 +110,7 @@ class SystemKernelSeconds(KernelSeconds):
         precision, parallel = job.precision, job.parallel
         self._half = "bf16" if precision.is_half else "fp32"
         self._dtype = "fp8" if precision.fp8 and precision.is_half else self._half
-        self._bytes, self._gradient = precision.weight_size, precision.gradient_size
+        self._bytes = precision.weight_size
         self._tensor = parallel.tensor_model_parallel_size
         self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
         self._context = parallel.context_parallel_size
@@ -127,9 +127,9 @@ class SystemKernelSeconds(KernelSeconds):
         dtype = self._half if is_output else self._dtype
         seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (1 if dtype == "fp8" else self._bytes) * (m * k + k * n)
-        written = (2 * self._gradient if adds else self._bytes) * m * n
+        written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
-        behind = self.copy(groups * exposed)
+        behind = groups * exposed / self._system.copy_bytes_per_second
         return max(seconds, self.copy(groups * (read + written - exposed))) + behind
 
     def attention(
