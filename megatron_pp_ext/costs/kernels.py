@@ -37,7 +37,7 @@ class KernelSeconds:
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
     ) -> float:
-        """Return the seconds of ``groups`` products of m x k with k x n, which add to fp32 numbers if ``adds``.
+        """Return the seconds of ``groups`` products of m x k with k x n, which add in fp32 if ``adds``.
 
         ``is_output`` is for the output layer, which Megatron never computes in FP8.
         """
