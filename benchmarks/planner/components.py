@@ -173,11 +173,11 @@ def experts(folder: Path, device: str) -> Iterator[Sample]:
             continue
         is_fp8 = row["moe_dtype"] == "fp8"
         kernels = _kernels(device, **({"fp8": "hybrid"} if is_fp8 else {}))
-        here, inner, each = every / ranks, inner / cut, tokens * chosen / every
-        seconds = kernels.product(each, 2 * inner, hidden, groups=here)
-        seconds += kernels.product(each, hidden, inner, groups=here)
-        seconds += kernels.copy(2 * here * each * (3 * hidden + 3 * inner) + 4 * tokens * hidden)
-        seconds += kernels.cast(here * each * (hidden + inner)) + _EXPERTS_START
+        here, cut_inner, each = every / ranks, inner / cut, tokens * chosen / every
+        seconds = kernels.product(each, 2 * cut_inner, hidden, groups=here)
+        seconds += kernels.product(each, hidden, cut_inner, groups=here)
+        seconds += kernels.copy(2 * here * each * (3 * hidden + 3 * cut_inner) + 4 * tokens * hidden)
+        seconds += kernels.cast(here * each * (hidden + cut_inner)) + _EXPERTS_START
         name = f"experts in {_TYPES[row['moe_dtype']]}, {_tokens(each)} tokens each"
         yield name, device, 1e3 * seconds / float(row["ms"])
 
@@ -243,11 +243,11 @@ def draw(path: Path, found: Mapping[tuple[str, str], Found]) -> None:
 
     figure = Figure(figsize=(8, 0.22 * len(found) + 1), layout="constrained")
     axes = figure.add_subplot()
-    for place, (_key, one) in enumerate(reversed(found.items())):
+    for place, (_key, one) in enumerate(reversed(list(found.items()))):
         axes.plot((one.low, one.high), (place, place), color="C0", linewidth=4, alpha=0.4)
         axes.plot(one.median, place, "o", color="C0", markersize=4)
     axes.axvline(1, color="grey", linewidth=0.8)
-    names = [f"{component}, {device}" for component, device in reversed(found)]
+    names = [f"{component}, {device}" for component, device in reversed(list(found))]
     axes.set(xscale="log", xlabel="planner over measured: the median, and 68 in 100 of the shapes")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     ticks = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)

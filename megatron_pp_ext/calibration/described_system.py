@@ -51,7 +51,9 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
         node=node,
         network=network,
         attention_rates=findings.attention_rates,
-        **findings.collectives,
+        all_reduce=findings.collectives.get("all_reduce", ()),
+        gather=findings.collectives.get("gather", ()),
+        all_to_all=findings.collectives.get("all_to_all", ()),
         sources=sources,
     )
     if like is None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -143,7 +144,9 @@ class System:
         if not self.attention_rates:
             return None
         rate, around = (
-            _interpolated([(row[0], row[column]) for row in sorted(self.attention_rates)], width)
+            _interpolated(
+                [(row[0], row[column]) for row in sorted(self.attention_rates, key=itemgetter(0))], width
+            )
             for column in (1, 2)
         )
         filled = tiles / self.processors / waves(tiles, self.processors) if self.processors else 1.0
