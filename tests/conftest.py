@@ -35,7 +35,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the folder at the end of the session."""
+    """Remove the folder at the end, and let extensions free what they count."""
+    gc.unfreeze()
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)
 

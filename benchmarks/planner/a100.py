@@ -1,19 +1,12 @@
-"""What published runs across nodes of A100 say: which jobs to trust, why, and how constants are chosen."""
+"""What published runs across nodes of A100 say: which jobs to trust, and why."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from hashlib import sha256
-from itertools import product
 
 from benchmarks.planner.judged import Judged, all_judged, error, grouped, judged, timed
 from benchmarks.report import Row, table
-from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step import error_band
 from reference.training_runs import PublishedRun
-
-_RATES, _NETWORKS = (0.78, 0.81, 0.84, 0.87, 0.9), (0.15, 0.25, 0.35, 0.5)
-"""The shares that are tried: of the best rate of products in bf16, and of the network's rate."""
 
 _CAUSES = {
     "messages divided among tensor-parallel ranks": "scatter_gather_tensors_in_pipeline",
@@ -68,49 +61,6 @@ def by_size() -> str:
     return table(("TP", "PP", *(f"microbatch {size}" for size in sizes)), rows)
 
 
-def halves() -> str:
-    """The two constants that matter across nodes, fitted on a part of the runs, and the error on the others.
-
-    The shipped ones also have to leave every figure of arXiv 2205.05198, table 5, and of arXiv 2401.10241,
-    table 9, within 15%, which needs a share of 0.84 for products.
-    """
-    parts: dict[str, Callable[[Judged], bool]] = {
-        "one half, by a hash of the job": lambda one: _is_even(one.run.name),
-        "the other half": lambda one: not _is_even(one.run.name),
-        "bloom-prequel": lambda one: _source(one) == "bloom-prequel",
-        "vtrain-multi": lambda one: _source(one) == "vtrain-multi",
-    }
-    rows: list[Row] = []
-    for name, is_fitted in parts.items():
-        errors = {
-            point: [error([one for one in found if is_fitted(one) is wanted]) for wanted in (True, False)]
-            for point, found in _grid().items()
-        }
-        (rate, network), (fitted, others) = min(errors.items(), key=lambda item: item[1][0])
-        rows.append((name, rate, network, f"{fitted:.1%}", f"{others:.1%}"))
-    return table(("fitted on", "products", "network", "error there", "error on the others"), rows)
-
-
-@cache
-def _grid() -> Mapping[tuple[float, float], Sequence[Judged]]:
-    """Return the runs judged with each pair of shares."""
-    machine = system.read("a100-80g")
-    return {
-        (rate, network): [
-            judged(
-                one.run,
-                replace(machine, sustained={**machine.sustained, "bf16": rate, "network": network}),
-            )
-            for one in across_nodes()
-        ]
-        for rate, network in product(_RATES, _NETWORKS)
-    }
-
-
-def _is_even(name: str) -> bool:
-    return sha256(name.encode()).digest()[0] % 2 == 0
-
-
 def _source(one: Judged) -> str:
     return one.run.source
 
@@ -126,5 +76,4 @@ def _pipeline(one: Judged) -> int:
 PARTS = {
     "A100: what explains the errors": causes,
     "A100: which jobs to trust": by_size,
-    "A100: constants fitted on a part of the runs": halves,
 }

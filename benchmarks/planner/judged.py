@@ -40,8 +40,12 @@ class Judged:
 def machine_of(run: PublishedRun, machine: System | None = None) -> System:
     """Return ``machine``, by default the shipped one that ``run`` was on, with the run's own links."""
     machine = machine or system.read(run.gpu)
-    node, network = _link(run.node, machine.node), _link(run.network, machine.network)
-    return replace(machine, node=node, network=network)
+    machine = replace(machine, network=_link(run.network, machine.network))
+    if run.node is None:
+        return machine
+    # Collectives were measured on the shipped links.
+    measured = {"all_reduce": (), "gather": (), "all_to_all": ()}
+    return replace(machine, node=_link(run.node, machine.node), **measured)
 
 
 def _link(rate: float | None, shipped: Link) -> Link:

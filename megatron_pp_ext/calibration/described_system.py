@@ -9,7 +9,7 @@ import torch
 from megatron_pp_ext.calibration.ranks import Findings
 from megatron_pp_ext.costs.system import Link, System
 
-_OF_LIKE = ("peak_rates", "processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
+_OF_LIKE = ("peak_rates", "processors", "around_loop", "kernel_seconds", "sustained", "reserved_bytes")
 """The figures that are those of a device's kind: of its data sheet, or fitted to training runs."""
 
 
@@ -30,13 +30,14 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
         "matrix_rates": how,
         "copy_bytes_per_second": how,
         "kernel_seconds": how,
+        "attention_rates": how,
     }
     if findings.bytes_per_second is None or findings.latency_seconds is None:
         assert like is not None
         node, sources["node"] = like.node, f"{like.name}'s: one device has no link to measure"
     else:
         node = Link(findings.bytes_per_second, findings.latency_seconds)
-        sources["node"] = sources["all_reduce"] = f"{how}, over {transport}"
+        sources.update(dict.fromkeys(("node", *findings.collectives), f"{how}, over {transport}"))
     network, sources["network"] = node, "not measured: taken to be as within the machine"
     if like is not None:
         network, sources["network"] = like.network, f"{like.name}'s: not measured"
@@ -49,7 +50,10 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
         kernel_seconds=findings.kernel_seconds,
         node=node,
         network=network,
-        all_reduce=findings.all_reduce,
+        attention_rates=findings.attention_rates,
+        all_reduce=findings.collectives.get("all_reduce", ()),
+        gather=findings.collectives.get("gather", ()),
+        all_to_all=findings.collectives.get("all_to_all", ()),
         sources=sources,
     )
     if like is None:

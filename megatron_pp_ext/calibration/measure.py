@@ -38,8 +38,15 @@ GPU_SHAPES = (
 )
 """Shapes (m, n, k) of products m x k with k x n: cubes, and thin ones as under tensor parallelism."""
 
+ATTENTION_WIDTH, ATTENTION_HEADS = 128, 16
+CPU_LENGTHS, GPU_LENGTHS = (256, 1024), (1024, 8192)
+"""The head's width and the heads, and the tokens of the two sequences, for which attention is timed."""
+
 REDUCED_BYTES = (2**12, 2**16, 2**20, 2**24, 2**26)
 MESSAGE_BYTES = 2**24
+
+COLLECTIVES = ("all_reduce", "gather", "all_to_all")
+"""The collectives that are timed, by the names that a system has for them."""
 
 type Rows = list[tuple[float, ...]]
 
@@ -90,6 +97,29 @@ def matrix_rates(device: torch.device) -> Iterator[tuple[str, Rows]]:
         yield name, [(*shape, matrix_rate(dtype, shape, device)) for shape in shapes(device) if usable]
 
 
+def attention_rates(device: torch.device) -> Rows:
+    """Return a row of (width of a head, operations a second, keys) of the forward of causal attention.
+
+    A query takes as long as it would for so many keys more than it sees; that and the rate follow from the
+    seconds for two lengths.
+    """
+    lengths = GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS
+    short, long = ((length, _attention(length, device) / length) for length in lengths)
+    each = (long[1] - short[1]) / ((long[0] - short[0]) / 2)
+    if each <= 0:
+        return []
+    around = max(1.0, short[1] / each - short[0] / 2)
+    return [(float(ATTENTION_WIDTH), 4 * ATTENTION_WIDTH * ATTENTION_HEADS / each, around)]
+
+
+def _attention(length: int, device: torch.device) -> float:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (1, ATTENTION_HEADS, length, ATTENTION_WIDTH)
+    queries, keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return seconds_of(lambda: attend(queries, keys, values, is_causal=True), device)
+
+
 def copy_rate(device: torch.device) -> float:
     """Return the bytes a second of a copy within the device's memory, those read plus those written."""
     size = 2**30 if device.type == "cuda" else 2**26
@@ -133,21 +163,36 @@ def group_sizes(world: int) -> list[int]:
     return [*takewhile(lambda ranks: ranks < world, (2**power for power in range(1, 20))), world]
 
 
-def all_reduces(device: torch.device) -> Iterator[Rows]:
-    """Yield rows of (ranks, bytes, seconds) for each size of a group; none on ranks that are not in it."""
+def collectives(device: torch.device) -> Iterator[dict[str, Rows]]:
+    """Yield rows of (ranks, bytes, seconds) by the kind of collective for each size of a group.
+
+    There are none on ranks that are not in it.
+    """
     for ranks in group_sizes(dist.get_world_size()):
         group = dist.new_group(range(ranks))
-        rows: Rows = []
+        rows: dict[str, Rows] = {}
         if dist.get_rank() < ranks:
-            rows = [(float(ranks), float(size), _all_reduce(size, group, device)) for size in REDUCED_BYTES]
+            rows = {
+                kind: [
+                    (float(ranks), float(size), _collective(kind, size, group, device))
+                    for size in REDUCED_BYTES
+                ]
+                for kind in COLLECTIVES
+            }
         dist.barrier()
         yield rows
 
 
-def _all_reduce(size: int, group: Any, device: torch.device) -> float:
-    tensor = torch.zeros(size // 4, device=device)
-    count = max(3, min(20, 2**24 // size))
-    return _median_of(count, lambda: dist.all_reduce(tensor, group=group), device)
+def _collective(kind: str, size: int, group: Any, device: torch.device) -> float:
+    ranks = dist.get_world_size(group)
+    whole = torch.zeros(size // 4 // ranks * ranks, device=device)
+    part, other = whole.new_zeros(len(whole) // ranks), torch.empty_like(whole)
+    actions: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    return _median_of(max(3, min(20, 2**24 // size)), actions[kind], device)
 
 
 def _median_of(count: int, action: Callable[[], object], device: torch.device) -> float:

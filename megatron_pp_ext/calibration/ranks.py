@@ -27,7 +27,8 @@ class Findings:
     copy_bytes_per_second: float = 0.0
     latency_seconds: float | None = None
     bytes_per_second: float | None = None
-    all_reduce: Rows = field(default_factory=list)
+    collectives: dict[str, Rows] = field(default_factory=dict)
+    attention_rates: Rows = field(default_factory=list)
     kernel_seconds: float = 0.0
 
 
@@ -40,7 +41,7 @@ def available(on_gpu: bool) -> int:
 
 def parts(ranks: int) -> int:
     """Return how many times ``calibrate`` with so many ``ranks`` reports progress."""
-    alone = len(measure.DTYPES) + 2
+    alone = len(measure.DTYPES) + 3
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
@@ -119,12 +120,15 @@ def _measured(findings: Findings, device: torch.device) -> Iterator[str]:
         yield f"products in {name}"
     findings.copy_bytes_per_second = measure.copy_rate(device)
     yield "copies"
+    findings.attention_rates = measure.attention_rates(device)
+    yield "attention"
     findings.kernel_seconds = measure.launch_seconds(device)
     yield "launches"
     if dist.get_world_size() < 2:
         return
     findings.latency_seconds, findings.bytes_per_second = measure.message(device)
     yield "messages"
-    for rows in measure.all_reduces(device):
-        findings.all_reduce += rows
-        yield "all-reduces"
+    for found in measure.collectives(device):
+        for kind, rows in found.items():
+            findings.collectives.setdefault(kind, []).extend(rows)
+        yield "collectives"

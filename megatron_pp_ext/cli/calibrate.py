@@ -68,8 +68,11 @@ def _show(system: System) -> None:
     console.print(
         f"messages {system.node.bytes_per_second / 1e9:.4g} GB/s, {system.node.latency_seconds * 1e6:.4g} us"
     )
-    reduced = Table("ranks", "bytes", "all-reduce, us")
-    for ranks, size, seconds in system.all_reduce:
-        reduced.add_row(f"{ranks:.0f}", f"{size:,.0f}", f"{seconds * 1e6:,.1f}")
+    for width, rate, keys in system.attention_rates:
+        console.print(f"attention, heads of {width:.0f}: {rate / 1e9:,.1f} Gop/s, beside {keys:,.0f} keys")
+    collectives = Table("ranks", "bytes", "all-reduce, us", "all-gather, us", "all-to-all, us")
+    for rows in zip(system.all_reduce, system.gather, system.all_to_all, strict=True):
+        ranks, size, _ = rows[0]
+        collectives.add_row(f"{ranks:.0f}", f"{size:,.0f}", *(f"{row[2] * 1e6:,.1f}" for row in rows))
     if system.all_reduce:
-        console.print(reduced)
+        console.print(collectives)

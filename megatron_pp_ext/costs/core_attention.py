@@ -18,16 +18,17 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
     is_fused, length = not costs.job.precision.is_unfused, model.seq_length
     pairs = sizes.tokens / sizes.share
     widths = 2 * (query + value)
-    # Unfused attention computes all scores, and then hides them.
-    computed = min(length, kernels.window(window)) if is_fused else length
     sinks = costs.job.attention.softmax_type
     # The score of a sink stands behind all others where they are kept.
     scores = pairs * model.num_attention_heads * (length + (sinks != "vanilla"))
     forward, backward = kernels.attention(
-        widths * pairs * met(computed, length),
+        widths * pairs * length,
         sizes.bytes * scores,
         is_fused,
-        min(computed, length / costs.job.parallel.context_parallel_size),
+        length / costs.job.parallel.context_parallel_size,
+        width=(query + value) / 2 / model.num_attention_heads,
+        # Unfused attention computes all scores, and then hides them.
+        seen=met(window if is_fused else length, length) / (2 * length),
     )
     results, gradients = pairs * value, pairs * (query + around)
     part = Part(

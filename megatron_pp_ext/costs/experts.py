@@ -26,8 +26,10 @@ def experts(costs: LayerCosts) -> Part:
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
     norm = costs.norm(is_recomputed=costs.recomputes_norms)
-    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here) + ROUTER_KERNELS
-    return costs.kernels.launched(norm + inside + costs.dropped(), kernels)
+    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
+    # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
+    routing = costs.kernels.launched(Part(), ROUTER_KERNELS)
+    return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels)
 
 
 def _routed(costs: LayerCosts, here: int) -> Part:

@@ -22,21 +22,20 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 170 to 200 TFLOP/s on an A100, where plain products reach 268."""
 
 _FUSED_BACKWARD = 2.5
-"""The products in the backward of fused attention for each one of the forward (same source, section 4.1)."""
+"""The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
-_WINDOW_TILES = 384
-"""The keys that a fused kernel computes beside those of a window, since it skips whole tiles alone.
+They run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens on an H100 (arXiv 2407.08608,
+figures 5 and 6, cuDNN)."""
 
-TensorRT-LLM's forward over windows of 128 tokens runs at 50 TFLOP/s with heads of 64 and at 85 with heads of
-192 on an H100, counted without these (ai-dynamo/aiconfigurator, commit 095f58a51, attention/trtllm
-1.3.0rc20)."""
+_ATTENTION_TILE = 128
+"""The queries that a processor works on at a time in fused attention (arXiv 2307.08691, section 3.3)."""
 
-_DELTA_RATE = 0.5
+_DELTA_RATE = 0.12
 """The rate of a gated delta rule's forward as a fraction of a plain product's.
 
-With heads of 128 a token of a head takes 0.35 to 0.75 ns on an H100, 0.5 at the median, for the 184,000
-operations that are counted here, where plain products reach 720 TFLOP/s (same source,
-linear_attention/trtllm)."""
+With heads of 128 a token of a head takes 2.0 to 3.2 ns on an H100, the less the more heads there are, for
+the 184,000 operations that are counted here, where plain products reach 744 TFLOP/s
+(ai-dynamo/aiconfigurator, commit 095f58a51, linear_attention/trtllm 1.3.0rc20)."""
 
 _DELTA_BACKWARD = 3.0
 """The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.
@@ -57,26 +56,33 @@ assumed; no measurement of a backward was found."""
 class KernelSeconds:
     """Seconds in proportion to operations; everything else takes none."""
 
-    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
-        """Return the seconds of a product of m x k with k x n, which ``adds`` to fp32 numbers if true.
+    def product(
+        self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
+    ) -> float:
+        """Return the seconds of ``groups`` products of m x k with k x n, which add in fp32 if ``adds``.
 
         ``is_output`` is for the output layer, which Megatron never computes in FP8.
         """
-        return 2 * m * n * k * _SECONDS_PER_OPERATION
+        return 2 * groups * m * n * k * _SECONDS_PER_OPERATION
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
+        self,
+        operations: float,
+        scores: float,
+        is_fused: bool,
+        length: float,
+        width: float = 128,
+        seen: float = 0.5,
+        is_wide: bool = False,
     ) -> tuple[float, float]:
-        """Return the seconds of attention itself, without its projections: of its forward and its backward.
+        """Return the seconds of attention itself, without its projections: of its forward and backward.
 
-        The forward has so many ``operations`` over sequences of ``length``, in fp32 if it ``is_wide``, and
-        its probabilities are ``scores`` bytes.
+        The forward has so many ``operations`` over sequences of ``length`` with heads of ``width``, in fp32
+        if it ``is_wide``, and its probabilities are ``scores`` bytes.  Masks leave a share of the operations
+        to be ``seen``.
         """
-        return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
-
-    def window(self, tokens: float) -> float:
-        """Return the keys that a kernel computes for a query which sees so many ``tokens``."""
-        return tokens
+        forward = 2 * seen * operations * _SECONDS_PER_OPERATION
+        return forward, 2 * forward
 
     def delta_rule(self, operations: float) -> tuple[float, float]:
         """Return the seconds of a delta rule, whose forward has so many ``operations``, and its backward."""
@@ -89,8 +95,11 @@ class KernelSeconds:
         """
         return operations * _SECONDS_PER_OPERATION, 2 * operations * _SECONDS_PER_OPERATION
 
-    def cast(self, numbers: float) -> float:
-        """Return the seconds to make so many ``numbers`` the operands of FP8 products."""
+    def cast(self, numbers: float, ranks: int = 1) -> float:
+        """Return the seconds to make so many ``numbers`` the operands of FP8 products.
+
+        Each of ``ranks`` casts a part of them, before they are gathered.
+        """
         return 0.0
 
     def addition(self, numbers: float) -> float:
@@ -151,39 +160,42 @@ class SystemKernelSeconds(KernelSeconds):
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._chosen = job.model.moe_router_topk
 
-    def product(self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False) -> float:
+    def product(
+        self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
+    ) -> float:
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
         dtype = self._half if is_output else self._dtype
-        rate = self._system.rate(dtype, m, n, k)
-        written = m * n * (8 if adds else self._bytes)
+        seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (1 if dtype == "fp8" else self._bytes) * (m * k + k * n)
-        return max(2 * m * n * k / rate, self.copy(read + written))
+        written = (8 if adds else self._bytes) * m * n
+        exposed = self._system.exposed_sums * written if adds else 0.0
+        behind = groups * exposed / self._system.copy_bytes_per_second
+        return max(seconds, self.copy(groups * (read + written - exposed))) + behind
 
     def attention(
-        self, operations: float, scores: float, is_fused: bool, length: float, is_wide: bool = False
+        self,
+        operations: float,
+        scores: float,
+        is_fused: bool,
+        length: float,
+        width: float = 128,
+        seen: float = 0.5,
+        is_wide: bool = False,
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
-        Fused kernels skip what the causal mask hides; unfused attention computes it and passes over all
-        scores.
+        Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
         """
         rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
-            sustained = self._system.sustained.get(self._half, 1.0)
-            forward, backward = (
-                sustained * (self._system.attention_rate(which, length) or _FUSED_RATE * rate / sustained)
-                for which in ("forward", "backward")
-            )
-            return operations / 2 / forward, _FUSED_BACKWARD * operations / 2 / backward
+            tiles = operations / (4 * length * width * _ATTENTION_TILE)
+            rate = self._system.attention_rate(width, seen * length, tiles) or _FUSED_RATE * rate
+            return seen * operations / rate, _FUSED_BACKWARD * seen * operations / rate
         # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
         # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
         dropping = 2.5 if self._drops else 0.0
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
-
-    def window(self, tokens: float) -> float:
-        """Return those and the rest of the tiles in which they are."""
-        return tokens + _WINDOW_TILES
 
     def delta_rule(self, operations: float) -> tuple[float, float]:
         """Return the seconds at a share of a product's rate."""
@@ -192,12 +204,19 @@ class SystemKernelSeconds(KernelSeconds):
 
     def scan(self, operations: float, size: float) -> tuple[float, float]:
         """Return the seconds at a share of the rate of device memory, which bounds a scan's small kernels."""
-        forward = self.copy(size) / _SCANNED_RATE
+        forward = size / (_SCANNED_RATE * self._system.copy_bytes_per_second)
         return forward, _SCANNED_BACKWARD * forward
 
-    def cast(self, numbers: float) -> float:
-        """Return the seconds to read them, and to write them by rows and by columns, a byte for each."""
-        return self.copy((self._bytes + 2) * numbers) if self._dtype == "fp8" else 0.0
+    def cast(self, numbers: float, ranks: int = 1) -> float:
+        """Return the seconds to read them, and to write them by rows and by columns, a byte for each.
+
+        Numbers that were gathered by rows are read again to write them by columns.
+        """
+        if self._dtype != "fp8":
+            return 0.0
+        if ranks == 1:
+            return self.copy((self._bytes + 2) * numbers)
+        return self.copy((self._bytes + 1) * numbers / ranks + 2 * numbers)
 
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""

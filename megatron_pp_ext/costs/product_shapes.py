@@ -15,25 +15,42 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _MOST_REUSED = 256 * 128 / (256 + 128)
 """Multiplications for each number that the largest tile loads."""
 
-_AROUND_LOOP = 128
-"""What a tile takes beside its loop, in steps of it, of which each takes some 20 ns on an A100: assumed."""
+_SLOWER_BY_REUSE = 0.1
+"""The power of a tile's reuse by which a smaller tile, which loads more for each product, is slower."""
+
+_LOST_OF_WAVE = 0.5
+"""What is lost of the processors that a last wave leaves idle; kernels that split loops fill the others."""
+
+AROUND_LOOP = 128.0
+"""What a tile takes beside its loop, in steps of it, where a system does not say."""
 
 
 @lru_cache(maxsize=65536)
-def efficiency(m: float, n: float, k: float, processors: int) -> float:
-    """Return the share of the best rate that a product of m x k with k x n reaches, in (0, 1].
+def efficiency(
+    m: float, n: float, k: float, processors: int, around_loop: float = AROUND_LOOP, groups: float = 1
+) -> float:
+    """Return the share of the best rate that ``groups`` products of m x k with k x n reach, in (0, 1].
 
-    It is that of the best tile.  A smaller tile loads more for each multiplication, and is taken to be slower
-    by the square root of that.  The share is 1 where the number of ``processors`` is 0, not known.
+    It is that of the best tile.  A tile takes ``around_loop`` steps beside the k of its loop.  The share is 1
+    where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
+    every system and type, are fitted to one half of the measured products, and hold for the other half
+    (benchmarks/results/components.md).
     """
     if not processors:
         return 1.0
-    return max(_with_tile(m, n, k, processors, *tile) for tile in _TILES)
+    return max(_with_tile(m, n, k, processors, around_loop, groups, *tile) for tile in _TILES)
 
 
-def _with_tile(m: float, n: float, k: float, processors: int, rows: int, columns: int) -> float:
-    tiles = math.ceil(m / rows) * math.ceil(n / columns)
-    waves = math.ceil(tiles / processors)
+def _with_tile(
+    m: float, n: float, k: float, processors: int, around: float, groups: float, rows: int, columns: int
+) -> float:
+    tiles = groups * math.ceil(m / rows) * math.ceil(n / columns)
     reuse = rows * columns / (rows + columns) / _MOST_REUSED
-    done = waves * processors * rows * columns * (k + _AROUND_LOOP)
-    return math.sqrt(reuse) * m * n * k / done
+    done = waves(tiles, processors) * processors * rows * columns * (k + around)
+    return float(reuse**_SLOWER_BY_REUSE * groups * m * n * k / done)
+
+
+def waves(tiles: float, processors: int) -> float:
+    """Return how many times as long as one tile ``tiles`` take, of which each processor has one at a time."""
+    whole = tiles / processors
+    return max(1.0, whole + _LOST_OF_WAVE * (math.ceil(whole) - whole))

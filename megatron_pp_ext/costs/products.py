@@ -51,6 +51,7 @@ class ProductCosts:
         self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
         self._memory = job.memory
         self._fuses = job.precision.gradient_accumulation_fusion
+        self._is_grouped = job.precision.moe_grouped_gemm
 
     def column(
         self,
@@ -67,15 +68,18 @@ class ProductCosts:
         """
         read = read or self._sizes.hidden
         kept = self._sizes.spread(read) + self._sizes.cut(width)
-        product = self._product(read, width / self._sizes.share, kept, copies, experts, is_biased)
-        return self._in_column(product, copies * self._sizes.whole(read))
+        parts = self._operand_parts(copies)
+        product = self._product(
+            read, width / self._sizes.share, kept, copies, experts, is_biased, parts=(parts, 1)
+        )
+        return self._in_column(product, copies * self._sizes.whole(read), is_operand=copies == 1)
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
         sizes = self._sizes
         kept = sizes.hidden_bytes + sizes.cut(vocabulary)
         product = self._product(sizes.hidden, vocabulary / sizes.share, kept, is_biased=False, is_output=True)
-        return self._in_column(product, sizes.whole(sizes.hidden))
+        return self._in_column(product, sizes.whole(sizes.hidden), is_operand=False)
 
     def row(
         self,
@@ -91,12 +95,16 @@ class ProductCosts:
         """
         made = made or self._sizes.hidden
         kept = self._sizes.cut(width) + self._sizes.whole(made)
-        product = self._product(width / self._sizes.share, made, kept, copies, experts, is_biased)
-        gathering = self._gathering(copies * self._sizes.whole(made))
+        parts = self._operand_parts(copies)
+        product = self._product(
+            width / self._sizes.share, made, kept, copies, experts, is_biased, parts=(1, parts)
+        )
+        size = copies * self._sizes.whole(made)
+        summing, gathering = self._gathering(size), self._gathering(size, is_operand=copies == 1)
         if not self._is_cut:
-            return product + Part(forward_seconds=2 * gathering)
+            return product + Part(forward_seconds=2 * summing)
         return product + Part(
-            forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
+            forward_seconds=self._kernels.behind(summing, product.forward_seconds),
             input_gradient_seconds=self._kernels.behind(gathering, product.input_gradient_seconds),
         )
 
@@ -108,9 +116,13 @@ class ProductCosts:
         kept = self._sizes.spread(read + made)
         return self._product(read, made, kept, 1 / self._sequence_ranks, 1, is_biased)
 
-    def _in_column(self, product: Part, gathered: float) -> Part:
-        gathering = self._gathering(gathered)
-        summing = gathering if self._is_cut else 2 * gathering
+    def _operand_parts(self, copies: int) -> int:
+        """Return the ranks that gather an operand and each cast their part of it."""
+        return self._sizes.share if self._is_cut and copies == 1 else 1
+
+    def _in_column(self, product: Part, size: float, is_operand: bool) -> Part:
+        summing, gathering = self._gathering(size), self._gathering(size, is_operand)
+        summing *= 1 if self._is_cut else 2
         hidden = min(summing, product.weight_gradient_seconds)
         if not self._is_cut:
             hidden = hidden if self._overlaps_reduce else 0.0
@@ -122,8 +134,14 @@ class ProductCosts:
             overlapped_in_whole=hidden,
         )
 
-    def _gathering(self, size: float) -> float:
-        return self._kernels.gather(size) if self._sizes.share > 1 else 0.0
+    def _gathering(self, size: float, is_operand: bool = False) -> float:
+        """Return the seconds to gather an activation of ``size`` bytes, or to scatter its sums.
+
+        The operand of an FP8 product is gathered in FP8; what a dispatcher gathers for experts is not.
+        """
+        if self._sizes.share < 2:
+            return 0.0
+        return self._kernels.gather(size * (self._sizes.waiting if is_operand else 1))
 
     def _product(
         self,
@@ -134,30 +152,35 @@ class ProductCosts:
         experts: int = 1,
         is_biased: bool | None = None,
         is_output: bool = False,
+        parts: tuple[int, int] = (1, 1),
     ) -> Part:
         """Return the product with a rank's weight of ``read`` times ``made``.
 
-        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``.  The
-        activations that it keeps between F and I are counted with the layers around it.
+        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``; ``parts`` are
+        the ranks that each cast their part of either.  The activations that it keeps between F and I are
+        counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
         tokens = copies * sizes.tokens
         each = tokens / experts
+        groups = experts if self._is_grouped else 1
         seconds = (
-            kernels.product(each, made, read, is_output=is_output),
-            kernels.product(each, read, made, is_output=is_output),
-            kernels.product(read, made, each, adds=self._fuses, is_output=is_output),
+            kernels.product(each, made, read, is_output=is_output, groups=groups),
+            kernels.product(each, read, made, is_output=is_output, groups=groups),
+            kernels.product(read, made, each, adds=self._fuses, is_output=is_output, groups=groups),
         )
+        launches = experts // groups
         # A gradient that its product does not add is read with the buffer, which is written.
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
-        casts = (0.0, 0.0) if is_output else (kernels.cast(tokens * read), kernels.cast(tokens * made))
+        casts = (kernels.cast(tokens * read, parts[0]), kernels.cast(tokens * made, parts[1]))
+        casts = (0.0, 0.0) if is_output else casts
         has_bias = self._has_biases if is_biased is None else is_biased
         product = Part(
             weight_operations=2 * tokens * read * made,
-            forward_seconds=experts * seconds[0] + casts[0],
-            input_gradient_seconds=experts * seconds[1] + casts[1],
-            weight_gradient_seconds=experts * (seconds[2] + adding),
+            forward_seconds=launches * seconds[0] + casts[0],
+            input_gradient_seconds=launches * seconds[1] + casts[1],
+            weight_gradient_seconds=launches * seconds[2] + experts * adding,
             after_input_gradient=max(1, copies) * kept * (1.0 if is_output else sizes.waiting),
             parameters=read * made + (made if has_bias else 0.0),
             fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,

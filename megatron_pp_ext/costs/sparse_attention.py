@@ -97,11 +97,20 @@ def _core(costs: LayerCosts) -> Part:
     operations = 2 * (query + latent) * pairs
     kept = sizes.cut(latent) + sizes.bytes * latent * own.v_head_dim / sizes.share
     if _is_fused(costs):
-        forward, backward = costs.kernels.attention(operations * met(chosen, length), 0.0, True, chosen)
+        forward, backward = costs.kernels.attention(
+            operations * length,
+            scores=0.0,
+            is_fused=True,
+            length=length,
+            width=(_key(costs) + own.kv_lora_rank) / 2,
+            seen=met(chosen, length) / (2 * length),
+        )
         kept += 4 * sizes.tokens * chosen
     else:
         scores = pairs * length * heads
-        forward, backward = costs.kernels.attention(operations * length, 4 * scores, False, length, True)
+        forward, backward = costs.kernels.attention(
+            operations * length, 4 * scores, is_fused=False, length=length, is_wide=True
+        )
         # Queries and each head's own copy of the keys are converted to fp32.
         copies = 4 * pairs * query * (1 if sizes.bytes == 4 else 2)
         kept += copies + sizes.cut(latent) + scores * (_KEPT_OF_SCORES + sizes.bytes)
@@ -131,7 +140,7 @@ def _indexer(costs: LayerCosts) -> Part:
     is_fused, is_wide = _is_fused(costs), not _is_fused(costs)
     operations = 2 * sizes.tokens * length * heads * width
     scored, scored_back = kernels.attention(
-        operations, 4 * sizes.tokens * length * heads, is_fused, length, is_wide
+        operations, 4 * sizes.tokens * length * heads, is_fused, length, width, is_wide=is_wide
     )
     if not _is_trained(costs):
         return replace(
@@ -146,11 +155,13 @@ def _indexer(costs: LayerCosts) -> Part:
     compared = min(length, own.dsa_indexer_topk) if is_sparse else length
     query = model.num_attention_heads * _key(costs)
     target, _ = kernels.attention(
-        2 * query * sizes.tokens / sizes.share * met(compared, length),
+        2 * query * sizes.tokens / sizes.share * length,
         4 * sizes.tokens / sizes.share * length * model.num_attention_heads,
         is_fused,
-        compared,
-        is_wide,
+        length,
+        width=_key(costs),
+        seen=met(compared, length) / (2 * length),
+        is_wide=is_wide,
     )
     summed = 2 * kernels.gather(4 * sizes.tokens * length) if sizes.share > 1 else 0.0
     kept = sizes.whole(heads * width + 2 * width + 2 * heads)

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from megatron_pp_ext.costs.product_shapes import efficiency
+from megatron_pp_ext.costs.product_shapes import AROUND_LOOP, efficiency, waves
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import (
     STRICT,
@@ -39,15 +40,14 @@ DTYPES = ("bf16", "fp32", "fp8")
 """The number formats of ``matrix_rates``; fp16 counts as bf16."""
 
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Direction = Annotated[str, one_of("forward", "backward")]
-type _Sustained = Annotated[str, one_of(*DTYPES, "copy", "network")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "network")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]
 type _CountOrNone = Annotated[int, at_least(0)]
 type _MatrixRate = Annotated[Sequence[_Positive], of_length(4)]
-type _AttentionRate = Annotated[Sequence[_Positive], of_length(2)]
-type _AllReduce = Annotated[Sequence[_Positive], of_length(3)]
+type _AttentionRate = Annotated[Sequence[_Positive], of_length(3)]
+type _Collective = Annotated[Sequence[_Positive], of_length(3)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,23 @@ class System:
     ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
     there are none, the best of ``matrix_rates`` stands for them.  ``copy_bytes_per_second`` is of device
-    memory, reading plus writing.  ``all_reduce`` has rows of (ranks, bytes, seconds) where it was measured;
-    elsewhere a ring on the links is assumed.
+    memory, reading plus writing.  ``all_reduce``, ``gather`` (also for a reduce-scatter) and ``all_to_all``
+    have rows of (ranks, bytes, seconds) where they were measured within a node; elsewhere a ring on the links
+    is assumed.
 
     ``host`` is the link between a GPU and the memory of its node's processors, of which a GPU's share is
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
-    ``processors`` are the SMs or compute units, 0 where product shapes make no difference;
-    ``attention_rates`` has for "forward" and "backward" rows of (tokens, operations a second) of fused causal
-    attention; ``kernel_seconds`` is what a host takes to start a kernel.  ``sustained`` has the share of
-    these rates that training keeps up, 1 where it is left out: of "bf16", "fp32" and "fp8" products, of
-    "copy" and of "network".  ``reserved_bytes`` of the memory are the driver's and the communicators'.
-    ``sources`` has for each field where it was read or how it was measured.
+    ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
+    ``around_loop`` what a tile of each number format takes beside its loop (``product_shapes``);
+    ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
+    takes as long for each query as so many keys more than it sees would; ``kernel_seconds`` is what a host
+    takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
+    product which adds to them does not hide: one where a processor works on one tile at a time.
+    ``sustained`` has the share of these rates that training keeps up, 1 where it is
+    left out: "clock" of products and attention, whose clock is lower under load than in the short
+    measurement of one alone, "copy" of small kernels, which device memory bounds, and "network".
+    ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for each field
+    where it was read or how it was measured.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -96,30 +102,36 @@ class System:
     host: Link | None = None
     host_memory_bytes_per_second: _NotNegative = 0.0
     processors: _CountOrNone = 0
-    attention_rates: Mapping[_Direction, Sequence[_AttentionRate]] = field(default_factory=dict)
+    around_loop: Mapping[_Dtype, _NotNegative] = field(default_factory=dict)
+    attention_rates: Sequence[_AttentionRate] = ()
     kernel_seconds: _NotNegative = 0.0
+    exposed_sums: _NotNegative = 0.0
     sustained: Mapping[_Sustained, _Positive] = field(default_factory=dict)
     reserved_bytes: _NotNegative = 0.0
     peak_rates: Mapping[_Dtype, _Positive] = field(default_factory=dict)
-    all_reduce: Sequence[_AllReduce] = ()
+    all_reduce: Sequence[_Collective] = ()
+    gather: Sequence[_Collective] = ()
+    all_to_all: Sequence[_Collective] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
             raise ValueError(f"system {self.name}: matrix_rates has neither bf16 nor fp32: give one a row")
 
-    def rate(self, dtype: str, m: float, n: float, k: float) -> float:
-        """Return the operations a second of a product of m x k with k x n in a training step.
+    def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
+        """Return the operations a second of ``groups`` products of m x k with k x n in a training step.
 
         What a row reaches of its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
         a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
-        the number of operations, so that it is exact at a row, times the share that is ``sustained``.
+        the number of operations, so that it is exact at a row, times the share of the clock that is
+        sustained.
         """
         near = best = 0.0
         smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
-        here = efficiency(m, n, k, self.processors) * self.sustained.get(dtype, 1.0)
+        around = self.around_loop.get(dtype, AROUND_LOOP)
+        here = efficiency(m, n, k, self.processors, around, groups) * self.sustained.get("clock", 1.0)
         for *shape, rate in self._rates(dtype):
-            scale = rate / efficiency(*shape, self.processors)
+            scale = rate / efficiency(*shape, self.processors, around)
             distance = (smallest - math.log(min(shape))) ** 2 + (size - math.log(math.prod(shape))) ** 2
             if distance < 1e-12:
                 return here * scale
@@ -127,21 +139,22 @@ class System:
             best += scale / distance
         return here * best / near
 
-    def attention_rate(self, which: str, length: float) -> float | None:
-        """Return the operations a second of fused causal attention over ``length`` tokens.
+    def attention_rate(self, width: float, keys: float, tiles: float) -> float | None:
+        """Return the operations a second of a forward of fused attention, whose masked ones do not count.
 
-        ``which`` is "forward" or "backward", and masked operations are not counted.  None where it is not
-        known.
+        Heads have a ``width``, and queries see so many ``keys`` on average; there are so many ``tiles`` of
+        ``ATTENTION_TILE`` queries.  Rows are interpolated between widths.  None where it is not known.
         """
-        rows = self.attention_rates.get(which)
-        if not rows:
+        if not self.attention_rates:
             return None
-        points = sorted((math.log(row[0]), row[1]) for row in rows)
-        at = min(max(math.log(length), points[0][0]), points[-1][0])
-        for (low, slow), (high, fast) in pairwise(points):
-            if at <= high:
-                return slow + (fast - slow) * (at - low) / (high - low)
-        return points[-1][1]
+        rate, around = (
+            _interpolated(
+                [(row[0], row[column]) for row in sorted(self.attention_rates, key=itemgetter(0))], width
+            )
+            for column in (1, 2)
+        )
+        filled = tiles / self.processors / waves(tiles, self.processors) if self.processors else 1.0
+        return self.sustained.get("clock", 1.0) * rate * filled * keys / (keys + around)
 
     @property
     def half(self) -> str:
@@ -163,17 +176,17 @@ class System:
         """Return one GPU's share of the links in a group of ``ranks`` that are ``stride`` ranks apart.
 
         A group within a node is as fast as the node.  In a group across nodes, members on one node use
-        all of their network links together, since rings run through every link.
+        all of their network links together, since rings run through every link, and all the time.
         """
         sharing = self._in_a_node(ranks, stride)
         if sharing == ranks:
             return self.node
-        rate = min(self.node.bytes_per_second, sharing * self.between_nodes.bytes_per_second)
+        rate = min(self.node.bytes_per_second, sharing * self.network.bytes_per_second)
         return Link(rate, self.network.latency_seconds)
 
     @property
     def between_nodes(self) -> Link:
-        """One GPU's share of the network, at the rate that is sustained."""
+        """One GPU's share of the network, at the rate that single messages sustain."""
         rate = self.network.bytes_per_second * self.sustained.get("network", 1.0)
         return Link(rate, self.network.latency_seconds)
 
@@ -185,15 +198,18 @@ class System:
         """Return the seconds of an all-reduce of ``size`` bytes a rank, measured or else around a ring."""
         if ranks < 2 or size <= 0:
             return 0.0
-        rows = sorted((row[1], row[2]) for row in self.all_reduce if row[0] == ranks)
-        return _interpolated(rows, size) if rows else 2 * self._ring(size, ranks, stride)
+        measured = self._measured(self.all_reduce, size, ranks, stride)
+        return 2 * self._ring(size, ranks, stride) if measured is None else measured
 
     def gather_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds of an all-gather into, or a reduce-scatter of, ``size`` bytes a rank.
 
-        Either is half an all-reduce.
+        Where neither was measured, it is half an all-reduce.
         """
-        return self.all_reduce_seconds(size, ranks, stride) / 2
+        if ranks < 2 or size <= 0:
+            return 0.0
+        measured = self._measured(self.gather, size, ranks, stride)
+        return self.all_reduce_seconds(size, ranks, stride) / 2 if measured is None else measured
 
     def all_to_all_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which every rank sends its ``size`` bytes in equal parts to all ranks.
@@ -203,9 +219,20 @@ class System:
         """
         if ranks < 2 or size <= 0:
             return 0.0
+        measured = self._measured(self.all_to_all, size, ranks, stride)
+        if measured is not None:
+            return measured
         near = self._in_a_node(ranks, stride)
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
         return max(link.seconds(size * others / ranks) for others, link in links if others)
+
+    def _measured(self, rows: Sequence[_Collective], size: float, ranks: int, stride: int) -> float | None:
+        """Return the seconds that ``rows`` have for a group within a node, or None."""
+        known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
+        if not known or self._in_a_node(ranks, stride) < ranks:
+            return None
+        last, seconds = known[-1]
+        return seconds * size / last if size > last else _interpolated(known, size)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         """A part of the tensor goes to all members but one, into each other node once."""
@@ -256,14 +283,9 @@ def read(name: str) -> System:
         raise ValueError(f"{name}: not a text: write what mpp calibrate writes") from None
 
 
-def _interpolated(rows: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the seconds for ``size`` bytes, given rows of (bytes, seconds) that rise.
-
-    They are interpolated between two rows, and proportional to the last row above it.
-    """
-    if size <= rows[0][0]:
-        return rows[0][1]
-    for (low, before), (high, after) in pairwise(rows):
-        if size <= high:
-            return before + (after - before) * (size - low) / (high - low)
-    return rows[-1][1] * size / rows[-1][0]
+def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at ``at`` between rising ``points``, and that of the first or last outside of them."""
+    for (low, before), (high, after) in pairwise(points):
+        if at <= high:
+            return before + (after - before) * max(0.0, at - low) / (high - low)
+    return points[-1][1]

@@ -32,6 +32,16 @@ def test_a_copy_reads_and_writes(timed: None) -> None:
     assert measure.copy_rate(CPU) == 2 * 2**26 / SECONDS
 
 
+def test_two_lengths_tell_attention_s_rate_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query takes a microsecond for each of the half of all keys that it sees, and for 100 more."""
+    monkeypatch.setattr(measure, "_attention", lambda length, device: 1e-6 * length * (length / 2 + 100))
+    [(width, rate, keys)] = measure.attention_rates(CPU)
+    assert (width, keys) == (measure.ATTENTION_WIDTH, pytest.approx(100))
+    assert rate == pytest.approx(4 * measure.ATTENTION_WIDTH * measure.ATTENTION_HEADS / 1e-6)
+    monkeypatch.setattr(measure, "_attention", lambda length, device: 1e-6 * length)
+    assert measure.attention_rates(CPU) == []
+
+
 @pytest.mark.parametrize(("bf16", "rows"), [(0.4, 0), (0.6, len(measure.CPU_SHAPES))])
 def test_a_format_that_is_slower_than_fp32_is_left_out(
     bf16: float, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -73,8 +83,9 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=64 * 2**30))
     monkeypatch.setattr(described_system, "psutil", memory)
     rates = {"fp32": [(8.0, 8.0, 8.0, 1e9)]}
-    found = Findings(rates, 1e9, LATENCY, 2e9, [(2.0, 1024.0, 0.1)])
+    found = Findings(rates, 1e9, LATENCY, 2e9, {"gather": [(2.0, 1024.0, 0.1)]})
     described = described_system.described_system(found, 4, False, None)
     assert described.memory_bytes == 16 * 2**30
     assert (described.gpus_per_node, described.node) == (4, described.network)
     assert (described.node.bytes_per_second, described.node.latency_seconds) == (2e9, LATENCY)
+    assert (described.gather, described.all_reduce) == ([(2.0, 1024.0, 0.1)], ())

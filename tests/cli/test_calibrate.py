@@ -18,6 +18,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked ranks see these as well."""
     monkeypatch.setattr(measure, "SECONDS", 0.005)
     monkeypatch.setattr(measure, "CPU_SHAPES", ((8, 8, 8), (4, 16, 8), (16, 16, 16)))
+    monkeypatch.setattr(measure, "CPU_LENGTHS", (16, 64))
     monkeypatch.setattr(measure, "REDUCED_BYTES", (2**10, 2**14))
     monkeypatch.setattr(measure, "MESSAGE_BYTES", 2**14)
     monkeypatch.setattr(ranks, "available", lambda on_gpu: 2)
@@ -36,8 +37,10 @@ def test_writes_a_system(brief: None, mpp, tmp_path: Path) -> None:
     assert found.gpus_per_node == 2
     assert found.network == found.node
     assert found.kernel_seconds > 0
-    assert [row[:2] for row in found.all_reduce] == [[2, 2**10], [2, 2**14]]
-    for field in ("matrix_rates", "copy_bytes_per_second", "node", "network", "all_reduce", "memory_bytes"):
+    for rows in (found.all_reduce, found.gather, found.all_to_all):
+        assert [row[:2] for row in rows] == [[2, 2**10], [2, 2**14]]
+    for field in ("matrix_rates", "copy_bytes_per_second", "attention_rates", "node", "network", "all_reduce",
+                  "gather", "all_to_all", "memory_bytes"):  # fmt: skip
         assert field in found.sources
 
 
@@ -46,7 +49,7 @@ def test_what_is_not_measured_is_another_system_s(brief: None, mpp, tmp_path: Pa
     assert mpp("calibrate", file, "--cpu", "--like", "h100").exit_code == 0
     found, like = systems.read(str(file)), systems.read("h100")
     assert (found.network, found.peak_rates, found.gpus_per_node) == (like.network, like.peak_rates, 8)
-    fitted = ("processors", "attention_rates", "kernel_seconds", "sustained", "reserved_bytes")
+    fitted = ("processors", "around_loop", "kernel_seconds", "sustained", "reserved_bytes")
     assert all(getattr(found, name) == getattr(like, name) != 0 for name in fitted)
     assert found.sources["sustained"] == "h100's: not measured"
     assert found.sources["network"] == "h100's: not measured"

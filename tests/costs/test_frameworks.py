@@ -37,7 +37,7 @@ def test_ranks_send_parts_and_gather_them(
     link = A100.node if is_near else A100.between_nodes
     hop = link.seconds(sent)
     if gathered:
-        hop += 7 * A100.node.latency_seconds + gathered * 7 / 8 / A100.node.bytes_per_second
+        hop += A100.gather_seconds(gathered, 8)
     assert found.costs.hop == pytest.approx(hop, rel=1e-12)
     assert found.costs.message == (HIDDEN / 8 if "sequence_parallel" in changed else HIDDEN)
 

@@ -26,7 +26,7 @@ def kernels(machine: dict[str, Any] | None = None, **changed: Any) -> SystemKern
 
 
 def test_what_is_sustained_scales_products_and_copies() -> None:
-    plain, slower = kernels(), kernels({"sustained": {"bf16": 0.5, "copy": 0.25}})
+    plain, slower = kernels(), kernels({"sustained": {"clock": 0.5, "copy": 0.25}})
     assert slower.product(512, 512, 512) == pytest.approx(2 * plain.product(512, 512, 512))
     assert slower.copy(1e6) == pytest.approx(4 * plain.copy(1e6))
 
@@ -75,24 +75,60 @@ def test_no_action_is_shorter_than_its_launches() -> None:
     assert found.weight_gradient_seconds == pytest.approx(5e-6)
 
 
-def test_fused_attention_runs_at_the_rate_of_its_length() -> None:
-    rates = {"forward": [[1024, 1e12], [4096, 3e12]], "backward": [[1024, 1e12]]}
-    machine = kernels({"attention_rates": rates})
-    for length, rate in ((512, 1e12), (1024, 1e12), (2048, 2e12), (8192, 3e12)):
-        forward, backward = machine.attention(2e9, 0, True, length)
+def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
+    """A query sees half of the keys, or a window, and takes as long as some keys more would."""
+    machine = kernels({"attention_rates": [[64, 1e12, 100], [128, 2e12, 50]]})
+    for width, rate in ((64, 1e12 * 512 / 612), (96, 1.5e12 * 512 / 587), (256, 2e12 * 512 / 562)):
+        forward, backward = machine.attention(2e9, 0, True, 1024, width)
         assert forward == pytest.approx(1e9 / rate)
-        assert backward == pytest.approx(2.5e9 / 1e12)
+        assert backward == pytest.approx(2.5e9 / rate)
+    windowed, _ = machine.attention(2e9, 0, True, 1024, 64, seen=0.25)
+    assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / 356))
+
+
+def test_attention_leaves_processors_idle_like_products() -> None:
+    """Three tiles of 128 queries on two processors take a wave and a half, and half of what is idle then."""
+    machine = kernels({"attention_rates": [[128, 1e12, 64]], "processors": 2})
+    forward, _ = machine.attention(4 * 384 * 384 * 128, 0, True, 384, 128)
+    assert forward == pytest.approx(2 * 384 * (192 + 64) * 2 * 128 / 1e12 * 1.75 / 1.5)
+
+
+def test_sums_that_a_product_does_not_hide_are_read_and_written_behind_it() -> None:
+    """They are in fp32, and reach what the memory does, of which small kernels sustain less."""
+    shared = {"sustained": {"copy": 0.5}}
+    hiding, exposing = (kernels({**shared, "exposed_sums": share}) for share in (0, 0.5))
+    plain, hidden, exposed = (
+        machine.product(512, 512, 512, adds=adds)
+        for machine, adds in ((hiding, False), (hiding, True), (exposing, True))
+    )
+    assert hidden == plain
+    assert exposed - plain == pytest.approx(0.5 * 8 * 512 * 512 / 1e12)
+
+
+def test_products_of_a_group_share_their_waves() -> None:
+    """Two products of one tile each take two processors as long as one product takes one."""
+    machine = kernels({"processors": 2, "matrix_rates": {"bf16": [[4096, 4096, 4096, 1e11]]}})
+    assert machine.product(64, 64, 512, groups=2) == pytest.approx(machine.product(64, 64, 512))
+
+
+def test_numbers_that_ranks_gather_are_cast_by_parts() -> None:
+    """A quarter is read and written by rows, and all is read once more and written by columns."""
+    cast = kernels(fp8="hybrid").cast(4e6, ranks=4)
+    assert cast == pytest.approx((3e6 + 8e6) / 1e12)
 
 
 def test_attention_that_is_not_fused_may_be_in_fp32() -> None:
     machine = kernels({"matrix_rates": {**MACHINE["matrix_rates"], "fp32": [[1, 1, 1, 1e11]]}})
-    half, wide = (machine.attention(2e9, 0, False, 64, is_wide) for is_wide in (False, True))
+    half, wide = (machine.attention(2e9, 0, False, 64, is_wide=is_wide) for is_wide in (False, True))
     assert wide == pytest.approx([10 * seconds for seconds in half])
 
 
-def test_a_window_is_computed_in_whole_tiles() -> None:
-    assert (kernels().window(128), KernelSeconds().window(128)) == (512, 128)
+def test_ratios_count_what_masks_leave() -> None:
+    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, seen=seen)[0] for seen in (0.5, 0.125))
+    assert windowed == pytest.approx(whole / 4)
 
 
-def test_a_delta_rule_runs_at_half_the_rate_of_products() -> None:
-    assert kernels().delta_rule(1e9) == pytest.approx((2e-3, 6e-3))
+def test_a_delta_rule_runs_at_a_share_of_the_rate_of_products() -> None:
+    forward, backward = kernels().delta_rule(1e9)
+    assert forward == pytest.approx(1e-3 / 0.12)
+    assert backward == pytest.approx(3 * forward)

@@ -34,14 +34,17 @@ class Only(KernelSeconds):
 
     kind: str
 
-    def product(self, m, n, k, adds=False, is_output=False):
-        return {"product": 2 * m * n * k, "adding": adds}.get(self.kind, 0)
+    def product(self, m, n, k, adds=False, is_output=False, groups=1):
+        return {"product": 2 * groups * m * n * k, "adding": adds}.get(self.kind, 0)
 
-    def attention(self, operations, scores, is_fused, length):
+    def attention(self, operations, scores, is_fused, length, width, seen=0.5):
         return {"attention": (operations, 2 * operations), "scores": (scores, scores)}.get(self.kind, (0, 0))
 
     def copy(self, size):
         return size if self.kind == "copy" else 0
+
+    def cast(self, numbers, ranks=1):
+        return numbers / ranks if self.kind == "cast" else 0
 
     def gather(self, size):
         return size if self.kind == "gather" else 0
@@ -93,7 +96,7 @@ def test_collectives_that_long_products_hide(parallel, collectives):
     """I's products hide the gathering for W, and W's hide what I's column-parallel products sum."""
 
     class Both(Only):
-        def product(self, m, n, k, adds=False, is_output=False):
+        def product(self, m, n, k, adds=False, is_output=False, groups=1):
             return 1e12
 
     job = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
@@ -109,6 +112,30 @@ def test_the_output_layer_s_collectives(parallel, collectives):
     """Logits stay where they are; only its input is gathered and its input's gradient summed."""
     layer = output(costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel), V)
     assert seconds(layer) == tuple(HIDDEN * count for count in collectives)
+
+
+def test_operands_in_fp8_are_gathered_in_fp8():
+    """Half the bytes of both inputs in F, and of both output gradients and both inputs in I; sums stay whole.
+
+    What an expert's tokens are gathered in is not their products' business."""
+    sizes = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "fp8": "hybrid"}
+    assert seconds(layer("gather", **sizes)) == ((2 / 2 + 2) * HIDDEN, (2 / 2 + 2 / 2 + 2) * HIDDEN, 0)
+    assert seconds(output(costs("gather", **sizes), V)) == (HIDDEN, 2 * HIDDEN, 0)
+    routed = {**EXPERTS, **sizes}
+    half = {name: value for name, value in routed.items() if name != "fp8"}
+    assert seconds(experts(costs("gather", **routed))) == seconds(experts(costs("gather", **half)))
+
+
+def test_ranks_cast_their_part_of_what_is_gathered():
+    """Of four products' inputs, the two that are gathered, and the gradients of the other two's results."""
+    sizes = {"tensor_model_parallel_size": 4, "fp8": "hybrid"}
+    tokens = S * B
+    whole = layer("cast", **sizes)
+    cut = layer("cast", **sizes, sequence_parallel=True)
+    inner = (H + 4 * H) / 4
+    assert seconds(whole) == (tokens * (2 * H + inner), tokens * ((3 * H + 4 * H) / 4 + 2 * H), 0)
+    saved = 2 * tokens * H * 3 / 4
+    assert seconds(cut) == (whole.forward_seconds - saved, whole.input_gradient_seconds - saved, 0)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -162,11 +189,12 @@ def test_positions_and_the_order_of_heads_are_copied_around_attention():
 
 
 def test_what_the_loss_copies():
-    """Four passes over probabilities in fp32, and two in its backward, beside the last norm."""
+    """Beside the last norm: logits of two bytes become four; a maximum and a sum are read, and a difference,
+    an exponential and a quotient read and written; backwards a product, and two bytes again."""
     logits = 4 * S * B * V / 2
     made = costs("copy", tensor_model_parallel_size=2)
     head = made.norm() + output(made, V)
-    assert seconds(head) == (5 * HIDDEN + 4 * logits, 5 * HIDDEN + 2 * logits, 0)
+    assert seconds(head) == (5 * HIDDEN + 8.5 * logits, 5 * HIDDEN + 3.5 * logits, 0)
     assert head.after_forward == 2 * HIDDEN + logits
 
 

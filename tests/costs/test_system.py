@@ -56,6 +56,23 @@ def test_measured_all_reduces_win():
     assert machine.all_reduce_seconds(6e6, 2) == pytest.approx(4e-3)
 
 
+def test_other_collectives_are_measured_by_themselves_within_a_node_alone():
+    rows = {"gather": [[2, 1e6, 1e-3], [2, 3e6, 3e-3]], "all_to_all": [[2, 1e6, 5e-3]]}
+    machine, plain = made(**rows), made()
+    assert machine.gather_seconds(2e6, 2) == pytest.approx(2e-3)
+    assert machine.all_to_all_seconds(4e6, 2) == pytest.approx(20e-3)
+    assert machine.all_reduce_seconds(2e6, 2) == plain.all_reduce_seconds(2e6, 2)
+    for kind in ("gather_seconds", "all_to_all_seconds", "all_reduce_seconds"):
+        assert getattr(machine, kind)(2e6, 2, 4) == getattr(plain, kind)(2e6, 2, 4)
+
+
+def test_messages_between_nodes_are_slower_than_rings():
+    """Of the network's rate, rings across nodes reach all, and single messages what is sustained."""
+    machine = made(sustained={"network": 0.25})
+    assert machine.link(8, 1).bytes_per_second == 4e10
+    assert machine.message_link(2, 4).bytes_per_second == 0.25e10
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -68,10 +85,10 @@ def test_measured_all_reduces_win():
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
         ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
-        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of bf16, fp32, fp8, copy"),
+        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of clock, copy, network"),
         ({"sustained": {"copy": 0}}, "sustained: copy is 0, but must be a number above 0"),
-        ({"attention_rates": {"forward": [[1]]}}, r"forward: 0 is \[1\], but must be a list of 2"),
-        ({"attention_rates": {"sideways": [[1, 1]]}}, "'sideways' is unknown: give one of forward, backward"),
+        ({"attention_rates": [[1, 2]]}, r"attention_rates: 0 is \[1, 2\], but must be a list of 3"),
+        ({"around_loop": {"bf16": -1}}, "around_loop: bf16 is -1, but must be a number of 0 or more"),
         ({"matrix_rates": {}}, "neither bf16 nor fp32"),
         ({"matrix_rates": {"bf16": [[1, 2]]}}, r"matrix_rates bf16: 0 is \[1, 2\], but must be a list of 4"),
         (

@@ -1,0 +1,134 @@
+"""The factors of a device, fitted on published steps, and the errors on the steps of a source left out.
+
+What one kernel or collective takes alone is measured (``components``).  In a step the clock is lower, kernels
+that device memory bounds follow each other with gaps, and a host starts kernels more slowly than a graph
+does.  These few factors are fitted by the mean error over sources, since jobs of one source are alike.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.planner.judged import Judged, judged
+from benchmarks.report import Row, table
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.system import System
+from reference.training_runs import PublishedRun, runs
+
+FILE = Path(__file__).with_suffix(".json")
+
+_SMALL, _EVERY = "vtrain-single", 12
+"""The source of all small models: its halves, by a hash of the job, are left out one at a time, since no
+other source tells how fast hosts start kernels.  One in so many of its jobs takes part in fitting."""
+
+TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
+    "h100": {
+        "clock": (0.82, 0.85, 0.88),
+        "copy": (0.5, 0.55, 0.6),
+        "kernel_seconds": (1.2e-5, 2e-5),
+    },
+    "a100-80g": {
+        "clock": (0.81,),
+        "copy": (0.55, 0.65, 0.75),
+        "network": (0.25, 0.4, 0.6),
+        "kernel_seconds": (3.4e-5, 3.7e-5),
+    },
+}
+"""The values of each factor that are tried; the H100's factors are also those of H200 and B200.
+
+The A100's clock is a compromise: steps here ask for less, and the weight gradients of arXiv 2401.10241, table
+9, for more."""
+
+type Factors = Mapping[str, float]
+
+
+def with_factors(machine: System, factors: Factors) -> System:
+    """Return ``machine`` with these ``factors`` in place of its own."""
+    launch = factors["kernel_seconds"]
+    shares = {name: value for name, value in factors.items() if name != "kernel_seconds"}
+    return replace(machine, sustained={**machine.sustained, **shares}, kernel_seconds=launch)
+
+
+def device_of(run: PublishedRun) -> str:
+    """Return the device whose factors ``run``'s device has."""
+    return run.gpu if run.gpu in TRIED else "h100"
+
+
+def part_of(run: PublishedRun) -> str:
+    """Return what is left out with ``run``: its source, or half of it."""
+    if run.source != _SMALL:
+        return run.source
+    return f"{run.source}, half {sha256(run.name.encode()).digest()[0] % 2 + 1}"
+
+
+def fitted(device: str) -> dict[str, Factors]:
+    """Return the factors of ``device`` without each source, by its name, and with all of them, by ""."""
+    own = [run for run in runs() if run.gpu == device and run.seconds]
+    small = [run for run in own if run.source == _SMALL]
+    used = [run for run in own if run.source != _SMALL] + small[::_EVERY]
+    machine = system.read(device)
+    errors: dict[tuple[float, ...], dict[str, float]] = {}
+    for point in product(*TRIED[device].values()):
+        tried = with_factors(machine, dict(zip(TRIED[device], point, strict=True)))
+        by_source = defaultdict(list)
+        for run in used:
+            by_source[part_of(run)].append(abs(judged(run, tried).ratio - 1))
+        errors[point] = {source: mean(found) for source, found in by_source.items()}
+    sources = dict.fromkeys(map(part_of, used))
+    return {
+        left_out: dict(zip(TRIED[device], _best(errors, left_out), strict=True))
+        for left_out in ("", *sources)
+    }
+
+
+def _best(errors: Mapping[tuple[float, ...], Mapping[str, float]], left_out: str) -> tuple[float, ...]:
+    def error(point: tuple[float, ...]) -> float:
+        return mean(found for source, found in errors[point].items() if source != left_out)
+
+    return min(errors, key=error)
+
+
+def keep() -> None:
+    """Fit all devices and write the factors."""
+    FILE.write_text(
+        json.dumps({device: fitted(device) for device in TRIED}, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+@cache
+def factors() -> Mapping[str, Mapping[str, Factors]]:
+    """Return the factors that were fitted: for each device without each source, and with all, by ""."""
+    content: Mapping[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def held_out() -> tuple[Judged, ...]:
+    """Return every run that has a time, judged with the factors that were fitted without its source."""
+    return tuple(_held_out(runs()))
+
+
+def _held_out(every: Iterable[PublishedRun]) -> Iterable[Judged]:
+    for run in every:
+        if run.seconds:
+            known = factors()[device_of(run)]
+            found = known.get(part_of(run), known[""])
+            yield judged(run, with_factors(system.read(run.gpu), found))
+
+
+def folds() -> str:
+    """The factors with each source left out; the first of a device's rows is of all, and shipped."""
+    rows: list[Row] = []
+    names = ("clock", "copy", "network", "kernel_seconds")
+    for device, by_source in factors().items():
+        for source, found in by_source.items():
+            rows.append((device, source or "none", *(found.get(name, "") for name in names)))
+    return table(
+        ("device", "left out", "clock", "copies", "messages between nodes", "s to start a kernel"), rows
+    )
