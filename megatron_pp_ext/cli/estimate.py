@@ -115,10 +115,13 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
         f"{request.schedule} on {gpus} x {machine.name}, {copies}, {request.microbatches} microbatches\n"
         f"step {estimated.step_seconds:.4g} s: pipeline {estimated.pipeline_seconds:.4g} s, reductions and "
         f"update {estimated.other_seconds:.4g} s\n"
-        f"MFU {estimated.utilisation:.1%}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
+        f"MFU {estimated.mfu}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
-    least, most = estimated.band.of(estimated.step_seconds)
-    console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {estimated.band}")
+    expected = ""
+    if estimated.band is not None:
+        least, most = estimated.band.of(estimated.step_seconds)
+        expected = f"expect {least:.4g} to {most:.4g} s: "
+    console.print(f"{expected}{estimated.grounds}")
     if estimated.note:
         console.print(estimated.note)
     if request.updates is None and request.ranks > 1 and request.microbatches < request.ranks:

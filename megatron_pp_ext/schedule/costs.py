@@ -21,8 +21,11 @@ class StageCosts:
 
     A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
     (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
-    of it and the end of a W or of a B gives back the rest.  Raises ValueError for a time that is
-    not above zero and for an activation that is negative or smaller than what an I gives back.
+    of it and the end of a W or of a B gives back the rest.  ``parameters`` and ``expert_parameters`` are the
+    weights that a rank has of the stage, the latter those of which expert-parallel ranks each have their own;
+    schedules do not depend on them, and 0 stands for a stage whose weights nobody counted.  Raises
+    ValueError for a time that is not above zero and for an activation that is negative or smaller than what
+    an I gives back.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -32,6 +35,8 @@ class StageCosts:
     weight_gradient: float
     activation: float = 1.0
     released_by_input_gradient: float = 0.0
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -136,6 +141,11 @@ class Costs:
                 f"Costs.pair is {self.pair}, but a pair takes half to all of the sum of its actions: give "
                 "0.5 to 1"
             )
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the weights of every stage were counted."""
+        return all(stage.parameters or stage.expert_parameters for stage in self.stages)
 
     def seconds(self, action: Action) -> float:
         """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
@@ -255,7 +265,7 @@ class Costs:
         return self.joined([neighbours] * stages)
 
     def joined(self, counts: Sequence[int]) -> Self:
-        """Return the costs of stages of ``counts`` of these each, in order; times and activations add up.
+        """Return the costs of stages of ``counts`` of these each, in order; all figures of a stage add up.
 
         Raises ValueError where ``counts`` are not of all stages, or one is 0.
         """
