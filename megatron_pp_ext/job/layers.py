@@ -154,7 +154,7 @@ def joined(job: Job, stages: int) -> dict[str, str]:
 
 
 def _neighbours(described: Sequence[str], stages: int) -> list[str]:
-    return ["".join(some) for some in batched(described, len(described) // stages, strict=True)]
+    return ["".join(some) for some in batched(described, len(described) // stages)]
 
 
 def can_predict(job: Job, placement: Placement) -> bool:

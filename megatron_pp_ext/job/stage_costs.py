@@ -23,8 +23,8 @@ def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) ->
     described, pipeline = layers.layout(job), job.pipeline
     if shares_vocabulary and costs.vocabulary is None:
         raise ValueError(
-            f"--pipeline-vocabulary {pipeline.pipeline_vocabulary}: {pipeline.pipeline_costs} has no costs of "
-            'a part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
+            f"--pipeline-vocabulary {pipeline.pipeline_vocabulary}: {pipeline.pipeline_costs} has no costs "
+            'of a part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
         )
     if described is not None and len(described) == stages and len(costs.stages) == job.model.layers != stages:
         return costs.joined(layers.by_stage(job, stages))
