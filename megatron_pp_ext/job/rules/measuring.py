@@ -108,7 +108,7 @@ def not_counted() -> tuple[Rules, ...]:
         "In `mpp estimate` and `mpp search`, unless the stages are measured",
         lambda asked: asked.pipeline_costs is None,
         beside="the planner",
-        rows=tuple(_unknown_to_costs("stages", f"{_MEASURE}, or {_LEAVE_OUT}")),
+        rows=tuple(_unknown_to_costs("stages", f"{_LEAVE_OUT}, or {_MEASURE}")),
     )
     measured = Rules(
         "",
