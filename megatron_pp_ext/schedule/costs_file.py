@@ -6,8 +6,8 @@
                  "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...]}
 
 The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a message in bytes
-or any other common unit.  ``hop``, ``message``, ``pair`` and all of a stage but its times may be left out.  An
-estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks share the vocabulary,
+or any other common unit.  ``hop``, ``message``, ``pair`` and all of a stage but its times may be left out.
+An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks share the vocabulary,
 ``vocabulary`` is an object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt
 name would otherwise leave a default in force.
 """
