@@ -15,7 +15,7 @@ TABLE = (
     *pairs_and_vocabulary.RULES,
     *without_flush.RULES,
     *measuring.RULES,
-    measuring.not_counted(),
+    *measuring.not_counted(),
     *stock.CONFIG,
 )
 

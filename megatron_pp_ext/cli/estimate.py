@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
-    from megatron_pp_ext.planner.step.parameters import Parameters
 
 SystemName = Annotated[
     str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
@@ -65,7 +64,7 @@ def estimate(
     from megatron_pp_ext.job.sizes import fewest_ranks
     from megatron_pp_ext.job.smallest_world import smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
-    from megatron_pp_ext.planner.step.parameters import parameters
+    from megatron_pp_ext.planner.step.parameters import entries
 
     copy, parallel = fewest_ranks(asked.job), asked.job.parallel
     gpus = world_size or smallest_world(copy, parallel.pipeline_model_parallel_size, parallel.expert_ranks)
@@ -77,8 +76,9 @@ def estimate(
     if gpus > copy and world_size is None:
         ways = parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
-    sizes = parameters(asked.job)
-    show_parameters(sizes)
+    sizes = entries(asked.job)
+    if sizes:
+        show_parameters(**sizes)
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -92,7 +92,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
-            **asdict(sizes),
+            **sizes,
             **asdict(estimated),
             "not_counted": without,
             **launch.record(),
@@ -116,9 +116,9 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
 
 
-def show_parameters(sizes: "Parameters") -> None:
+def show_parameters(parameters: int, active_parameters: int) -> None:
     """Say how large the model is."""
-    whole, active = sizes.parameters / 1e9, sizes.active_parameters / 1e9
+    whole, active = parameters / 1e9, active_parameters / 1e9
     console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
 
 
@@ -133,10 +133,13 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
         f"{request.schedule} on {gpus} x {machine.name}, {copies}, {request.microbatches} microbatches\n"
         f"step {estimated.step_seconds:.4g} s: pipeline {estimated.pipeline_seconds:.4g} s, reductions and "
         f"update {estimated.other_seconds:.4g} s\n"
-        f"MFU {estimated.utilisation:.1%}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
+        f"MFU {estimated.mfu}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
-    least, most = estimated.band.of(estimated.step_seconds)
-    console.print(f"expect {least:.4g} to {most:.4g} s: 8 in 10 of {estimated.band}")
+    expected = ""
+    if estimated.band is not None:
+        least, most = estimated.band.of(estimated.step_seconds)
+        expected = f"expect {least:.4g} to {most:.4g} s: "
+    console.print(f"{expected}{estimated.grounds}")
     if estimated.note:
         console.print(estimated.note)
     if request.updates is None and request.ranks > 1 and request.microbatches < request.ranks:

@@ -34,9 +34,10 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.jobs.command import missing
+    from megatron_pp_ext.planner.search import measured_sizes
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.candidate import strip
-    from megatron_pp_ext.planner.step.parameters import parameters
+    from megatron_pp_ext.planner.step.parameters import entries
 
     require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
@@ -46,6 +47,8 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     tried.check()
     asked, words = job.described()
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
+    if space.stages is not None:
+        console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.limit(system)
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
@@ -54,7 +57,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     report.show()
     for path in outputs.paths:
         report.draw(path)
-    content = report.content() | asdict(parameters(asked.job))
+    content = report.content() | entries(asked.job)
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:

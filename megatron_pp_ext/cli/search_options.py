@@ -101,25 +101,28 @@ class Tried:
         from megatron_pp_ext.job.layers import stages_flag
         from megatron_pp_ext.job.pipeline import vocabulary
         from megatron_pp_ext.job.rules import all_rules
+        from megatron_pp_ext.planner.search import measured_sizes
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
         names, compiles = self._schedules(asked)
-        flag = stages_flag(asked.job)
-        if flag is not None:
+        flag, is_measured = stages_flag(asked.job), asked.pipeline_costs is not None
+        if flag is not None and not is_measured:
             raise ValueError(
                 f"{flag} describes the stages, which a search changes: leave "
                 f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
             )
         is_uneven = self._is_uneven(asked)
         fixed = settled_in(words)
+        stages = measured_sizes.stages(asked.job, fixed) if is_measured else None
+        fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
         if "pipeline_model_parallel_size" in fixed and asked.pipeline_vocabulary is not None:
             all_rules.refuse_without_pipeline(asked)
         job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
-        space = Space(job, gpus, gpus_per_node, asked.global_batch_size, names, fixed, is_uneven)
+        space = Space(job, gpus, gpus_per_node, asked.global_batch_size, names, fixed, is_uneven, stages)
         return space, compiles
 
     def _schedules(self, asked: "Asked") -> "tuple[Sequence[str], Compiles]":
@@ -141,7 +144,10 @@ class Tried:
         return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
 
     def _is_uneven(self, asked: "Asked") -> bool:
-        """Whether stages may differ; those of a hybrid model, whose pattern takes no layout, are even."""
+        """Whether layers may move between stages: not of a hybrid model, whose pattern takes no layout.
+
+        Nor of stages that were measured.
+        """
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
         for part in ("embedding", "loss"):
@@ -150,7 +156,7 @@ class Tried:
                     f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
                     "finds: leave it out, or add --layout even"
                 )
-        return self.layout == "auto" and asked.pattern is None
+        return self.layout == "auto" and asked.pattern is None and asked.pipeline_costs is None
 
 
 @dataclass(frozen=True, slots=True)

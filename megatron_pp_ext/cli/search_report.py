@@ -52,7 +52,7 @@ class Report:
         console.print(
             f"{result.legal:,} configurations of {machines}: {result.unfit:,} cannot fit, "
             f"{result.replayed:,} were replayed; none of the others can be among the best\n"
-            f"{self._room()}; 8 in 10 of {result.best[0].estimate.band}"
+            f"{self._room()}; {result.best[0].estimate.grounds}"
         )
         show_not_counted(self.not_counted)
         table = folding(*_COLUMNS[:-3])
@@ -143,8 +143,8 @@ class Report:
         picture = memory_tradeoff.configurations_svg(best, frontier, self.limit, "")
         return (
             f"<!doctype html><meta charset=utf-8><title>{escape(self._title())}</title><style>{style}</style>"
-            f"<h1>{escape(self._title())}</h1><p>{escape(self._room())}; 8 in 10 of "
-            f"{escape(str(self.result.best[0].estimate.band))}.</p><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
+            f"<h1>{escape(self._title())}</h1><p>{escape(self._room())}; "
+            f"{escape(self.result.best[0].estimate.grounds)}.</p><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
         )
 
     def write_batch_files(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class Report:
             estimate = one.estimate
             comment = (
                 f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
-                f"{estimate.utilisation:.1%}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
+                f"{estimate.mfu}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
             text = launch_lines.batch_file(
                 one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
@@ -171,7 +171,7 @@ class Report:
                 str(number),
                 one.candidate.name,
                 f"{one.estimate.step_seconds:.4g}",
-                f"{one.estimate.utilisation:.1%}",
+                one.estimate.mfu,
                 f"{one.estimate.bubble:.1%}",
                 f"{one.estimate.fullest.total / 1e9:.1f}",
                 f"{one.estimate.fullest.messages / 1e9:.2f}",

@@ -146,6 +146,25 @@ class Part:
         """The seconds of both halves of the backward, one after the other."""
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
+    def measured(self, stage: StageCosts, pair: float) -> Self:
+        """Return the part with the seconds and bytes of ``stage``, which was measured.
+
+        ``pair`` is what a pair takes as a part of its two actions (``Costs.pair``).
+        """
+        seconds = stage.forward + stage.input_gradient + stage.weight_gradient
+        return replace(
+            self,
+            forward_seconds=stage.forward,
+            input_gradient_seconds=stage.input_gradient,
+            weight_gradient_seconds=stage.weight_gradient,
+            overlapped_in_whole=0.0,
+            overlapped_in_pair=(1 - pair) * seconds,
+            after_forward=stage.activation,
+            after_input_gradient=stage.activation - stage.released_by_input_gradient,
+            brief=0.0,
+            brief_in_whole=0.0,
+        )
+
     def recomputed(self, kept: float) -> Self:
         """Return the costs if only ``kept`` bytes outlive the forward, which is repeated for I."""
         return replace(

@@ -10,7 +10,7 @@ compare the two.
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import batched, groupby, pairwise
 from typing import Any
 
 from megatron_pp_ext.job.typed_job import Job
@@ -137,6 +137,24 @@ def stages_for_prediction(placement: Placement) -> list[int]:
         for stage in range(stages - placement.ranks, stages)
         if placement.rank_of(stage) != 0 or stage in (0, stages - 1)
     ]
+
+
+def joined(job: Job, stages: int) -> dict[str, str]:
+    """The stages that a layout or a pattern describes, joined to fewer ``stages``, as its argument has them.
+
+    Each is made of as many neighbours, which have to be so many.  Empty where neither describes stages.
+    """
+    described, pattern = layout(job), job.model.hybrid_layer_pattern or ""
+    if described is not None:
+        return {"pipeline_model_parallel_layout": spelled(_neighbours(described, stages))}
+    segments, slash, prediction = pattern.partition("/")
+    if "|" not in segments:
+        return {}
+    return {"hybrid_layer_pattern": "|".join(_neighbours(segments.split("|"), stages)) + slash + prediction}
+
+
+def _neighbours(described: Sequence[str], stages: int) -> list[str]:
+    return ["".join(some) for some in batched(described, len(described) // stages)]
 
 
 def can_predict(job: Job, placement: Placement) -> bool:

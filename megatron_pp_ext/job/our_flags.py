@@ -41,8 +41,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     )
     add_file(
         "--pipeline-costs",
-        help="Seconds and bytes of every stage, for flex and auto to compile from. Without it, estimated "
-        "from the model's arithmetic.",
+        help="Seconds and bytes of every stage, for flex and auto to compile from, and to predict steps. "
+        "Without it, estimated from the model's arithmetic.",
     )
     group.add_argument(
         "--pipeline-vocabulary",

@@ -2,20 +2,37 @@
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def from_file(job: Job, stages: int) -> Costs:
-    """Return the costs of ``stages`` stages from the file of --pipeline-costs.
+def from_file(job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
+    """Return the costs of ``stages`` stages from the file of --pipeline-costs; see ``cut``."""
+    assert job.pipeline.pipeline_costs is not None
+    return cut(costs_file.read(job.pipeline.pipeline_costs), job, stages, shares_vocabulary)
 
-    It has an object for each stage.  Where a layout says which layers a stage has, it may have one for each
-    layer, the ends with embedding and loss.  ValueError for any other number.
+
+def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
+    """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
+
+    It has an object for each stage, or for each of several stages that are joined in one.  Where a layout
+    says which layers a stage has, it may have one for each layer, the ends with embedding and loss.
+    ValueError for any other number, and where ranks share a vocabulary whose parts it does not have.
     """
-    file, described = job.pipeline.pipeline_costs, layers.layout(job)
-    assert file is not None
-    found = costs_file.read(file)
-    is_by_layer = described is not None and len(found.stages) == job.model.layers != stages
-    if is_by_layer and described is not None and len(described) == stages:
-        return found.joined(layers.by_stage(job, stages))
-    return costs_file.read(file, stages)
+    described, pipeline = layers.layout(job), job.pipeline
+    if shares_vocabulary and costs.vocabulary is None:
+        raise ValueError(
+            f"--pipeline-vocabulary {pipeline.pipeline_vocabulary}: {pipeline.pipeline_costs} has no costs "
+            'of a part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
+        )
+    if described is not None and len(described) == stages and len(costs.stages) == job.model.layers != stages:
+        return costs.joined(layers.by_stage(job, stages))
+    with naming(pipeline.pipeline_costs):
+        return costs.merged(stages)
+
+
+def lacks_parameters(job: Job) -> bool:
+    """Whether the file of --pipeline-costs is without the parameters of some stage."""
+    file = job.pipeline.pipeline_costs
+    return file is not None and not costs_file.read(file).has_parameters

@@ -14,6 +14,8 @@ from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
+_TIMES = ("forward", "input_gradient", "weight_gradient")
+
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
@@ -21,8 +23,11 @@ class StageCosts:
 
     A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
     (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
-    of it and the end of a W or of a B gives back the rest.  Raises ValueError for a time that is
-    not above zero and for an activation that is negative or smaller than what an I gives back.
+    of it and the end of a W or of a B gives back the rest.  ``parameters`` and ``expert_parameters`` are the
+    weights that a rank has of the stage, the latter those of which expert-parallel ranks each have their own;
+    schedules do not depend on them, and 0 stands for a stage whose weights nobody counted.  Raises
+    ValueError for a time that is not above zero and for an activation that is negative or smaller than what
+    an I gives back.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -32,12 +37,14 @@ class StageCosts:
     weight_gradient: float
     activation: float = 1.0
     released_by_input_gradient: float = 0.0
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_time = field.name in ("forward", "input_gradient", "weight_gradient")
-            _require_finite(f"StageCosts.{field.name}", value, positive=is_time)
+        for (
+            name
+        ) in self.__slots__:  # a search makes many, and asking for the fields takes as long as all else
+            _require_finite(self, name, positive=name in _TIMES)
         if self.released_by_input_gradient > self.activation:
             raise ValueError(
                 f"StageCosts.released_by_input_gradient is {self.released_by_input_gradient}, more than the "
@@ -92,8 +99,7 @@ class VocabularyCosts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            is_work = field.name in ("scores", "weight_gradient")
-            _require_finite(f"VocabularyCosts.{field.name}", getattr(self, field.name), positive=is_work)
+            _require_finite(self, field.name, positive=field.name in ("scores", "weight_gradient"))
 
     def exchanged_over(self, hop: float) -> Self:
         """Return the costs with messages of ``hop`` seconds: one of a hidden state, two behind an S."""
@@ -129,13 +135,18 @@ class Costs:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
-        _require_finite("Costs.hop", self.hop, positive=False)
-        _require_finite("Costs.message", self.message, positive=False)
+        _require_finite(self, "hop", positive=False)
+        _require_finite(self, "message", positive=False)
         if not 0.5 <= self.pair <= 1:
             raise ValueError(
                 f"Costs.pair is {self.pair}, but a pair takes half to all of the sum of its actions: give "
                 "0.5 to 1"
             )
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the weights of every stage were counted."""
+        return all(stage.parameters or stage.expert_parameters for stage in self.stages)
 
     def seconds(self, action: Action) -> float:
         """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
@@ -255,7 +266,7 @@ class Costs:
         return self.joined([neighbours] * stages)
 
     def joined(self, counts: Sequence[int]) -> Self:
-        """Return the costs of stages of ``counts`` of these each, in order; times and activations add up.
+        """Return the costs of stages of ``counts`` of these each, in order; all figures of a stage add up.
 
         Raises ValueError where ``counts`` are not of all stages, or one is 0.
         """
@@ -275,8 +286,12 @@ class Costs:
         return replace(self, stages=tuple(StageCosts(*stage) for stage in values))
 
 
-def _require_finite(name: str, value: float, *, positive: bool) -> None:
+def _require_finite(costs: object, name: str, *, positive: bool) -> None:
     """Refuse NaN, infinity, a negative value and, where ``positive``, zero."""
+    value = getattr(costs, name)
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         rule = "above 0" if positive else "0 or more"
-        raise ValueError(f"{name} is {value}, but must be a finite number {rule}: correct the measured costs")
+        raise ValueError(
+            f"{type(costs).__name__}.{name} is {value}, but must be a finite number {rule}: correct the "
+            "measured costs"
+        )

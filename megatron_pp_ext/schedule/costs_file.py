@@ -2,13 +2,14 @@
 
     {"hop": 0.0006, "message": 1.7e7,
      "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
-                 "activation": 5.1e8, "released_by_input_gradient": 1.2e8}, ...]}
+                 "activation": 5.1e8, "released_by_input_gradient": 1.2e8,
+                 "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...]}
 
-The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a
-message in bytes or any other common unit.  ``hop``, ``message``, ``pair``, ``activation`` and
-``released_by_input_gradient`` may be left out.  Where the ranks share the vocabulary, ``vocabulary`` is an
-object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt name would otherwise
-leave a default in force.
+The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a message in bytes
+or any other common unit.  ``hop``, ``message``, ``pair`` and all of a stage but its times may be left out.
+An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks share the vocabulary,
+``vocabulary`` is an object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt
+name would otherwise leave a default in force.
 """
 
 from dataclasses import asdict

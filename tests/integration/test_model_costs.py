@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,14 +13,14 @@ import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
 from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.trainer import model_costs, validation
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 from megatron_pp_ext.schedule import catalog, costs_file
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support.flags import PP4, arguments, assert_refused, read
@@ -161,6 +162,26 @@ def test_measured_stages_may_have_any_layers(monkeypatch: pytest.MonkeyPatch, tm
     costs_file.write(costs("", 8), tmp_path / "costs.json")
     measured = f"--pipeline-costs {tmp_path / 'costs.json'} --te-precision-config-file file"
     assert read(monkeypatch, f"{PP4} {PREDICTED[0]} {measured}") is not None
+
+
+def test_any_schedule_is_predicted_from_measured_stages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of a finer cut are joined, and others are refused."""
+    file = tmp_path / "costs.json"
+    stage = StageCosts(1.0, 1.0, 1.0)
+    measured = Costs((replace(stage, forward=9.0), *[stage] * 7))
+    costs_file.write(measured, file)
+    for name, stages in (("v-half", 8), ("1f1b", 4)):
+        pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule {name} --pipeline-costs {file}")
+        assert pipeline is not None
+        asked = Asked(arguments(f"{PP4} --pipeline-costs {file}"))
+        line = start_up.summary(pipeline, partial(validation._costs, asked))
+        schedule = catalog.build(name, 4, pipeline.request.microbatches, stages // 4)
+        assert f"predicted bubble {simulate(schedule, measured.merged(stages)).bubble:.1%}" in line
+    costs_file.write(Costs((stage,) * 6), file)
+    flags = f"{PP4} --pipeline-schedule v-half --pipeline-costs {file}"
+    assert_refused(monkeypatch, flags, "costs.json: costs of 6 stages cannot be merged into 8")
 
 
 def test_the_start_line_predicts_nothing_without_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:

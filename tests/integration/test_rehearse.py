@@ -10,7 +10,7 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
-from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes
+from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import csv_file
@@ -39,6 +39,13 @@ def rehearse(flags: str, folder: Path) -> dict[int, RankRehearsal]:
 
 def weight_bytes(chunks: list[torch.nn.Module]) -> int:
     return sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+
+
+def test_weights_of_experts_are_counted_apart() -> None:
+    """Megatron marks those of which each expert-parallel rank has its own."""
+    chunk = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 5, bias=False))
+    chunk[1].weight.allreduce = False
+    assert _parameters(chunk) == {"parameters": 12, "expert_parameters": 20}
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, str]] = {
     f"Flags of one schedule beside another|{PP4}": {
         "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
         "--pipeline-memory-limit {": "--pipeline-schedule 1f1b --pipeline-memory-limit 0.5",
-        "--pipeline-costs {": "--pipeline-schedule 1f1b --pipeline-costs x.json",
+        "--pipeline-costs {": "--pipeline-schedule pipedream --pipeline-costs x.json",
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
     },

@@ -157,7 +157,8 @@ class Rehearsal:
             digest=schedule.digest,
             layers=requested.require().layers,
             stages=tuple(
-                stage_costs(stage, seconds, self._bytes) for stage in self._placement.stages_of(rank)
+                replace(stage_costs(stage, seconds, self._bytes), **_parameters(chunk))
+                for stage, chunk in zip(self._placement.stages_of(rank), inputs.model, strict=True)
             ),
             vocabulary=_part_costs(rank, seconds, self._bytes)
             if schedule.placement.shares_vocabulary
@@ -185,6 +186,18 @@ def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> Vocabula
     scores = seconds[rank, Kind.S]
     gradient = seconds.get((rank, Kind.T), scores)
     return replace(vocabulary_costs([record]), scores=scores, weight_gradient=gradient)
+
+
+def _parameters(chunk: torch.nn.Module) -> dict[str, int]:
+    """Return how many weights ``chunk`` has, and apart from these how many of experts.
+
+    Megatron marks the latter where each expert-parallel rank has its own, and sums their gradients over
+    fewer ranks.
+    """
+    found = {"parameters": 0, "expert_parameters": 0}
+    for weight in chunk.parameters():
+        found["parameters" if getattr(weight, "allreduce", True) else "expert_parameters"] += weight.numel()
+    return found
 
 
 class _LastingBytes:

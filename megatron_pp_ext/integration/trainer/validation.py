@@ -146,6 +146,8 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
             request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
     try:
+        if asked.pipeline_costs is not None:
+            _costs(asked, request.finest.stages)  # the start line would take unit costs for a wrong file
         source = requested_source(request, functools.partial(_costs, asked))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
@@ -171,13 +173,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
 def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
     if asked.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
-    costs = stage_costs.from_file(asked.job, stages)
-    if shares_vocabulary and costs.vocabulary is None:
-        raise ValueError(
-            f"--pipeline-vocabulary {asked.pipeline_vocabulary}: {asked.pipeline_costs} has no costs of a "
-            'part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
-        )
-    return costs
+    return stage_costs.from_file(asked.job, stages, shares_vocabulary)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

@@ -22,7 +22,7 @@ def refuse(asked: Asked) -> None:
 
 def refuse_to_plan(asked: Asked) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (measuring.not_counted(), *stock.RULES))
+    refuse_by(asked, (*measuring.not_counted(), *stock.RULES))
 
 
 def refuse_to_predict(asked: Asked) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import cache, partial
 
-from megatron_pp_ext.job import flag_effects, layers
+from megatron_pp_ext.job import flag_effects, layers, stage_costs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 _NEEDS = Rules(
@@ -83,6 +83,8 @@ _REHEARSAL = Rules(
 
 _LEAVE_OUT = "leave it out of the estimate"
 
+_MEASURE = "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE"
+
 
 def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
     """Yield a rule for each argument, and for values of others, that the costs of ``what`` do not know."""
@@ -97,20 +99,36 @@ def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
 
 
 @cache
-def not_counted() -> Rules:
+def not_counted() -> tuple[Rules, ...]:
     """Return the rules about what an estimate would be wrong for.
 
-    It reads two tables, which commands that estimate nothing need not wait for.
+    They read two tables, which commands that estimate nothing need not wait for.
     """
-    return Rules(
+    unless_measured = Rules(
+        "In `mpp estimate` and `mpp search`, unless the stages are measured",
+        lambda asked: asked.pipeline_costs is None,
+        beside="the planner",
+        rows=tuple(_unknown_to_costs("stages", f"{_LEAVE_OUT}, or {_MEASURE}")),
+    )
+    measured = Rules(
+        "",
+        lambda asked: stage_costs.lacks_parameters(asked.job),
+        beside="the planner",
+        rows=tuple(
+            _unknown_to_costs(
+                "stages",
+                'add "parameters" to every one of the "stages" in {pipeline_costs}, as mpp rehearse --costs '
+                "does",
+            )
+        ),
+    )
+    always = Rules(
         "In `mpp estimate` and `mpp search`",
         lambda asked: True,
         beside="the planner",
-        rows=(
-            *_unknown_to_costs("stages", f"{_LEAVE_OUT}, or measure the job with mpp rehearse"),
-            *_unknown_to_costs("step", _LEAVE_OUT),
-        ),
+        rows=tuple(_unknown_to_costs("step", _LEAVE_OUT)),
     )
+    return unless_measured, measured, always
 
 
 @cache
@@ -120,13 +138,7 @@ def not_compiled() -> Rules:
         "Where training predicts its stages: `flex`, `auto`, and `auto` for a layout or the vocabulary",
         lambda asked: asked.pipeline_costs is None,
         beside="a prediction from the model's sizes",
-        rows=tuple(
-            _unknown_to_costs(
-                "stages",
-                "measure the stages with mpp rehearse --costs FILE and give --pipeline-costs FILE, or leave "
-                "flex and every auto out",
-            )
-        ),
+        rows=tuple(_unknown_to_costs("stages", f"{_MEASURE}, or leave flex and every auto out")),
     )
 
 

@@ -199,15 +199,9 @@ _MEANING = Rules(
         ),
         Rule(
             "--pipeline-costs {pipeline_costs}",
-            _NO_MEANING,
-            _OR_FLEX,
-            # Beside a layout, costs serve to choose it and to predict the step.
-            lambda asked: (
-                asked.has_schedule
-                and asked.pipeline_costs is not None
-                and not asked.can.is_compiled
-                and asked.pipeline_model_parallel_layout is None
-            ),
+            "has no meaning for {schedule}, whose steps training does not predict",
+            "leave it out, or choose a schedule that flushes",
+            lambda asked: asked.pipeline_costs is not None and not asked.can.flushes,
         ),
         Rule(
             _SCHEDULE,

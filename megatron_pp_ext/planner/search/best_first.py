@@ -205,7 +205,8 @@ class Search:
             progress("bounding", number, len(cuts))
             for chunks, names in self._space.orders(cut):
                 for recompute in self._space.recomputes(cut, chunks):
-                    yield from self._sizes(replace(cut, recompute=recompute, chunks=chunks), names)
+                    chunked = self._space.described(replace(cut, recompute=recompute, chunks=chunks))
+                    yield from self._sizes(chunked, names)
 
     def _sizes(self, cut: Candidate, names: Sequence[str]) -> Iterator[Bounded]:
         """Yield ``cut`` with all microbatches and schedules that may fit, with their bounds.

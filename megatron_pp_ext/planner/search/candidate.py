@@ -40,9 +40,10 @@ class Candidate:
     """The sizes of every kind of parallelism, the microbatch, the recomputation and the schedule.
 
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
-    ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them.  ``limit`` is the
-    memory limit of ``flex``, for all ranks or for each (``job.memory_limit``).  ``is_paired`` says
-    whether forwards and backwards run in pairs, by a flag that the user gives.
+    ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
+    --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
+    ranks or for each (``job.memory_limit``).  ``is_paired`` says whether forwards and backwards run in pairs,
+    by a flag that the user gives.
     """
 
     tensor: int
@@ -59,6 +60,7 @@ class Candidate:
     limit: Limit | None = None
     expert_tensor: int | None = None
     layout: str | None = None
+    pattern: str | None = None
     is_paired: bool = False
 
     @property
@@ -88,7 +90,13 @@ class Candidate:
     def apart_from_schedule(self) -> Self:
         """The candidate without its schedule, and without the stages and the limit that go with it."""
         recompute = Recompute(self.recompute.name)
-        return replace(self, schedule=NO_PIPELINE, chunks=1, layout=None, limit=None, recompute=recompute)
+        sizes = replace(self, schedule=NO_PIPELINE, chunks=1, limit=None, recompute=recompute)
+        return replace(sizes, layout=None, pattern=None)
+
+    @property
+    def describes_stages(self) -> bool:
+        """Whether it says which layers each stage has."""
+        return self.layout is not None or self.pattern is not None
 
     @property
     def placement(self) -> Placement:
@@ -108,8 +116,9 @@ class Candidate:
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)
         # Any other schedule has one number of chunks, which follows from its name, and a layout has its own.
-        has_chunks = entry is not None and entry.more_chunks and self.layout is None
-        return {
+        has_chunks = entry is not None and entry.more_chunks and not self.describes_stages
+        pattern = {} if self.pattern is None else {"hybrid_layer_pattern": self.pattern}
+        return pattern | {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
             "context_parallel_size": self.context,
@@ -145,9 +154,12 @@ def settled_in(words: Sequence[str]) -> frozenset[str]:
     return frozenset(given & set(SETTLED) - {*_OURS, "global_batch_size"})
 
 
-def strip(words: Sequence[str]) -> list[str]:
-    """Return ``words``, a command line, without the flags that a candidate sets and their values."""
-    settled = {flag(name) for name in (*SETTLED, "recompute_activations")}
+def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return ``words``, a command line, without the flags that a candidate sets and their values.
+
+    ``more`` are arguments that not every candidate sets.
+    """
+    settled = {flag(name) for name in (*SETTLED, "recompute_activations", *more)}
     kept: list[str] = []
     is_dropping = False
     for word in words:

@@ -29,7 +29,7 @@ _CHUNKS = 2
 def to_compile(best: Sequence[Evaluated], space: Space, workloads: Workloads) -> list[Candidate]:
     """Return the best candidates whose layers fill two chunks a rank, to be run under ``flex``."""
     candidates = dict.fromkeys(
-        replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None)
+        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None))
         for one in best
         if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
         if space.fills(one.candidate.pipeline, _CHUNKS)
@@ -119,7 +119,7 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
     how many stages there are, so that the compiler may not merge them.
     """
     request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
-    if cut.layout is not None:
+    if cut.describes_stages:
         placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
         request = replace(request, placements=placements)
     if not cut.shares_vocabulary:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.job.layers import spread
+from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
@@ -18,7 +18,8 @@ class Space:
 
     ``fixed`` names the arguments whose values in ``job`` are the user's and stay; everything else that a
     candidate sets is tried.  Tensor parallelism stays within a node.  Where ``is_uneven``, stages may have
-    different numbers of layers.
+    different numbers of layers.  ``stages`` is the number of stages that were measured, of which those of a
+    candidate are made; None where any may be cut from the layers.
     """
 
     job: Job
@@ -28,6 +29,7 @@ class Space:
     schedules: Sequence[str]
     fixed: Collection[str] = ()
     is_uneven: bool = False
+    stages: int | None = None
 
     def sized(self) -> Iterator[Candidate]:
         """Yield all legal sizes and chunks with every microbatch, whatever the schedule and recomputation."""
@@ -42,7 +44,7 @@ class Space:
                 left = self.gpus // tensor // context
                 for pipeline in self._sizes("pipeline_model_parallel_size", left):
                     data = left // pipeline
-                    if self.batch % data or pipeline > spread(self.job):
+                    if self.batch % data or pipeline > self._pieces:
                         continue
                     for expert, own in self._experts(tensor, data * context):
                         sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
@@ -54,6 +56,7 @@ class Space:
                         )
                         if cut.is_paired and (expert == 1 or pipeline == 1):
                             continue
+                        cut = self.described(cut)
                         if _is_legal(cut.described(self.job), self.gpus // pipeline):
                             yield cut
 
@@ -71,7 +74,7 @@ class Space:
         if "recompute_granularity" in self.fixed:
             how, layers = memory.recompute_granularity, memory.recompute_num_layers or None
             given = how, memory.recompute_method, layers, memory.recompute_modules
-            return [Recompute(f"recompute-{how}", *given)]
+            return [Recompute(f"recompute-{how}" if how else "none", *given)]
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
@@ -102,15 +105,28 @@ class Space:
 
         Where stages are even these are the divisors of a rank's layers.
         """
-        layers = spread(self.job)
+        layers = self._pieces
         longest = range(1, -(-layers // ranks) + 1)
         longest_stages = sorted({-(-layers // (ranks * each)) for each in longest})
         return [chunks for chunks in longest_stages if self.fills(ranks, chunks)]
 
     def fills(self, ranks: int, chunks: int) -> bool:
         """Whether the model's layers fill the stages of so many ranks."""
-        layers, stages = spread(self.job), ranks * chunks
+        layers, stages = self._pieces, ranks * chunks
         return stages <= layers if self.is_uneven else layers % stages == 0
+
+    @property
+    def _pieces(self) -> int:
+        """The layers of which stages are made, or the measured stages that are joined in one."""
+        return self.stages or spread(self.job)
+
+    def described(self, cut: Candidate) -> Candidate:
+        """Return ``cut`` with measured stages, where flags describe these, joined to as many as it has."""
+        if self.stages is None:
+            return cut
+        own = joined(self.job, cut.pipeline * cut.chunks)
+        layout, pattern = map(own.get, ("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
+        return replace(cut, layout=layout, pattern=pattern)
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
         """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""

@@ -80,7 +80,8 @@ class Launch:
 
 def flags(candidate: Candidate, model: Sequence[str]) -> list[str]:
     """Return ``model``, a launch script's flags, with the candidate's in place of its own."""
-    return [*strip(model), *candidate.flags()]
+    own = () if candidate.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return [*strip(model, own), *candidate.flags()]
 
 
 def one_a_line(words: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
+from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.schedule import catalog
@@ -23,7 +24,8 @@ class Workloads:
     def __init__(self, job: Job, system: System) -> None:
         self._system = system
         self._described = lru_cache(maxsize=8)(partial(Candidate.described, job=job))
-        self._models: dict[tuple[object, ...], ModelSums] = {}
+        self._models: dict[tuple[object, ...], ModelParts] = {}
+        self._sums: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
 
@@ -36,14 +38,14 @@ class Workloads:
         candidate without a schedule has whole backwards, which take no longer than split ones.
         """
         job = self._described(candidate)
-        model = self._model(candidate, job).model
+        model = self._model(candidate, job)
         where = placement or candidate.placement
         return Workload(job, self._system, where, candidate.data, layers, model, _is_split(candidate))
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
         """Return what its ranks have on average, with even stages where these make a difference."""
         job = self._described(_without_layout(candidate))
-        sums, least = self._model(candidate, job), fewest(job, placement)
+        sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
         sizes = candidate.data, cut, sums.model, _is_split(candidate)
         return mean_rank(Workload(job, self._system, placement, *sizes), sums, least)
@@ -56,17 +58,24 @@ class Workloads:
         if key not in self._stages:
             job = self._described(_without_layout(candidate))
             if alike not in self._seconds:
-                model = self._model(candidate, job).model
+                model = self._model(candidate, job)
                 self._seconds[alike] = StageSeconds(job, model, placement.shares_vocabulary, is_split)
             self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
 
-    def _model(self, one: Candidate, job: Job) -> ModelSums:
+    def _model(self, one: Candidate, job: Job) -> ModelParts:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
         key = _costs_of_a_layer(one)
         if key not in self._models:
-            self._models[key] = ModelSums(model_on(job, self._system))
+            self._models[key] = model_on(job, self._system)
         return self._models[key]
+
+    def _sums_of(self, one: Candidate, job: Job) -> ModelSums:
+        """Return the sums over the layers of its model."""
+        key = _costs_of_a_layer(one)
+        if key not in self._sums:
+            self._sums[key] = ModelSums(self._model(one, job))
+        return self._sums[key]
 
 
 def _without_layout(one: Candidate) -> Candidate:

@@ -77,23 +77,38 @@ class Estimate:
 
     ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
     that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
-    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out.  ``band``
-    says how far published runs were from their estimates, ``note`` what people should know of the schedule.
+    ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
+    only measurements of the stages are known.  ``band`` says how far published runs were from their
+    estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
+    should know of the schedule.
     """
 
     step_seconds: float
     pipeline_seconds: float
     bubble: float
-    utilisation: float
+    utilisation: float | None
     tokens_per_second: float
     ranks: tuple[RankMemory, ...]
-    band: Band
+    band: Band | None
     note: str = ""
+    stages_from: str | None = None
 
     @property
     def other_seconds(self) -> float:
         """The seconds that the step takes beside the pipeline."""
         return self.step_seconds - self.pipeline_seconds
+
+    @property
+    def mfu(self) -> str:
+        """The utilisation in words."""
+        return "unknown" if self.utilisation is None else f"{self.utilisation:.1%}"
+
+    @property
+    def grounds(self) -> str:
+        """What the seconds are to be trusted for, in words."""
+        if self.band is None:
+            return f"every stage takes what {self.stages_from} says; all else is estimated"
+        return f"8 in 10 of {self.band}"
 
     @property
     def fullest(self) -> RankMemory:
@@ -192,15 +207,17 @@ def estimate(
     job, gpus = work.job, work.gpus
     dtype = ("fp8" if job.precision.fp8 else "bf16") if job.precision.is_half else "fp32"
     tokens = job.model.seq_length * job.batch.micro_batch_size * work.data * microbatches
-    seconds = taken.step_seconds
+    seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
+    possible = seconds * gpus * work.system.peak(dtype)
     return Estimate(
         step_seconds=seconds,
         pipeline_seconds=taken.pipeline_seconds,
         bubble=taken.bubble,
-        utilisation=work.operations(microbatches) / (seconds * gpus * work.system.peak(dtype)),
+        utilisation=None if work.model.counts_weights else work.operations(microbatches) / possible,
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
-        band=band(job, work.system, gpus),
+        band=None if file else band(job, work.system, gpus),
+        stages_from=str(file) if file else None,
     )
 
 

@@ -13,6 +13,7 @@ from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.costs import Costs
 
 _KINDS = {"-": mlp, "E": experts, "M": mamba}
 """The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
@@ -29,6 +30,9 @@ class ModelParts:
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
+
+    ``measured`` are the costs of stages that were measured, None where all costs are those of formulas.
+    Where their parameters are among them, the layers need no formulas, and there are none here.
     """
 
     layers: tuple[Part, ...]
@@ -40,6 +44,7 @@ class ModelParts:
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+    measured: Costs | None = None
     stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
@@ -47,20 +52,31 @@ class ModelParts:
         object.__setattr__(self, "kinds", tuple(map(id, self.layers)))
 
     @property
+    def counts_weights(self) -> bool:
+        """Whether the weights of all stages were counted where they were measured."""
+        return self.measured is not None and self.measured.has_parameters
+
+    @property
     def head(self) -> Part:
         """The end of the model: the last norm, the output layer and the loss."""
         return self.last_norm + self.output
 
 
-def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int | None = None) -> ModelParts:
+def model_parts(
+    job: Job,
+    kernels: KernelSeconds | None = None,
+    vocabulary: int | None = None,
+    measured: Costs | None = None,
+) -> ModelParts:
     """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
 
     Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
-    embedding, which follow from ``job`` if it is left out.
+    embedding, which follow from ``job`` if it is left out.  ``measured`` are the costs of measured stages.
     """
     costs = LayerCosts(job, kernels)
     rows = job.padded_vocabulary if vocabulary is None else vocabulary
-    layers = _layers(costs)
+    has_own_layers = measured is None or not measured.has_parameters
+    layers = _layers(costs) if has_own_layers else []
     return ModelParts(
         layers=tuple(layers),
         other=costs.other(),
@@ -71,6 +87,7 @@ def model_parts(job: Job, kernels: KernelSeconds | None = None, vocabulary: int 
         prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
+        measured=measured,
     )
 
 
@@ -103,7 +120,8 @@ def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
     if unknown:
         raise ValueError(
             f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
-            "and give --pipeline-costs"
+            'with mpp rehearse --costs FILE, which counts their "parameters" too, and give '
+            "--pipeline-costs FILE"
         )
     attentions = Attentions(costs)
     parts = {letter: _KINDS[letter](costs) for letter in set(letters) & set(_KINDS)}

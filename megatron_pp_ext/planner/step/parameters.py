@@ -1,6 +1,6 @@
 """How many parameters a model has, and how many of them a token uses."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
@@ -41,3 +41,8 @@ def parameters(job: Job) -> Parameters:
         parameters=round(used.parameters + used.expert_parameters + looked_up.parameters),
         active_parameters=round(used.parameters + chosen * used.expert_parameters),
     )
+
+
+def entries(job: Job) -> dict[str, int]:
+    """Return what a result says of them by name: nothing of measured stages, whose layers may be unknown."""
+    return {} if job.pipeline.pipeline_costs else asdict(parameters(job))

@@ -5,10 +5,11 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts
-from megatron_pp_ext.schedule.costs import VocabularyCosts
+from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
 
 
 def every_token(job: Job, model: ModelParts) -> float:
@@ -20,13 +21,16 @@ def vocabulary_part(job: Job, model: ModelParts) -> Part:
     """Return a rank's part of the vocabulary that the pipeline's ranks share.
 
     From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
-    their gradient's part.  A tied weight exists once.
+    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they have
+    those of this part.
     """
     ranks, output = job.parallel.pipeline_model_parallel_size, model.output
     exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
     rows = output.parameters
     if job.model.untie_embeddings_and_output_weights:
         rows += model.table.parameters
+    if model.counts_weights:
+        rows = 0.0
     return Part(
         weight_operations=output.weight_operations / ranks,
         forward_seconds=output.forward_seconds / ranks,
@@ -41,8 +45,11 @@ def shared_vocabulary(job: Job, model: ModelParts, hop: float = 0.0) -> Vocabula
     """Return the costs of ``vocabulary_part``, as a schedule takes them.
 
     An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
-    stages.
+    stages.  A part that was measured costs that, with the exchanges of a hop where they were not measured.
     """
+    measured = model.measured.vocabulary if model.measured else None
+    if measured is not None:
+        return measured if measured.hidden else measured.exchanged_over(hop)
     part = vocabulary_part(job, model)
     alone = VocabularyCosts(
         scores=part.forward_seconds + part.input_gradient_seconds,
@@ -60,7 +67,35 @@ def stage_parts(
     The embedding is in the first stage; the output layer and the losses are in the last, and so is
     multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
     ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
+
+    Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
+    comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
+    are no costs of such stages.
     """
+    if model.measured is None:
+        return _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+    stages = len(layers_by_stage)
+    costs = stage_costs.cut(model.measured, job, stages, shares_vocabulary)
+    if model.counts_weights:
+        parts = [_weights(job, stage) for stage in costs.stages]
+    else:
+        parts = _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+    return [part.measured(stage, costs.pair) for part, stage in zip(parts, costs.stages, strict=True)]
+
+
+def _weights(job: Job, stage: StageCosts) -> Part:
+    """Return the weights of a measured ``stage``; any product may read them in FP8."""
+    every = stage.parameters + stage.expert_parameters
+    return Part(
+        parameters=stage.parameters,
+        expert_parameters=stage.expert_parameters,
+        fp8_parameters=every if job.precision.uses_fp8 else 0.0,
+    )
+
+
+def _by_formulas(
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool
+) -> list[Part]:
     ends, memory = list(accumulate(layers_by_stage)), job.memory
     how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
     sums = []

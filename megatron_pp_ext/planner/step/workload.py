@@ -23,6 +23,7 @@ from megatron_pp_ext.planner.step.stage_parts import (
     stage_parts,
     vocabulary_part,
 )
+from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -63,8 +64,13 @@ def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
 
 
 def model_on(job: Job, system: System) -> ModelParts:
-    """Return the parts of ``job``'s model with the seconds that they take on ``system``."""
-    return model_parts(job, SystemKernelSeconds(system, job))
+    """Return the parts of ``job``'s model with the seconds that they take on ``system``.
+
+    Those of whole stages are in the file of --pipeline-costs, if there is one.
+    """
+    file = job.pipeline.pipeline_costs
+    measured = None if file is None else costs_file.read(file)
+    return model_parts(job, SystemKernelSeconds(system, job), measured=measured)
 
 
 class Workload:
@@ -72,7 +78,8 @@ class Workload:
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
-    same.  ``is_split`` says whether backwards come in two halves.
+    same.  ``is_split`` says whether backwards come in two halves.  Where stages were measured
+    (--pipeline-costs), they cost that, and a message too if it was measured.
 
     With --pipeline-replicas each rank of ``placement`` stands for all replicas of its stage, which are alike,
     and ``data`` is 1.
@@ -104,8 +111,10 @@ class Workload:
         self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
         senders, apart = (replicated.ranks, 1) if replicated else (placement.ranks, data)
         self._hop_link = system.message_link(senders, apart * self.tensor * self.context)
-        self.message = message_bytes(job, model.hidden_bytes)
-        self.hop = hop_seconds(job, system, self._hop_link, self.message) if placement.ranks > 1 else 0.0
+        message, hop = (model.measured.message, model.measured.hop) if model.measured else (0.0, 0.0)
+        self.message = message or message_bytes(job, model.hidden_bytes)
+        hop = hop or hop_seconds(job, system, self._hop_link, self.message)
+        self.hop = hop if placement.ranks > 1 else 0.0
         self.vocabulary = shared_vocabulary(job, model, self.hop) if shares else None
 
     @cached_property

@@ -1,0 +1,92 @@
+"""mpp search and mpp estimate by stages that were measured."""
+
+import json
+
+import pytest
+
+from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.simulate import simulate
+
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 256 "
+    "--num-experts 4 --moe-router-topk 2 --bf16 --hybrid-layer-pattern GE|G*|G-|GE"
+)
+KEPT = (
+    "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 1 "
+    "--context-parallel-size 1 --expert-model-parallel-size 1"
+)
+SHORT = StageCosts(1e-3, 1e-3, 1e-3, 1e9, 0.0, parameters=1e6)
+LONG = StageCosts(2e-3, 2e-3, 2e-3, 2e9, 0.0, parameters=1e6)
+STAGES = Costs((LONG, LONG, SHORT, SHORT), hop=1e-4, message=1e6)
+GB = 1e9
+
+
+@pytest.fixture
+def costs(tmp_path):
+    costs_file.write(STAGES, tmp_path / "costs.json")
+    return tmp_path / "costs.json"
+
+
+def searched(mpp, folder, *words):
+    file = folder / "found.json"
+    result = mpp("search", "--json", file, *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text())["best"][0], result.output
+
+
+JOB = ("--gpus", 4, "--global-batch-size", 16)
+
+
+@pytest.mark.parametrize(
+    ("memory", "names", "best", "pattern"),
+    [
+        (60 * GB, "1f1b,zb-h1,v-half,v-zb", "v-zb", "GE|G*|G-|GE"),
+        (10 * GB, "1f1b,zb-h1,v-half,v-zb", "v-half", "GE|G*|G-|GE"),
+        (60 * GB, "1f1b,zb-h1", "zb-h1", "GEG*|G-GE"),
+    ],
+)
+def test_a_search_chooses_by_measured_stages(memory, names, best, pattern, mpp, costs, tmp_path):
+    """What is found fits, is the fastest of those that do, and its flags say so to mpp estimate and training.
+
+    A V gives both ranks as much work.  V-Half keeps 7 GB of activations, and the others 8.
+    """
+    flags = [*MODEL.split(), *KEPT.split(), "--pipeline-costs", costs]
+    found, output = searched(mpp, tmp_path, *JOB, "--memory", memory, "--schedules", names, "--", *flags)
+    assert found["candidate"]["schedule"] == best
+    assert f"The 4 stages in {costs} and --tensor-model-parallel-size 1, " in " ".join(output.split())
+    words = found["flags"]
+    assert words[words.index("--hybrid-layer-pattern") + 1] == pattern
+    assert words.count("--hybrid-layer-pattern") == 1
+    file, steps = tmp_path / "one.json", {}
+    for name in names.split(","):
+        entry = catalog.entry(name)
+        schedule = catalog.build(name, 2, 8, entry.chunks)
+        steps[name] = simulate(schedule, STAGES.merged(2 * entry.chunks)).makespan
+    assert found["estimate"]["pipeline_seconds"] == pytest.approx(steps[best])
+    assert best == min(steps, key=steps.__getitem__) or memory < 60 * GB
+    result = mpp("estimate", "--world-size", 4, "--json", file, "--", *words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["step_seconds"] == pytest.approx(found["estimate"]["step_seconds"])
+    assert "MFU unknown" in result.output
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (
+            "--micro-batch-size 1 --context-parallel-size 1",
+            "but not --tensor-model-parallel-size, --expert-model-parallel-size, "
+            "--pipeline-model-parallel-size: give what the stages were measured with",
+        ),
+        (f"{KEPT} --tensor-model-parallel-size 2", "of stages without --sequence-parallel: a search has it"),
+        (
+            f"{KEPT} --pipeline-model-parallel-size 3",
+            "has 4 stages, which --pipeline-model-parallel-size 3 does not divide: measure 3 or 6 stages",
+        ),
+    ],
+)
+def test_a_search_keeps_the_sizes_that_were_measured(kept, message, mpp, costs):
+    result = mpp("search", *JOB, "--", *MODEL.split(), *kept.split(), "--pipeline-costs", costs)
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert message in result.output
