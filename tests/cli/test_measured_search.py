@@ -10,7 +10,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 256 "
-    "--num-experts 4 --moe-router-topk 2 --bf16 --hybrid-layer-pattern GE|G*|G-|GE"
+    "--num-experts 4 --moe-router-topk 2 --bf16 --hybrid-layer-pattern XE|X*|X-|XE"
 )
 KEPT = (
     "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 1 "
@@ -41,9 +41,9 @@ JOB = ("--gpus", 4, "--global-batch-size", 16)
 @pytest.mark.parametrize(
     ("memory", "names", "best", "pattern"),
     [
-        (60 * GB, "1f1b,zb-h1,v-half,v-zb", "v-zb", "GE|G*|G-|GE"),
-        (10 * GB, "1f1b,zb-h1,v-half,v-zb", "v-half", "GE|G*|G-|GE"),
-        (60 * GB, "1f1b,zb-h1", "zb-h1", "GEG*|G-GE"),
+        (60 * GB, "1f1b,zb-h1,v-half,v-zb", "v-zb", "XE|X*|X-|XE"),
+        (10 * GB, "1f1b,zb-h1,v-half,v-zb", "v-half", "XE|X*|X-|XE"),
+        (60 * GB, "1f1b,zb-h1", "zb-h1", "XEX*|X-XE"),
     ],
 )
 def test_a_search_chooses_by_measured_stages(memory, names, best, pattern, mpp, costs, tmp_path):

@@ -25,10 +25,10 @@ MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 256 "
     "--micro-batch-size 1 --bf16 --pipeline-model-parallel-size 2"
 )
-UNKNOWN = f"{MODEL} --num-experts 4 --moe-router-topk 2 --hybrid-layer-pattern GE|G-"
-"""G stands for gated delta nets."""
+UNKNOWN = f"{MODEL} --num-experts 4 --moe-router-topk 2 --hybrid-layer-pattern XE|X-"
+"""X stands for layers of a kind that no release has yet."""
 DENSE = f"{MODEL} --num-layers 4"
-WINDOWS = f"{MODEL} --num-layers 4 --window-size 7,0"
+PRECISIONS = f"{MODEL} --num-layers 4 --te-precision-config-file file"
 EXACT = rounding.relative(eps=rounding.FLOAT64)
 
 
@@ -72,7 +72,7 @@ def test_memory_is_that_of_the_measured_weights_and_activations(tmp_path: Path) 
 def test_any_schedule_is_replayed_with_them(name: str, tmp_path: Path) -> None:
     """Between I and W a microbatch keeps what the I did not give back."""
     chunks = catalog.entry(name).chunks
-    pattern = "|".join(["G"] * 2 * chunks)
+    pattern = "|".join(["X"] * 2 * chunks)
     flags = f"{MODEL} --hybrid-layer-pattern {pattern} --pipeline-schedule {name}"
     costs = Costs((FIRST, LAST) * chunks, hop=0.5, message=1e5)
     found = estimated(flags, costs, tmp_path, batch=6)
@@ -124,7 +124,7 @@ def test_a_file_without_parameters_leaves_them_to_formulas(tmp_path: Path) -> No
 
 def test_pairs_take_what_the_file_says(tmp_path: Path) -> None:
     flags = (
-        f"{WINDOWS} --num-experts 4 --moe-router-topk 2 --disable-bias-linear --pipeline-schedule dualpipe-v "
+        f"{PRECISIONS} --num-experts 4 --moe-router-topk 2 --disable-bias-linear --pipeline-schedule dualpipe-v "
         "--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
         "--moe-token-dispatcher-type alltoall"
     )
@@ -155,14 +155,14 @@ WITHOUT = Costs((StageCosts(1.0, 1.0, 1.0),) * 2)
         (
             UNKNOWN,
             None,
-            r"the layers G of .*; measure the stages with mpp rehearse --costs FILE, which count",
+            r"the layers X of .*; measure the stages with mpp rehearse --costs FILE, which count",
         ),
         (UNKNOWN, WITHOUT, r'which counts their "parameters" too, and give --pipeline-costs FILE$'),
-        (WINDOWS, None, "or measure the stages with mpp rehearse --costs FILE and give --pipeline-costs"),
+        (PRECISIONS, None, "or measure the stages with mpp rehearse --costs FILE and give --pipeline-costs"),
         (
-            WINDOWS,
+            PRECISIONS,
             WITHOUT,
-            r'--window-size 7,0: .*; add "parameters" to every one of the "stages" in .*costs.json, as mpp',
+            r'--te-precision-config-file file: .*; add "parameters" to every one of the "stages" in .*costs.json, as mpp',
         ),
         (f"{UNKNOWN} --use-torch-fsdp2", MEASURED, "the planner does not support --use-torch-fsdp2: "),
         (UNKNOWN, Costs((FIRST,) * 3), "costs.json: costs of 3 stages cannot be merged into 2: give costs"),
@@ -174,8 +174,8 @@ def test_refusals(flags: str, costs: Costs | None, message: str, tmp_path: Path)
     assert "\n" not in str(error.value)
 
 
-def test_windows_are_estimated_from_measured_stages(tmp_path: Path) -> None:
-    assert estimated(f"{WINDOWS} --pipeline-schedule 1f1b", MEASURED, tmp_path).pipeline_seconds == 17
+def test_other_precisions_are_estimated_from_measured_stages(tmp_path: Path) -> None:
+    assert estimated(f"{PRECISIONS} --pipeline-schedule 1f1b", MEASURED, tmp_path).pipeline_seconds == 17
 
 
 @pytest.mark.parametrize(
