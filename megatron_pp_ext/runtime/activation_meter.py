@@ -3,10 +3,14 @@
 Autograd lets a hook see every tensor that a forward keeps for its backward, and the object that
 the hook returns lives exactly as long as the tensor is needed.  Watching these objects come and
 go, storage by storage, gives the live bytes on a CPU too, where no allocator counts them.
+
+Megatron empties some storages while tensors of them are saved, and has the backward fill them again: the
+results of modules in --recompute-modules (``CheckpointWithoutOutput``), the inputs of a plan's nodes.
+Torch has no hook for this, so the sizes of what a forward saved are read again at its end.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -36,17 +40,18 @@ class ActivationMeter:
     """Counts the bytes, and the microbatches, that wait for their backward on this rank.
 
     ``parameters`` are not activations, though layers save them, nor is anything that shares their
-    storage.  A storage that several saved tensors share counts once.
-    What a deferred weight gradient holds on to counts until its W has run (see ``split``).
+    storage.  A storage that several saved tensors share counts once, and one that its forward emptied not
+    at all: what a backward puts back there is not kept.  What a deferred weight gradient holds on to, which
+    such a storage may be, counts until its W has run (see ``split``).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         # By storage, since autograd shows a hook not the parameter itself but an alias of it.
-        self._ignored = set(storages(list(parameters)))
+        self._ignored = weakref.WeakSet(storages(list(parameters)))
         self._owner: Owner | None = None
-        self._uses: Counter[int] = Counter()
-        self._bytes_of: dict[int, int] = {}
-        self._owned: Counter[Owner] = Counter()
+        self._uses: Counter[torch.UntypedStorage] = Counter()
+        self._bytes_of: dict[torch.UntypedStorage, int] = {}
+        self._owned: defaultdict[Owner, Counter[torch.UntypedStorage]] = defaultdict(Counter)
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_microbatches = 0
@@ -62,15 +67,21 @@ class ActivationMeter:
 
     @contextmanager
     def forward(self, owner: Owner) -> Iterator[None]:
-        """Count for ``owner`` the tensors that the forward inside keeps."""
+        """Count for ``owner`` the tensors that the forward inside keeps.
+
+        The peak inside is less what the forward emptied by its end.  That is the peak at the end, where only a
+        pair's backward releases anything before.
+        """
         global _watching
         self._owner = owner
         _watching = self
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             try:
                 yield
             finally:
                 self._owner = _watching = None
+                self.peak_bytes = max(peak, self.peak_bytes + self._read_again(owner))
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
         """Return the object that autograd keeps in place of ``tensor``; see ``watching``."""
@@ -87,30 +98,45 @@ class ActivationMeter:
     def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
         """Count ``tensor`` for as long as ``holder`` lives; without an ``owner`` its bytes alone."""
         found = storages(tensor)
-        if not self._ignored.isdisjoint(found):
+        if any(storage in self._ignored for storage in found):
             # A quantized weight is ignored whole, with the transposed copy that its first forward made.
             return
-        for key, size in found.items():
-            if not self._uses[key]:
-                self._bytes_of[key] = size
-                self.live_bytes += size
-            self._uses[key] += 1
+        for storage, size in found.items():
+            self._count(storage, size)
+            self._uses[storage] += 1
             if owner is not None:
-                self._owned[owner] += 1
-            weakref.finalize(holder, self._release, owner, key)
+                self._owned[owner][storage] += 1
+            weakref.finalize(holder, self._release, owner, storage)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.peak_microbatches = max(self.peak_microbatches, self.live_microbatches)
 
-    def _release(self, owner: Owner | None, key: int) -> None:
-        self._uses[key] -= 1
-        if not self._uses[key]:
-            del self._uses[key]
-            self.live_bytes -= self._bytes_of.pop(key)
+    def _count(self, storage: torch.UntypedStorage, size: int) -> None:
+        change = size - self._bytes_of.get(storage, 0)
+        self._bytes_of[storage] = size
+        self.live_bytes += change
+
+    def _read_again(self, owner: Owner) -> int:
+        """Return by how much what is held for ``owner`` has grown; it is negative where some was emptied."""
+        before = self.live_bytes
+        for storage in tuple(self._owned.get(owner, ())):
+            self._count(storage, storage.nbytes())
+        return self.live_bytes - before
+
+    def _release(self, owner: Owner | None, storage: torch.UntypedStorage) -> None:
+        _take_one(self._uses, storage)
+        if storage not in self._uses:
+            self.live_bytes -= self._bytes_of.pop(storage)
         if owner is None:
             return
-        self._owned[owner] -= 1
+        _take_one(self._owned[owner], storage)
         if not self._owned[owner]:
             del self._owned[owner]
+
+
+def _take_one(counts: Counter[torch.UntypedStorage], storage: torch.UntypedStorage) -> None:
+    counts[storage] -= 1
+    if not counts[storage]:
+        del counts[storage]
 
 
 def keep_shape(received: torch.Tensor) -> None:

@@ -28,7 +28,10 @@ def plain_tensors(held: Any) -> Iterator[torch.Tensor]:
         yield held
 
 
-def storages(held: Any) -> dict[int, int]:
-    """Return the bytes of each storage behind ``held``, by its address; see ``plain_tensors``."""
+def storages(held: Any) -> dict[torch.UntypedStorage, int]:
+    """Return the bytes of each storage behind ``held`` that has any; see ``plain_tensors``.
+
+    An address would not do for a storage: it passes to another where the first is emptied.
+    """
     found = (tensor.untyped_storage() for tensor in plain_tensors(held))
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    return {storage: size for storage in found if (size := storage.nbytes())}

@@ -63,6 +63,30 @@ def test_what_a_slice_keeps_alive_counts() -> None:
     assert meter.live_bytes == 0
 
 
+def test_what_a_forward_empties_does_not_count() -> None:
+    """Nor in the peak, though many layers may have had it; what takes its address counts."""
+    meter = ActivationMeter()
+    with meter.forward(FIRST):
+        kept = []
+        for _ in range(3):
+            emptied = rows() * 1
+            kept.append(gelu(emptied))
+            emptied.untyped_storage().resize_(0)
+            kept.append(gelu(rows()))
+    assert (meter.live_bytes, meter.peak_bytes) == (3 * BYTES, 3 * BYTES)
+    assert meter.live_microbatches == 1
+    kept.clear()
+    assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
+
+
+def test_a_peak_before_a_forward_stays() -> None:
+    meter = ActivationMeter()
+    for owner in (FIRST, Owner(0, 1)):
+        with meter.forward(owner):
+            gelu(gelu(rows()))
+    assert (meter.live_bytes, meter.peak_bytes) == (0, 2 * BYTES)
+
+
 def test_peaks_begin_with_what_is_alive() -> None:
     """A pipeline that never flushes begins a step with microbatches of the last one."""
     meter, input = ActivationMeter(), rows()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE, WeightGradientStore
@@ -41,6 +42,26 @@ def test_all_tensors_of_a_weight_gradient_count_until_it_ran(meter: ActivationMe
     store.run(SLOT)
     # While a product runs, its own operands are alive, and those of the products before it are not.
     assert seen == [2 * of_one, of_one]
+    assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
+
+
+def test_what_a_backward_fills_again_counts_while_a_weight_gradient_needs_it(meter: ActivationMeter) -> None:
+    """The forward saved the input, and Megatron emptied it; the W has no other."""
+    store = WeightGradientStore()
+    store.meter = meter
+    input = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    size = input.nbytes
+    with meter.forward(SLOT):
+        output = gelu(input)
+        input.untyped_storage().resize_(0)
+    assert meter.live_bytes == 0
+    input.untyped_storage().resize_(size)
+    with store.collecting(SLOT):
+        store.defer(lambda: None, input)
+    assert meter.live_bytes == size
+    del output
+    assert meter.live_bytes == size
+    store.run(SLOT)
     assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
 
 

@@ -32,8 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.training import arguments
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.runtime.activation_meter import Owner
-from tests.support.kept_meter import KeptMeter
+from tests.support.kept_bytes import kept_bytes
 
 
 class Layer(NamedTuple):
@@ -79,12 +78,9 @@ def _build(flags: list[str]) -> Layer:
     shape = args.seq_length, args.micro_batch_size, config.hidden_size
     hidden = torch.randn(shape, dtype=config.params_dtype, requires_grad=True)
     positions = _rotary(args, config)
-    meter, waiting = KeptMeter(layer.parameters()), _Waiting(layer)
-    with meter.forward(Owner(0, 0)):
-        output, _ = layer(hidden, attention_mask=None, rotary_pos_emb=positions)
-    size = meter.bytes_now
-    output.sum().backward()
-    return Layer(sum(weight.numel() for weight in layer.parameters()), size, waiting.bytes())
+    waiting, parameters = _Waiting(layer), list(layer.parameters())
+    kept = kept_bytes(parameters, lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0])
+    return Layer(sum(weight.numel() for weight in parameters), kept, waiting.bytes())
 
 
 class _Waiting:

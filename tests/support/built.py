@@ -21,8 +21,7 @@ from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
-from megatron_pp_ext.runtime.activation_meter import Owner
-from tests.support.kept_meter import KeptMeter
+from tests.support.kept_bytes import kept_bytes
 
 
 class Built(NamedTuple):
@@ -58,11 +57,7 @@ def _measured(chunks: Sequence[torch.nn.Module]) -> tuple[Built, Built]:
     positions = torch.arange(args.seq_length).expand(shape)
     hidden = torch.ones(args.seq_length, args.seq_length, dtype=torch.bool).triu(1)[None, None]
     parameters = list(chunk.parameters())
-    meter = KeptMeter(parameters)
-    with meter.forward(Owner(0, 0)):
-        loss = chunk(tokens, positions, hidden, labels=tokens)
-    kept = meter.bytes_now
-    loss.sum().backward()
+    kept = kept_bytes(parameters, lambda: chunk(tokens, positions, hidden, labels=tokens))
     found = Built(sum(one.numel() for one in parameters), kept)
     return found, counted(_of_config(get_model_config(chunk), args))
 

@@ -205,7 +205,7 @@ class _LastingBytes:
 
     def __init__(self, model: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         chunks = list(model)
-        self._seen: set[int] = set()
+        self._seen: set[torch.UntypedStorage] = set()
         self.weights = self._count(p.data for chunk in chunks for p in chunk.parameters())
         buffers = [
             buffer

@@ -1,0 +1,28 @@
+"""The bytes that a forward keeps for its backward, by the activation meter and by what is alive."""
+
+import gc
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Kept
+from megatron_pp_ext.runtime.storages import storages
+
+
+def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:
+    """Return the meter's bytes after ``forward``, which have to be those alive, and run its backward."""
+    weights = list(parameters)
+    meter = ActivationMeter(weights)
+    with meter.forward(Owner(0, 0)):
+        output = forward()
+    kept = meter.live_bytes
+    assert kept == meter.peak_bytes == _alive(weights)
+    output.sum().backward()
+    assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
+    return kept
+
+
+def _alive(weights: list[torch.Tensor]) -> int:
+    """Return the bytes of the tensors that autograd keeps; one whose storage was emptied has none."""
+    found = storages([one.tensor for one in gc.get_objects() if type(one) is _Kept])
+    return sum(size for storage, size in found.items() if storage not in storages(weights))
