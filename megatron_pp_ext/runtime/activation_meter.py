@@ -69,8 +69,8 @@ class ActivationMeter:
     def forward(self, owner: Owner) -> Iterator[None]:
         """Count for ``owner`` the tensors that the forward inside keeps.
 
-        The peak inside is less what the forward emptied by its end.  That is the peak at the end, where only a
-        pair's backward releases anything before.
+        What it emptied by its end is taken from the peak inside, which is the peak at its end unless the
+        backward of a pair releases something before.
         """
         global _watching
         self._owner = owner

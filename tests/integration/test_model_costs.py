@@ -261,6 +261,12 @@ def measure(flags: str) -> tuple[dict[int, Measured], list[int]]:
     return stages, [record.peak_bytes for record in records]
 
 
+LATENT = (
+    "--spec tests.support.architectures layers --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
 MODELS = {
     "plain": "",
     "bf16": "--bf16",
@@ -271,6 +277,8 @@ MODELS = {
     "gated attention": "--attention-output-gate --qk-layernorm --position-embedding-type rope "
     "--group-query-attention --num-query-groups 2 --kv-channels 32",
     "experts": f"{EXPERTS} --moe-shared-expert-intermediate-size 32",
+    "expanded again": f"{LATENT} --recompute-granularity selective --recompute-modules mla_up_proj",
+    "normed again": f"{LATENT} --recompute-granularity selective --recompute-modules layernorm",
 }
 # RMSNorm keeps one copy more in torch's single operations than in one kernel.
 KEPT = {"llama-like": 1.12}
