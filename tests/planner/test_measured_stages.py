@@ -28,7 +28,7 @@ MODEL = (
 UNKNOWN = f"{MODEL} --num-experts 4 --moe-router-topk 2 --hybrid-layer-pattern XE|X-"
 """X stands for layers of a kind that no release has yet."""
 DENSE = f"{MODEL} --num-layers 4"
-PRECISIONS = f"{MODEL} --num-layers 4 --te-precision-config-file file"
+COARSE = f"{MODEL} --num-layers 4 --te-precision-config-file file"
 EXACT = rounding.relative(eps=rounding.FLOAT64)
 
 
@@ -124,7 +124,7 @@ def test_a_file_without_parameters_leaves_them_to_formulas(tmp_path: Path) -> No
 
 def test_pairs_take_what_the_file_says(tmp_path: Path) -> None:
     flags = (
-        f"{PRECISIONS} --num-experts 4 --moe-router-topk 2 --disable-bias-linear --pipeline-schedule dualpipe-v "
+        f"{COARSE} --num-experts 4 --moe-router-topk 2 --disable-bias-linear --pipeline-schedule dualpipe-v "
         "--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 "
         "--moe-token-dispatcher-type alltoall"
     )
@@ -158,11 +158,11 @@ WITHOUT = Costs((StageCosts(1.0, 1.0, 1.0),) * 2)
             r"the layers X of .*; measure the stages with mpp rehearse --costs FILE, which count",
         ),
         (UNKNOWN, WITHOUT, r'which counts their "parameters" too, and give --pipeline-costs FILE$'),
-        (PRECISIONS, None, "or measure the stages with mpp rehearse --costs FILE and give --pipeline-costs"),
+        (COARSE, None, "or measure the stages with mpp rehearse --costs FILE and give --pipeline-costs"),
         (
-            PRECISIONS,
+            COARSE,
             WITHOUT,
-            r'--te-precision-config-file file: .*; add "parameters" to every one of the "stages" in .*costs.json, as mpp',
+            r'--te-precision-config-file file: .*; add "parameters" to every one of the "stages" in .*\.json, as',
         ),
         (f"{UNKNOWN} --use-torch-fsdp2", MEASURED, "the planner does not support --use-torch-fsdp2: "),
         (UNKNOWN, Costs((FIRST,) * 3), "costs.json: costs of 3 stages cannot be merged into 2: give costs"),
@@ -175,7 +175,7 @@ def test_refusals(flags: str, costs: Costs | None, message: str, tmp_path: Path)
 
 
 def test_other_precisions_are_estimated_from_measured_stages(tmp_path: Path) -> None:
-    assert estimated(f"{PRECISIONS} --pipeline-schedule 1f1b", MEASURED, tmp_path).pipeline_seconds == 17
+    assert estimated(f"{COARSE} --pipeline-schedule 1f1b", MEASURED, tmp_path).pipeline_seconds == 17
 
 
 @pytest.mark.parametrize(
