@@ -162,7 +162,7 @@ WITHOUT = Costs((StageCosts(1.0, 1.0, 1.0),) * 2)
         (
             COARSE,
             WITHOUT,
-            r'--te-precision-config-file file: .*; add "parameters" to every one of the "stages" in .*\.json, as',
+            r'--te-precision-config-file .*; add "parameters" to every one of the "stages" in .*\.json, as',
         ),
         (f"{UNKNOWN} --use-torch-fsdp2", MEASURED, "the planner does not support --use-torch-fsdp2: "),
         (UNKNOWN, Costs((FIRST,) * 3), "costs.json: costs of 3 stages cannot be merged into 2: give costs"),
