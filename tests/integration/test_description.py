@@ -55,7 +55,8 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         (
             "--use-kitchen-attention",
             "^the planner does not support --use-kitchen-attention: this attention is not modelled; leave it "
-            "out of the estimate, or measure the job with mpp rehearse$",
+            "out of the estimate, or measure the stages with mpp rehearse --costs FILE and give "
+            "--pipeline-costs FILE$",
         ),
     ],
 )

@@ -14,7 +14,7 @@ MODULES = [
 ]
 COMMANDS = {
     "gpu.check", "gpu.layers", "gpu.machine",
-    "planner.accuracy", "planner.layouts", "planner.partition_costs",
+    "planner.accuracy", "planner.components", "planner.layouts", "planner.partition_costs",
     "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
     "runtime.delay_correction", "runtime.pairs",
     "runtime.replicas", "runtime.slow_links", "runtime.start_up", "runtime.steps",

@@ -149,14 +149,18 @@ class Search:
     def _room(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
 
-        It is 0 where such a step is neither among the best, or nearly the same as one of them, nor on the
-        frontier.  Without a ``candidate`` it is a step of sizes that are not among the best.
+        It is 0 where such a step is neither among the best, or nearly the same as one of them but the last,
+        nor on the frontier.  Without a ``candidate`` it may be of any sizes.
         """
         best = self.result.best
-        longest = best[-1].estimate.step_seconds if len(best) == self._top else inf
+        longest = _step(best[-1]) if len(best) == self._top else inf
+        if candidate is None and len(best) == self._top > 1:
+            longest = max(longest, _step(best[-2]) * (1 + ALIKE))
         known = self._alike.get(candidate.apart_from_schedule) if candidate else None
         if known:
-            longest = min(longest, known[0].estimate.step_seconds * (1 + ALIKE))
+            # What is nearly as fast as one of the best is shown behind it, if it is slower than the last, too.
+            alike = _step(known[0]) * (1 + ALIKE)
+            longest = alike if _step(known[0]) <= longest else min(longest, alike)
         if bound < longest:
             return self._limit
         levels = [level for level in LEVELS if level not in self._shortest]
