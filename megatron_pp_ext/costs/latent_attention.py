@@ -2,9 +2,8 @@
 
 Every tensor-parallel rank has the weights that compress whole, but for Megatron's local layers and under
 --mla-down-proj-fusion, which divide them and gather the results.  Fused kernels attend as fast as with equal
-heads: TensorRT-LLM's forward with heads of 192 and 128 reaches 512 TFLOP/s over 4,096 tokens on an H100, and
-564 over 8,192 (ai-dynamo/aiconfigurator, commit 095f58a51, mla/trtllm 1.3.0rc20); ``attention_rates`` has 518
-and 529.  YaRN (arXiv 2309.00071) changes only the angles.
+heads of the mean width of keys and values: TensorRT-LLM's forward with heads of 192 and 128 on an H100 is
+compared in benchmarks/results/components.md.  YaRN (arXiv 2309.00071) changes only the angles.
 """
 
 from megatron_pp_ext.costs.core_attention import core, norm_weights, output, turned

@@ -41,9 +41,8 @@ class StageCosts:
     expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
-        for (
-            name
-        ) in self.__slots__:  # a search makes many, and asking for the fields takes as long as all else
+        # A search makes many of these, and asking for the fields takes as long as all else.
+        for name in self.__slots__:
             _require_finite(self, name, positive=name in _TIMES)
         if self.released_by_input_gradient > self.activation:
             raise ValueError(

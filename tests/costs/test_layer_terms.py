@@ -127,7 +127,7 @@ def test_operands_in_fp8_are_gathered_in_fp8():
 
 
 def test_ranks_cast_their_part_of_what_is_gathered():
-    """Of four products' inputs, the two that are gathered, and the gradients of the other two's results."""
+    """Two of four products gather their inputs, and the other two the gradients of their results."""
     sizes = {"tensor_model_parallel_size": 4, "fp8": "hybrid"}
     tokens = S * B
     whole = layer("cast", **sizes)

@@ -67,7 +67,7 @@ def test_other_collectives_are_measured_by_themselves_within_a_node_alone():
 
 
 def test_messages_between_nodes_are_slower_than_rings():
-    """Of the network's rate, rings across nodes reach all, and single messages what is sustained."""
+    """Rings across nodes reach the network's whole rate, and single messages what is sustained."""
     machine = made(sustained={"network": 0.25})
     assert machine.link(8, 1).bytes_per_second == 4e10
     assert machine.message_link(2, 4).bytes_per_second == 0.25e10

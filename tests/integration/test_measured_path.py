@@ -33,7 +33,7 @@ def mpp(*words: object) -> None:
 
 @training.since(releases.CORE_0_19, "before 0.19 building a hybrid model is left to its scripts")
 def test_one_file_goes_from_a_rehearsal_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model like Nemotron's.  Estimates count the weights that each rank was seen to hold."""
+    """Estimates of a model like Nemotron's count the weights that each rank was seen to hold."""
 
     def on_forked_ranks(commands: dict[int, tuple[list[str], dict[str, str]]], logs: object) -> None:
         def alone(rank: int) -> None:

@@ -167,7 +167,7 @@ def test_measured_stages_may_have_any_layers(monkeypatch: pytest.MonkeyPatch, tm
 def test_any_schedule_is_predicted_from_measured_stages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of a finer cut are joined, and others are refused."""
+    """Stages of a finer cut are joined, and others are refused."""
     file = tmp_path / "costs.json"
     stage = StageCosts(1.0, 1.0, 1.0)
     measured = Costs((replace(stage, forward=9.0), *[stage] * 7))
