@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.gated_delta_net import rule_operations
 from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
@@ -51,15 +52,6 @@ _COLLECTIVES = {
     "alltoall": "all_to_all",
 }
 _LEAST_MESSAGE = 2**16
-
-_DELTA = (2.0e-9, 18e-6)
-"""A gated delta rule's forward on an H100: the seconds for a token of a head of 128 x 128, and to start."""
-
-_CONVOLUTION = (0.406e-12, 4.2e-6)
-"""The convolution before Mamba-2's scan on an H100: the seconds for a byte read or written, and to start."""
-
-_DEEPEP = {"dispatch": (3.32e-12, 36e-6), "combine": (5.94e-12, 55e-6)}
-"""DeepEP on eight H100 with 20 or 24 SMs: the seconds for a number sent to a rank, and to start."""
 
 _GOALS = {"products": 0.08, "attention": 0.1}
 _OTHERS = 0.15
@@ -187,34 +179,19 @@ def _tokens(each: float) -> str:
 
 
 def new_kinds(folder: Path, device: str) -> Iterator[Sample]:
-    """Yield gated delta rules, convolutions and DeepEP, held against the figures above."""
-    each, start = _DELTA
+    """Yield forwards of gated delta rules, and the convolutions before Mamba-2's scan."""
     for row in _rows(folder, "gdn", device):
-        batch, length, heads = shape = tuple(
-            int(row[name]) for name in ("batch_size", "seq_len", "num_v_heads")
-        )
-        if "delta_rule" in row["kernel_source"] and length >= _SIDE and _is_held_out(*shape):
-            seconds = each * batch * length * heads + start
+        names = ("batch_size", "seq_len", "num_v_heads", "head_k_dim", "head_v_dim")
+        batch, length, heads, key, value = (int(row[name]) for name in names)
+        if "delta_rule" in row["kernel_source"] and length >= _SIDE:
+            seconds, _ = _kernels(device).delta_rule(rule_operations(batch * length * heads, key, value))
             yield "gated delta rule", device, 1e3 * seconds / float(row["ms"])
-    each, start = _CONVOLUTION
     for row in _rows(folder, "mamba2", device):
         tokens, width = int(row["num_tokens"]), int(row["nheads"]) * int(row["head_dim"])
         width += 2 * int(row["n_groups"]) * int(row["d_state"])
-        if int(row["seq_len"]) >= _SIDE and _is_held_out(tokens, width):
-            yield (
-                "Mamba-2's convolution",
-                device,
-                1e3 * (4 * each * tokens * width + start) / float(row["ms"]),
-            )
-    for row in _rows(folder, "deepep", device):
-        tokens, chosen, hidden = (int(row[name]) for name in ("num_token", "num_topk", "hidden_size"))
-        for way, (each, start) in _DEEPEP.items():
-            if tokens < _SIDE or chosen < 4 or row[f"{way}_sms"] not in ("20", "24"):
-                continue
-            seconds = each * tokens * hidden * 8 * (1 - (1 - 1 / 8) ** chosen) + start
-            if _is_held_out(hidden, tokens, chosen):
-                measured = float(row[f"{way}_transmit_us"]) + float(row[f"{way}_notify_us"])
-                yield f"DeepEP {way}, 4 experts of a token or more", device, 1e6 * seconds / measured
+        if int(row["seq_len"]) >= _SIDE:
+            seconds = _kernels(device).copy(4 * tokens * width)
+            yield "Mamba-2's convolution", device, 1e3 * seconds / float(row["ms"])
 
 
 _PARTS = (products, attention, latent_attention, collectives, experts, new_kinds)

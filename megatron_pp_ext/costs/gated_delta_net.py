@@ -35,6 +35,15 @@ def attention(costs: LayerCosts) -> Part:
     return costs.kernels.launched(whole, _DELTA_KERNELS)
 
 
+def rule_operations(tokens: float, key: int, value: int) -> float:
+    """Return the operations of the rule's forward for ``tokens`` of a head, which has these widths.
+
+    These are a token's products with the keys and values of its chunk, those with the inverse, and three with
+    the state.
+    """
+    return 2 * tokens * (_CHUNK * (3 * key + 2 * value) + 3 * key * value)
+
+
 def _rule(costs: LayerCosts, keys: int, values: int, projected: int) -> Part:
     """Return the convolution, the norms of queries and keys, and the rule itself.
 
@@ -44,10 +53,7 @@ def _rule(costs: LayerCosts, keys: int, values: int, projected: int) -> Part:
     heads, key, value = own.linear_num_value_heads, own.linear_key_head_dim, own.linear_value_head_dim
     repeated = 2 * heads * key
     numbers = sizes.tokens / sizes.share
-    # For each token of a head: its products with the keys and values of its chunk, those with the inverse,
-    # and three with the state.
-    inside = _CHUNK * (3 * key + 2 * value)
-    operations = 2 * numbers * heads * (inside + 3 * key * value)
+    operations = rule_operations(numbers * heads, key, value)
     operations += 2 * numbers * own.linear_conv_kernel_dim * (2 * keys + values)
     forward, backward = kernels.delta_rule(operations)
     # The convolution, the norms, the copies of queries and keys for each head, those of values and gates.
