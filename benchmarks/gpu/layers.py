@@ -1,7 +1,8 @@
-"""Single layers and single ranks on a GPU: the cost of a split backward, and gaps between kernels.
+"""Single layers and single ranks on a GPU: the cost of a split backward, gaps between kernels, and copies.
 
 python -m benchmarks.gpu.layers split plain [--dry]
 python -m benchmarks.gpu.layers gaps v-half [--dry]
+python -m benchmarks.gpu.layers copies products [--dry]
 """
 
 import json
@@ -11,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import typer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measuring import in_turns
+from megatron_pp_ext.calibration.measure import HOST_BYTES, copies_both_ways
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -32,7 +34,15 @@ from tests.support.split_linear import SplitLinear
 
 HIDDEN = 4096
 REPEATS = 20
-LONGEST_GAP = 20e-6
+REPEATED = 8
+"""Products in a row, which take less time than the copies beside them."""
+
+LONGEST_GAP = 20.0
+"""The microseconds from which on a gap counts."""
+
+SHOWN_GAPS, SHOWN = 3, 40
+"""The gaps that a table shows, and the characters of a kernel's name."""
+
 GOAL = 1.02
 
 
@@ -131,20 +141,34 @@ def gaps(name: str, hidden: int, kernels: torch.autograd.DeviceType) -> dict[str
         work = _work(schedule, hidden, kernels)
     finally:
         dist.destroy_process_group()
-    between = sorted((after[0] - before[1]) / 1e6 for before, after in pairwise(work))
+    between = [after.start - before.end for before, after in pairwise(work)]
+    longest = sorted(enumerate(between, 1), key=lambda gap: -gap[1])
     long = sum(gap > LONGEST_GAP for gap in between)
     return {
         "hidden, tokens": hidden,
         "kernels": len(work),
-        "median gap us": f"{1e6 * median(between):.1f}",
-        "longest gap us": f"{1e6 * between[-1]:.1f}",
-        f"over {1e6 * LONGEST_GAP:.0f} us": long,
+        "median gap us": f"{median(between):.1f}",
+        "longest us, before kernel": ", ".join(
+            f"{gap:.1f} {place} ({work[place].name})" for place, gap in longest[:SHOWN_GAPS]
+        ),
+        f"over {LONGEST_GAP:.0f} us": long,
         "goal: none": "not met" if long else "met",
     }
 
 
-def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -> list[tuple[float, float]]:
-    """Return when each kernel of a step started and ended, in microseconds."""
+class Kernel(NamedTuple):
+    """What the device ran, and when it started and ended, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -> list[Kernel]:
+    """Return the kernels of a step in the order of their starts.
+
+    The steps before it load modules, and set the profiler's buffers up, which stops the device.
+    """
     group, everyone = dist.group.WORLD, list(range(schedule.placement.ranks))
     assert group is not None
 
@@ -161,17 +185,58 @@ def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -
 
     step()
     activity = getattr(torch.profiler.ProfilerActivity, kernels.name)
-    with torch.profiler.profile(activities=[activity]) as profile:
-        step()
+    phases = torch.profiler.schedule(wait=0, warmup=2, active=1, repeat=1)
+    with torch.profiler.profile(activities=[activity], schedule=phases) as profile:
+        for _ in range(3):
+            step()
+            profile.step()
     return sorted(
-        (event.time_range.start, event.time_range.end)
+        Kernel(event.time_range.start, event.time_range.end, event.name[:SHOWN])
         for event in profile.events()
-        if event.device_type == kernels
+        if event.device_type == kernels and not event.name.startswith("ProfilerStep")
     )
 
 
+def copies(what: str, hidden: int) -> dict[str, object]:
+    """Return what products take beside copies to the host and back, against what they take alone.
+
+    The copies go on all the time, as they would where every activation is offloaded.
+    """
+    if what == "products":
+        left, right = (torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+        def work() -> object:
+            return torch.mm(left, right)
+    else:
+        numbers = torch.randn(hidden, 4 * hidden, device="cuda", dtype=torch.bfloat16)
+
+        def work() -> object:
+            return torch.nn.functional.gelu(numbers)
+
+    start = copies_both_ways(HOST_BYTES if hidden == HIDDEN else hidden, torch.device("cuda"))
+
+    def seconds(beside: bool) -> float:
+        torch.cuda.synchronize()
+        if beside:
+            start()
+        before = time.perf_counter()
+        for _ in range(REPEATED):
+            work()
+        torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - before
+
+    ways: dict[bool, Callable[[], float]] = {beside: partial(seconds, beside) for beside in (False, True)}
+    alone, beside = (median(found) for found in in_turns(ways, rounds=REPEATS, warm_up=2).values())
+    return {
+        "hidden, tokens": hidden,
+        "alone ms": f"{1e3 * alone / REPEATED:.4f}",
+        "beside copies ms": f"{1e3 * beside / REPEATED:.4f}",
+        "ratio": f"{beside / alone:.4f}",
+    }
+
+
 def main(
-    what: Annotated[str, typer.Argument(help="split or gaps.")],
+    what: Annotated[str, typer.Argument(help="split, gaps or copies.")],
     name: Annotated[str, typer.Argument(help="The kind of layers, or the schedule.")],
     dry: Annotated[bool, typer.Option("--dry", help="Small, on CPUs that stand in for a GPU.")] = False,
 ) -> None:
@@ -182,7 +247,8 @@ def main(
 
         cpu.install()
         hidden, kernels = 64, torch.autograd.DeviceType.CPU
-    print(json.dumps(split(name, hidden) if what == "split" else gaps(name, hidden, kernels)))
+    ways = {"split": split, "gaps": partial(gaps, kernels=kernels), "copies": copies}
+    print(json.dumps(ways[what](name, hidden)))
 
 
 if __name__ == "__main__":

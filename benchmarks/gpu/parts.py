@@ -13,9 +13,13 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Cells, Rows
 from benchmarks.gpu.sharing import CONTROL, shared_device
 from benchmarks.measuring import MPP
+from megatron_pp_ext.costs import system
 
 KINDS = ("plain", "transformer-engine")
 PROFILED = ("1f1b", "zb-h1", "v-half")
+BESIDE = ("products", "activations")
+LIKE = "h100"
+"""The system whose figures are compared with what is measured."""
 
 _OUTCOME = re.compile(r"^tests/(?:\S+/)?(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR)\s*(.*?)\s*(?:\[ *\d+%\])?$")
 
@@ -80,6 +84,50 @@ def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows) -> None
         rows.measure(name, partial(bench.module, f"{what}-{name}", "benchmarks.gpu.layers", what, name))
 
 
+def rates(bench: Bench, rows: Rows) -> None:
+    """Add what ``mpp calibrate`` measures beside the planner's figures, and what work takes beside copies."""
+    file = bench.logs / "system.json"
+
+    def measured() -> Cells:
+        bench.run("calibrate", [*MPP, "calibrate", str(file), "--like", LIKE, *["--cpu"] * bench.dry])
+        return {}
+
+    if rows.measure("mpp calibrate", measured):
+        here, known = system.read(str(file)), system.read(LIKE)
+        for name, (found, planned) in _figures(here, known).items():
+            cells = {"measured": f"{found:.4g}", f"planner's ({LIKE})": f"{planned:.4g}"}
+            rows.add(name, {**cells, "measured over planner's": f"{found / planned:.3f}"})
+    for name in BESIDE:
+        measure = partial(bench.module, f"copies-{name}", "benchmarks.gpu.layers", "copies", name)
+        rows.measure(f"{name} beside copies to the host", measure)
+
+
+def _figures(here: system.System, known: system.System) -> dict[str, tuple[float, float]]:
+    """Return each figure that was measured, and the planner's without what training sustains of it."""
+    clock = known.sustained.get("clock", 1.0)
+    found = {
+        f"product {m:.0f} x {n:.0f} x {k:.0f}, {name}, Tflop/s": (
+            rate / 1e12,
+            known.rate(name, m, n, k) / clock / 1e12,
+        )
+        for name, products in here.matrix_rates.items()
+        for m, n, k, rate in products
+    }
+    for width, rate, around in here.attention_rates:
+        of_width = {row[0]: row[1:] for row in known.attention_rates}[width]
+        found[f"attention, heads of {width:.0f}, Tflop/s"] = rate / 1e12, of_width[0] / 1e12
+        found[f"attention, heads of {width:.0f}, keys around"] = around, of_width[1]
+    found["copies within the device, GB/s"] = tuple(one.copy_bytes_per_second / 1e9 for one in (here, known))
+    if here.host is not None and known.host is not None and here.host != known.host:
+        found["copies to the host and back at once, GB/s each"] = tuple(
+            one.host.bytes_per_second / 1e9 for one in (here, known)
+        )
+        found["a tiny copy to the host and one back, us"] = tuple(
+            one.host.latency_seconds * 1e6 for one in (here, known)
+        )
+    return found
+
+
 def parity(bench: Bench, rows: Rows) -> None:
     """Add the losses of ranks that share the device."""
     with shared_device(bench):
@@ -96,6 +144,7 @@ PARTS = {
         partial(_layers, "gaps", PROFILED),
         PROFILED,
     ),
+    "rates": Part("Rates of the device, and the planner's", 120, rates),
     "parity": Part("Losses from one checkpoint on, p = 4 on one device", 240, parity, tuple(runs.COMPARED)),
     "rehearse": Part(
         f"Rehearsed steps of Llama2-7B at p = {runs.RANKS}, m = {runs.MICROBATCHES}",

@@ -50,7 +50,7 @@ TINY = "--num-layers 16 --hidden-size 64 --ffn-hidden-size 128 --num-attention-h
 
 COMMANDS = {
     "rehearse": ["--ranks", "first,middle,last", "--iterations", "3", "--accept-noise"],
-    "estimate": ["--system", "h200", "--margin", "0"],
+    "estimate": ["--system", "h100", "--margin", "0"],
 }
 
 

@@ -9,7 +9,15 @@ import torch
 from megatron_pp_ext.calibration.ranks import Findings
 from megatron_pp_ext.costs.system import Link, System
 
-_OF_LIKE = ("peak_rates", "processors", "around_loop", "kernel_seconds", "sustained", "reserved_bytes")
+_OF_LIKE = (
+    "peak_rates",
+    "processors",
+    "around_loop",
+    "kernel_seconds",
+    "sustained",
+    "reserved_bytes",
+    "host_memory_bytes_per_second",
+)
 """The figures that are those of a device's kind: of its data sheet, or fitted to training runs."""
 
 
@@ -38,6 +46,10 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
     else:
         node = Link(findings.bytes_per_second, findings.latency_seconds)
         sources.update(dict.fromkeys(("node", *findings.collectives), f"{how}, over {transport}"))
+    host = None
+    if findings.host is not None:
+        latency, rate = findings.host
+        host, sources["host"] = Link(rate, latency), f"{how}, both ways at once"
     network, sources["network"] = node, "not measured: taken to be as within the machine"
     if like is not None:
         network, sources["network"] = like.network, f"{like.name}'s: not measured"
@@ -50,6 +62,7 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
         kernel_seconds=findings.kernel_seconds,
         node=node,
         network=network,
+        host=host,
         attention_rates=findings.attention_rates,
         all_reduce=findings.collectives.get("all_reduce", ()),
         gather=findings.collectives.get("gather", ()),
@@ -58,7 +71,7 @@ def described_system(findings: Findings, ranks: int, on_gpu: bool, like: System 
     )
     if like is None:
         return measured
-    fitted = {name: getattr(like, name) for name in _OF_LIKE}
+    fitted = {name: getattr(like, name) for name in (*_OF_LIKE, *["host"] * (host is None))}
     sources.update({name: f"{like.name}'s: not measured" for name, value in fitted.items() if value})
     per_node = max(ranks, like.gpus_per_node)
     sources["gpus_per_node"] = f"{like.name}'s" if per_node > ranks else how

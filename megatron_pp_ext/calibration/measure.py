@@ -42,6 +42,9 @@ ATTENTION_WIDTH, ATTENTION_HEADS = 128, 16
 CPU_LENGTHS, GPU_LENGTHS = (256, 1024), (1024, 8192)
 """The head's width and the heads, and the tokens of the two sequences, for which attention is timed."""
 
+HOST_BYTES = 2**28
+"""The bytes of a copy to the host, which has reached its rate then."""
+
 REDUCED_BYTES = (2**12, 2**16, 2**20, 2**24, 2**26)
 MESSAGE_BYTES = 2**24
 
@@ -126,6 +129,34 @@ def copy_rate(device: torch.device) -> float:
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds_of(lambda: target.copy_(source), device)
+
+
+def host_link(device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a tiny copy to pinned memory of the host, and the bytes a second of large copies.
+
+    They go both ways at once, on a stream each, as those of offloaded activations do; the rate is that of a
+    way.
+    """
+    latency = _both_ways(1, device)
+    return latency, HOST_BYTES / max(_both_ways(HOST_BYTES, device) - latency, 1e-9)
+
+
+def _both_ways(size: int, device: torch.device) -> float:
+    return seconds_of(copies_both_ways(size, device), device)
+
+
+def copies_both_ways(size: int, device: torch.device) -> Callable[[], None]:
+    """Return what starts a copy of ``size`` bytes to the host's pinned memory and one from there."""
+    here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    there = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    ways = [(torch.cuda.Stream(), there[0], here[0]), (torch.cuda.Stream(), here[1], there[1])]
+
+    def start() -> None:
+        for stream, target, source in ways:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    return start
 
 
 def launch_seconds(device: torch.device) -> float:

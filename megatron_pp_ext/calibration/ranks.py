@@ -30,6 +30,8 @@ class Findings:
     collectives: dict[str, Rows] = field(default_factory=dict)
     attention_rates: Rows = field(default_factory=list)
     kernel_seconds: float = 0.0
+    host: tuple[float, float] | None = None
+    """The seconds of a tiny copy to the host and the bytes a second of large ones; None on CPUs."""
 
 
 def available(on_gpu: bool) -> int:
@@ -41,7 +43,7 @@ def available(on_gpu: bool) -> int:
 
 def parts(ranks: int) -> int:
     """Return how many times ``calibrate`` with so many ``ranks`` reports progress."""
-    alone = len(measure.DTYPES) + 3
+    alone = len(measure.DTYPES) + 4
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
@@ -124,6 +126,9 @@ def _measured(findings: Findings, device: torch.device) -> Iterator[str]:
     yield "attention"
     findings.kernel_seconds = measure.launch_seconds(device)
     yield "launches"
+    if device.type == "cuda":
+        findings.host = measure.host_link(device)
+    yield "copies to the host"
     if dist.get_world_size() < 2:
         return
     findings.latency_seconds, findings.bytes_per_second = measure.message(device)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_pp_ext.calibration import described_system, measure
 from megatron_pp_ext.calibration.ranks import Findings
+from megatron_pp_ext.costs import system
 
 CPU = torch.device("cpu")
 SECONDS, LATENCY = 0.25, 0.001
@@ -58,6 +59,17 @@ def test_a_message_is_half_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measure, "_round_trip", lambda size, count, device: both_ways[size])
     latency, rate = measure.message(CPU)
     assert (latency, rate) == (LATENCY, pytest.approx(2 * measure.MESSAGE_BYTES))
+
+
+def test_copies_to_the_host_take_a_latency_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: LATENCY, measure.HOST_BYTES: LATENCY + 0.5}
+    monkeypatch.setattr(measure, "_both_ways", lambda size, device: seconds[size])
+    latency, rate = measure.host_link(CPU)
+    assert (latency, rate) == (LATENCY, pytest.approx(2 * measure.HOST_BYTES))
+    found = Findings({"fp32": [(8.0, 8.0, 8.0, 1e9)]}, 1e9, host=(latency, rate))
+    described = described_system.described_system(found, 1, False, system.read("h100"))
+    assert described.host == system.Link(rate, latency)
+    assert described.sources["host"].endswith("both ways at once")
 
 
 def test_the_first_times_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
