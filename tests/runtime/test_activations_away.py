@@ -49,7 +49,7 @@ def test_gradients_are_the_same_and_memory_is_free_meanwhile():
     with meter.forward(FIRST), away.saving(FIRST):
         output = module(input).square().sum()
     kept = meter.live_bytes
-    # Inputs of two layers and two activation functions, and that of the square, the first of them the stage's.
+    # Inputs of two layers, two activation functions and the square; the first is the stage's.
     assert (kept, meter.live_microbatches) == (5 * BYTES, 1)
     away.send(FIRST)
     assert meter.live_bytes == kept, "the copy may be under way"
