@@ -27,9 +27,6 @@ from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, wat
 from megatron_pp_ext.runtime.copy_streams import CopyEngines, Transfer
 from megatron_pp_ext.runtime.host_buffers import Done, HostBuffer, HostBuffers
 
-SMALLEST = 1 << 20
-"""The bytes of the smallest storage that is worth a copy."""
-
 
 class _Counted:
     """Lives as long as the activation meter has to count a tensor."""
@@ -86,7 +83,7 @@ class ActivationsAway:
     ``sent_bytes`` and ``stayed_bytes`` count what was copied, and what did not fit, since the beginning.
     """
 
-    def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int = SMALLEST) -> None:
+    def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
         self.buffers = buffers
         self._engines, self._smallest = engines, smallest
         self._microbatches: dict[Owner, _Microbatch] = {}
