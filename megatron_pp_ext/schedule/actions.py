@@ -8,11 +8,12 @@ where the ranks share the vocabulary (``vocabulary``), every rank does a part of
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple, Self
 
+from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -62,6 +63,8 @@ class Schedule:
     ``paired`` are the forwards that run together with the backward (I or B) right behind them in the order,
     layer by layer, so that each half computes while the other one communicates.  The two start and end
     together.  Everything that counts actions, activations or messages reads the order as it stands.
+
+    ``copies`` are those of activations to the host and back; without any, all activations stay on the device.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Schedule:
     microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     paired: frozenset[Action] = frozenset()
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def ranks(self) -> int:
@@ -92,14 +96,20 @@ class Schedule:
             )
             for order in self.orders
         )
-        return replace(self, orders=tuple(map(tuple, orders)))
+        launches = {
+            away: action._replace(kind=Kind.I) if action.kind is Kind.B else action
+            for away, action in self.copies.back.items()
+        }
+        return replace(self, orders=tuple(map(tuple, orders)), copies=Copies(launches))
 
     @property
     def digest(self) -> str:
-        """A hash of placement and orders: equal on two ranks exactly when they run the same schedule."""
+        """A hash of all but name and microbatches: equal on two ranks when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
         if self.paired:
             text += "\npairs " + ",".join(map(str, sorted(self.paired)))
+        if self.copies:
+            text += f"\ncopies {self.copies}"
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.shares_vocabulary
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()

@@ -6,7 +6,7 @@ their end.  The last condition cannot be checked on any rank alone: it is proved
 run without a clock.
 """
 
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
 from megatron_pp_ext.schedule.program import Program
@@ -29,6 +29,7 @@ def check(schedule: Schedule) -> None:
     _check_actions(schedule)
     _check_stages(schedule, is_evaluation)
     _check_pairs(schedule)
+    _check_copies(schedule)
     if schedule.placement.shares_vocabulary:
         _check_vocabulary(schedule)
     walked(schedule)
@@ -163,6 +164,47 @@ def _check_pairs(schedule: Schedule) -> None:
                 )
     if left:
         raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
+
+
+def _check_copies(schedule: Schedule) -> None:
+    """Raise unless every copy comes back between the F that it belongs to and its backward."""
+    if not schedule.copies:
+        return
+    back, placement = schedule.copies.back, schedule.placement
+    for stage, microbatch in sorted(back):
+        if not (0 <= stage < placement.stages and 0 <= microbatch < schedule.microbatches):
+            raise InvalidSchedule(
+                f"stage {stage} and microbatch {microbatch} are copied to the host, stages are "
+                f"0..{placement.stages - 1} and microbatches 0..{schedule.microbatches - 1}: remove the copy"
+            )
+    for rank, order in enumerate(schedule.orders):
+        place = {action: at for at, action in enumerate(order)}
+        seconds = {behind for action, behind in pairwise(order) if action in schedule.paired}
+        for stage in placement.stages_of(rank):
+            for microbatch in range(schedule.microbatches):
+                if (action := back.get((stage, microbatch))) is None:
+                    continue
+                forward, i, _, whole = (Action(stage, kind, microbatch) for kind in OF_STAGES)
+                backward = i if i in place else whole
+                if backward not in place:
+                    raise InvalidSchedule(
+                        f"rank {rank}: {forward} is copied to the host, but has no backward: remove the copy"
+                    )
+                if action not in place:
+                    raise InvalidSchedule(
+                        f"rank {rank}: {forward} comes back before {action}, which the rank does not do: "
+                        f"choose an action between {forward} and {backward}"
+                    )
+                if not place[forward] < place[action] <= place[backward]:
+                    raise InvalidSchedule(
+                        f"rank {rank}: {forward} comes back before {action}, which does not stand between it "
+                        f"and {backward}: choose an action that does"
+                    )
+                if action in seconds:
+                    raise InvalidSchedule(
+                        f"rank {rank}: {forward} comes back before {action}, the second of a pair: choose "
+                        f"the first, {order[place[action] - 1]}"
+                    )
 
 
 def _deadlock(schedule: Schedule, walk: Walk) -> str:

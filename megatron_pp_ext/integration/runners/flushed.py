@@ -5,11 +5,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_pp_ext.integration.runners.host_activations import activations_away
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, planned_stages
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.integration.runners.transport import Transport
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
@@ -18,12 +20,21 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class FlushedSteps:
-    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
+    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
+
+    Activations take at most ``host_bytes`` of the host; see ``host_activations.activations_away``.
+    """
 
     def __init__(
-        self, placement: Placement, training: Source, evaluation: Source, transport: Transport
+        self,
+        placement: Placement,
+        training: Source,
+        evaluation: Source,
+        transport: Transport,
+        host_bytes: float | None,
     ) -> None:
-        self._placement, self._transport = placement, transport
+        self._placement, self._transport, self._host_bytes = placement, transport, host_bytes
+        self._away: ActivationsAway | None = None
         self._training, self._evaluation = training, evaluation
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
@@ -43,7 +54,9 @@ class FlushedSteps:
         else:
             make = vocabulary.make_stage if vocabulary else ModelStage
             stages = model_stages(inputs, placement, plan, make)
-        execute(plan, Rank(stages, channels, recorder, pairs, vocabulary))
+        if plan.copies_activations and self._away is None:
+            self._away = activations_away(self._host_bytes)
+        execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
 
     def plan(self, inputs: StepInputs, group: dist.ProcessGroup) -> RankPlan:
         """Return what this rank of the pipeline ``group`` does in the step; collective over the job."""
