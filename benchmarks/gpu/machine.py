@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
+
 
 def main(
     dry: Annotated[bool, typer.Option("--dry", help="CPUs stand in for a GPU.")] = False,
@@ -32,7 +34,7 @@ def main(
     if is_there:
         versions.append(torch.cuda.get_device_name(0))
         if torch.distributed.is_nccl_available():
-            nccl = torch.cuda.nccl.version()
+            nccl = loaded_nccl() or built_nccl()
             versions.append(f"NCCL {'.'.join(map(str, nccl))}")
     for name in ("megatron.core", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
         versions.append(f"{name}{'' if _is_there(name) else ' absent'}")

@@ -84,6 +84,12 @@ def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows) -> None
         rows.measure(name, partial(bench.module, f"{what}-{name}", "benchmarks.gpu.layers", what, name))
 
 
+def away(bench: Bench, rows: Rows) -> None:
+    """Add steps with none, half and all of the activations on the host."""
+    for name in PROFILED:
+        rows.measure(name, partial(bench.module, f"away-{name}", "benchmarks.gpu.away", name))
+
+
 def rates(bench: Bench, rows: Rows) -> None:
     """Add what ``mpp calibrate`` measures beside the planner's figures, and what work takes beside copies."""
     file = bench.logs / "system.json"
@@ -142,6 +148,12 @@ PARTS = {
         "Gaps between kernels, rank 1 of 4 with made-up neighbours",
         90,
         partial(_layers, "gaps", PROFILED),
+        PROFILED,
+    ),
+    "away": Part(
+        "Steps with activations on the host, rank 1 of 4 with made-up neighbours",
+        120,
+        away,
         PROFILED,
     ),
     "rates": Part("Rates of the device, and the planner's", 120, rates),

@@ -20,6 +20,7 @@ from megatron_pp_ext import activation
 from megatron_pp_ext.integration import patching, releases, trainers_tried
 from megatron_pp_ext.job.rules.schedules import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
+from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
 
 HANGS = (
     "Hangs: every schedule is proved free of them (the catalogue's, compiled ones, checked csv files), "
@@ -141,9 +142,13 @@ def messages() -> Iterator[tuple[str, str]]:
 
 def _nccl_version() -> str:
     try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())
+        built = ".".join(map(str, built_nccl()))
     except AttributeError:
-        return "torch does not report its version"
+        built = "torch does not report its version"
+    loaded = loaded_nccl()
+    if loaded is None or built.startswith(runs := ".".join(map(str, loaded))):
+        return built
+    return f"{runs}; torch was built with {built}"
 
 
 def _behind_nccl() -> str:

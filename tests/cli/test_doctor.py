@@ -212,11 +212,15 @@ def test_a_torch_without_nccl(torch_with) -> None:
 @pytest.mark.parametrize(("version", "text"), [((2, 30, 7), "2.30.7"), ((2, 27, 3, "rc1"), "2.27.3.rc1")])
 def test_the_version_of_nccl(version: tuple, text: str, torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(doctor, "loaded_nccl", lambda: version[:3])
     assert torch_with()["NCCL"] == text
+    monkeypatch.setattr(doctor, "loaded_nccl", lambda: (2, 31, 2))
+    assert torch_with()["NCCL"] == f"2.31.2; torch was built with {text}"
 
 
 def test_the_version_of_nccl_may_be_missing(torch_with, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_nccl_version", raising=False)
+    monkeypatch.setattr(doctor, "loaded_nccl", lambda: None)
     assert torch_with()["NCCL"] == "torch does not report its version"
 
 
