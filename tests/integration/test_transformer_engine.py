@@ -58,7 +58,8 @@ class Asking(torch.autograd.Function):
             for x, dy, buffer in zip(inputs, gradients, out, strict=True):
                 value = dy.t() @ x
                 buffer.add_(value) if is_fused else buffer.copy_(value)
-            return out, [dy.sum(0) for dy in gradients], None
+            # In the dtype of the buffers: that is fp32 where they are main_grad, whatever the bias's.
+            return out, [dy.sum(0, dtype=out[0].dtype) for dy in gradients], None
 
         def single(x, dy):
             (weight,), (bias,), _ = product([x], [dy])
@@ -82,7 +83,7 @@ class Asking(torch.autograd.Function):
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, groups: int, fused: bool) -> None:
+    def __init__(self, groups: int, fused: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.groups, self.fuse_wgrad_accumulation = groups, fused
@@ -91,11 +92,11 @@ class Layer(torch.nn.Module):
         for kind, shape in (("weight", (OUT, WIDTH)), ("bias", (OUT,))):
             for group in range(groups):
                 name = f"{kind}{group if groups > 1 else ''}"
-                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape).to(dtype)))
         self.wgrad_store = Never()
         self.accumulators = []
         for parameter in self.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
             accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             accumulator.register_hook(functools.partial(_move, parameter))
@@ -124,8 +125,9 @@ def _move(parameter: torch.nn.Parameter, *_: Any) -> None:
 
 def run_microbatches(layer: Layer, split: bool, count: int = 3) -> list[torch.Tensor]:
     """All forwards, then all backwards; returns the inputs' gradients."""
+    dtype = next(layer.parameters()).dtype
     inputs = [
-        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
         for seed in range(count)
     ]
     outputs = [layer(input) for input in inputs]
@@ -140,9 +142,11 @@ def run_microbatches(layer: Layer, split: bool, count: int = 3) -> list[torch.Te
 
 
 @pytest.mark.parametrize("groups", [1, GROUPS])
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradients_come_with_w_and_are_the_same(groups, fused):
-    whole, cut = Layer(groups, fused), Layer(groups, fused)
+@pytest.mark.parametrize(
+    ("fused", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
+def test_gradients_come_with_w_and_are_the_same(groups, fused, dtype):
+    whole, cut = Layer(groups, fused, dtype), Layer(groups, fused, dtype)
     expected = run_microbatches(whole, split=False)
     split_backwards([torch.nn.Sequential(cut)])
     assert all(map(torch.equal, run_microbatches(cut, split=True), expected))

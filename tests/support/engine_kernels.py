@@ -38,14 +38,17 @@ def generic_gemm(
     *unused: Any,
     **more: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """``op(b) @ op(a)``: of rows, where the kernel counts columns.  ``grad`` asks for the bias's."""
+    """``op(b) @ op(a)``: of rows, where the kernel counts columns.  ``grad`` asks for the bias's.
+
+    That comes in the dtype of the output, as csrc/extensions/gemm.cpp makes it.
+    """
     left = b.flatten(0, -2).t() if transposes_b else b
     right = a.t() if transposes_a else a.flatten(0, -2)
     product = left.matmul(right)
     bias_gradient = None
     if bias is not None and bias.numel():
         if grad:
-            bias_gradient = b.flatten(0, -2).sum(0)
+            bias_gradient = b.flatten(0, -2).sum(0, dtype=product.dtype if out is None else out.dtype)
         else:
             product = product + bias
     if out is not None:
@@ -85,7 +88,7 @@ def te_general_grouped_gemm(
             None, 0, accumulate,
         )  # fmt: skip
         if grad and bias.numel():
-            bias.copy_(right.sum(0))
+            bias.copy_(right.sum(0, dtype=bias.dtype))
     return biases
 
 
