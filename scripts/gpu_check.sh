@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_check.sh [--out FOLDER] [--dry] [PART[:ROW,...] ...]
 #
-# The parts are doctor, tests, split, gaps, rates, parity and rehearse; all run without any. FOLDER, which is
+# The parts are doctor, tests, split, gaps, away, rates, parity and rehearse; all run without any. FOLDER, which is
 # benchmarks/results/gpu by default, gets a table for each part and one archive of all logs. SIGTERM ends what is
 # being measured, and what was measured stays.
 #

@@ -1,6 +1,7 @@
 """How the parts of the GPU check start runs, each with a log, in the time that the part has."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,15 +69,26 @@ class Bench:
         found: dict[str, Any] = json.loads(output.splitlines()[-1])
         return found
 
-    def compiles(self) -> bool:
-        """Return whether torch.compile works here, which takes a compiler of C and Python's headers."""
+    def works(self, what: str) -> bool:
+        """Return whether ``what`` works here: "compile", which takes a compiler of C, or "attention"."""
         try:
-            self.module("compile", "benchmarks.gpu.machine", "--compile")
+            self.module(what, "benchmarks.gpu.machine", "--try", what)
         except NoTimeLeft:
             raise
         except RuntimeError:
             return False
         return True
+
+    def implementation(self) -> list[str]:
+        """Return the flags for the layers and kernels that are installed, and work."""
+        found = ["--no-persist-layer-norm", "--no-rope-fusion"]
+        if find_spec("fused_weight_gradient_mlp_cuda") is None:
+            found.append("--no-gradient-accumulation-fusion")
+        if find_spec("transformer_engine") is None:
+            found += shlex.split("--transformer-impl local --no-masked-softmax-fusion")
+        elif self.works("attention"):
+            return found
+        return [*found, "--attention-backend", "unfused"]
 
     def run(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
         """Run a command and return its output.
@@ -119,19 +131,3 @@ class Bench:
                 yield line
             if running.returncode:
                 raise RuntimeError(f"status {running.returncode}, see {log}")
-
-
-def implementation() -> list[str]:
-    """Return the flags for the layers and kernels that are installed."""
-    found = ["--no-persist-layer-norm", "--no-rope-fusion"]
-    if find_spec("fused_weight_gradient_mlp_cuda") is None:
-        found.append("--no-gradient-accumulation-fusion")
-    if find_spec("transformer_engine") is None:
-        found += [
-            "--transformer-impl",
-            "local",
-            "--attention-backend",
-            "unfused",
-            "--no-masked-softmax-fusion",
-        ]
-    return found

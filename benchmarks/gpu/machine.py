@@ -1,6 +1,6 @@
-"""What a machine says of its device, as JSON: torch, NCCL, packages, and whether torch.compile works.
+"""What a machine says of its device, as JSON: torch, NCCL and packages; or whether something works there.
 
-    python -m benchmarks.gpu.machine [--dry]
+    python -m benchmarks.gpu.machine [--dry] [--try compile|attention]
 
 It runs as a process of its own, so that the check itself holds no device.
 """
@@ -17,11 +17,11 @@ from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
 
 def main(
     dry: Annotated[bool, typer.Option("--dry", help="CPUs stand in for a GPU.")] = False,
-    compiles: Annotated[
-        bool, typer.Option("--compile", help="Compile a function, which takes long.")
-    ] = False,
+    tried: Annotated[
+        str, typer.Option("--try", help="compile: a function; attention: Transformer Engine's fused one.")
+    ] = "",
 ) -> None:
-    """Print what is known of the device."""
+    """Print what is known of the device, and try what is to be tried, which raises if it does not work."""
     import torch
 
     if dry:
@@ -38,9 +38,16 @@ def main(
             versions.append(f"NCCL {'.'.join(map(str, nccl))}")
     for name in ("megatron.core", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
         versions.append(f"{name}{'' if _is_there(name) else ' absent'}")
-    if compiles:
+    if tried == "compile":
         x = torch.randn(64, 64, device="cuda", requires_grad=True)
         torch.compile(lambda x: torch.nn.functional.gelu(x) * x)(x).sum().backward()
+    elif tried == "attention":
+        from transformer_engine.pytorch import DotProductAttention
+
+        heads = [torch.randn(256, 1, 8, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        queries, keys, values = (one.requires_grad_() for one in heads)
+        DotProductAttention(8, 32)(queries, keys, values, attn_mask_type="causal").sum().backward()
+        torch.cuda.synchronize()
     print(json.dumps({"cuda": is_there, "line": ", ".join(versions), "nccl": nccl}))
 
 

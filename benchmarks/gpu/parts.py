@@ -58,7 +58,7 @@ def doctor(bench: Bench, rows: Rows) -> None:
     rows.measure("driver", driver)
     rows.measure("ranks share the device over", sharing)
     rows.measure(
-        "torch.compile", lambda: {"found": "works" if bench.compiles() else "fails, see compile.log"}
+        "torch.compile", lambda: {"found": "works" if bench.works("compile") else "fails, see compile.log"}
     )
 
 

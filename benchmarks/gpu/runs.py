@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 
-from benchmarks.gpu.bench import UNCOMPILED, Bench, implementation
+from benchmarks.gpu.bench import UNCOMPILED, Bench
 from benchmarks.gpu.rows import FAILED, Cells, Rows
 from benchmarks.measuring import MPP
 from reference.published_runs import LLAMA
@@ -64,7 +64,7 @@ def parity(bench: Bench, rows: Rows) -> None:
     stock = bench.backend == "nccl"
     baseline = "" if stock else "--pipeline-schedule 1f1b"
     length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
-    flags = [*SMALL, *DATA, *implementation(), "--bf16", *length]
+    flags = [*SMALL, *DATA, *bench.implementation(), "--bf16", *length]
     expected: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -128,7 +128,7 @@ def rehearse(bench: Bench, rows: Rows) -> None:
     Messages and collectives take no time.
     """
     sequence = 64 if bench.dry else 4096 if find_spec("transformer_engine") else 2048
-    model = [*_llama(sequence), *DATA, *implementation()]
+    model = [*_llama(sequence), *DATA, *bench.implementation()]
     if bench.dry:
         model += shlex.split(TINY)
     seconds: dict[str, float] = {}
@@ -136,7 +136,7 @@ def rehearse(bench: Bench, rows: Rows) -> None:
     @cache
     def environment() -> Mapping[str, str]:
         """Steps are compiled as training's are, where that works."""
-        return {} if bench.compiles() else UNCOMPILED
+        return {} if bench.works("compile") else UNCOMPILED
 
     def step(name: str) -> Cells:
         found = {}

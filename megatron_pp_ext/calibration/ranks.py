@@ -101,7 +101,13 @@ def _run_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> N
             if "lo" in (name for _, name in socket.if_nameindex()):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            device_id=device if on_gpu else None,
+        )
         findings = Findings()
         for name in _measured(findings, device):
             if rank == 0:

@@ -25,7 +25,7 @@ from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
 HANGS = (
     "Hangs: every schedule is proved free of them (the catalogue's, compiled ones, checked csv files), "
     "whatever the number of hardware queues; not covered is a model whose ranks launch collectives in "
-    "different orders; no schedule has run over NCCL on a GPU yet."
+    "different orders. Over NCCL, 2 and 4 ranks on one H100 have run every schedule of the catalogue."
 )
 """The proof (``schedule.messages``) assumes nothing about the backend, so it holds on every machine."""
 

@@ -74,8 +74,8 @@ class DeferringStore:
         """Yield the parameters to whose gradients W still has to add, each with what to add.
 
         A fused product has added the weights' gradients itself; those of biases come with the product, unless
-        I computed them.  A fused product computes these in the dtype of its buffers, and autograd, which would
-        have brought them, in the parameter's (``csrc/extensions/gemm.cpp``, seen on an H100 with 2.16.1).
+        I computed them.  A fused product computes these in the dtype of its buffers
+        (``csrc/extensions/gemm.cpp``, seen on an H100 with 2.16.1); autograd would round them to the bias's.
         """
         if self._is_grouped:
             weights, biases = self._buffers(operands), result[1] or ()
