@@ -13,6 +13,7 @@ from megatron_pp_ext.cli.report import console
 
 if TYPE_CHECKING:
     from megatron_pp_ext.job.rules.asked import Asked
+    from megatron_pp_ext.planner.described import Described
 
 Flags = Annotated[list[str] | None, typer.Argument(help="Behind --: Megatron's flags.")]
 Model = Annotated[
@@ -69,7 +70,12 @@ def described(
 
 
 def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
-    """Return the flags of the described model, for a command that starts Megatron with them.
+    """Return the flags of the described model, for a command that starts Megatron with them."""
+    return to_be_started(flags, model, script).words
+
+
+def to_be_started(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> "Described":
+    """Return the model of a job that is started from here, and print what is to be said of it.
 
     ``script`` is the user's training script, whose own flags cannot be checked.
     """
@@ -77,7 +83,7 @@ def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None
 
     job = planners.read(flags or (), model, has_other_flags=script is not None)
     _notify(job.notes)
-    return job.words
+    return job
 
 
 def _notify(sentences: Sequence[str]) -> None:

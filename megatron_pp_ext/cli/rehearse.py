@@ -12,12 +12,12 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
-from megatron_pp_ext.cli.model import words_of as model_flags
+from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
+from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.smallest_world import smallest_world as fewest
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.process import run_together
@@ -75,7 +75,8 @@ def rehearse(
     """
     from megatron_pp_ext.planner.search import launch_lines  # which imports numpy
 
-    job = model_flags(flags, model, script)
+    described = to_be_started(flags, model, script)
+    job = described.words
     if print_only:
         print_flags(job)
         return
@@ -118,7 +119,8 @@ def rehearse(
         rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
-        costs_file.write(rehearsal.timeline.costs, costs)
+        sizes = stage_costs.sizes(described.asked.job)
+        costs_file.write(replace(rehearsal.timeline.costs, sizes=sizes), costs)
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
     if trace is not None:

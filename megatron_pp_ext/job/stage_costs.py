@@ -1,16 +1,49 @@
-"""The costs of stages that --pipeline-costs gives."""
+"""The costs of stages that --pipeline-costs gives, and the sizes at which they were measured."""
 
 from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.flag_effects import flag
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 
+_SIZES = (
+    "hidden_size",
+    "seq_length",
+    "micro_batch_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""The arguments that change what a layer costs, and that a stage's costs do not show."""
+
+
+def sizes(job: Job) -> dict[str, int]:
+    """Return what ``Costs.sizes`` of a measurement of ``job`` are."""
+    return {name: job.value(name) for name in _SIZES}
+
+
+def read(job: Job) -> Costs:
+    """Return the costs in the file of --pipeline-costs.
+
+    ValueError where the file says that they were measured at other sizes than those of ``job``.
+    """
+    file = job.pipeline.pipeline_costs
+    assert file is not None
+    costs = costs_file.read(file)
+    here = sizes(job)
+    for name, measured in costs.sizes.items():
+        if name in here and here[name] and here[name] != measured:
+            raise ValueError(
+                f"--pipeline-costs {file} was measured with {flag(name)} {measured}, not {here[name]}: "
+                "measure the stages again, or give that size"
+            )
+    return costs
+
 
 def from_file(job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
     """Return the costs of ``stages`` stages from the file of --pipeline-costs; see ``cut``."""
-    assert job.pipeline.pipeline_costs is not None
-    return cut(costs_file.read(job.pipeline.pipeline_costs), job, stages, shares_vocabulary)
+    return cut(read(job), job, stages, shares_vocabulary)
 
 
 def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:

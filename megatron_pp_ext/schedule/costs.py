@@ -5,8 +5,8 @@ The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit`
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import ClassVar, Self
 
@@ -97,8 +97,8 @@ class VocabularyCosts:
     sums: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _require_finite(self, field.name, positive=field.name in ("scores", "weight_gradient"))
+        for one in fields(self):
+            _require_finite(self, one.name, positive=one.name in ("scores", "weight_gradient"))
 
     def exchanged_over(self, hop: float) -> Self:
         """Return the costs with messages of ``hop`` seconds: one of a hidden state, two behind an S."""
@@ -121,6 +121,9 @@ class Costs:
 
     ``pair`` is what a pair takes (``Schedule.paired``) as a part of the sum of its actions: 1 where neither
     hides anything of the other, and 1/2 where one of two equal actions is free.
+
+    ``sizes`` are those at which the costs were measured, by the names of Megatron's arguments; none where
+    nobody says.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -130,6 +133,7 @@ class Costs:
     message: float = 0.0
     vocabulary: VocabularyCosts | None = None
     pair: float = 1.0
+    sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -3,10 +3,12 @@
     {"hop": 0.0006, "message": 1.7e7,
      "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
                  "activation": 5.1e8, "released_by_input_gradient": 1.2e8,
-                 "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...]}
+                 "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...],
+     "sizes": {"seq_length": 4096, "micro_batch_size": 1, ...}}
 
 The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a message in bytes
-or any other common unit.  ``hop``, ``message``, ``pair`` and all of a stage but its times may be left out.
+or any other common unit.  ``hop``, ``message``, ``pair``, ``sizes`` and all of a stage but its times may be
+left out.
 An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks share the vocabulary,
 ``vocabulary`` is an object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt
 name would otherwise leave a default in force.
@@ -22,7 +24,7 @@ from megatron_pp_ext.schedule.costs import Costs
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    content = {name: value for name, value in asdict(costs).items() if value is not None}
+    content = {name: value for name, value in asdict(costs).items() if value not in (None, {})}
     write_json(Path(path), content)
 
 

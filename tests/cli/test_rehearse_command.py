@@ -102,7 +102,9 @@ def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.Monke
     assert kept == [14, 14, 8]  # the last keeps one microbatch
     assert [rank["messages"] for rank in numbers["ranks"]] == [8 * n for n in peak_messages(schedule)]
     assert [rank["rehearsed_on"] for rank in numbers["ranks"]] == [0, 1, 1]
-    assert costs_file.read(files["costs"]) == Costs((StageCosts(1.0, 1.0, 1.0, 2.0**20),) * 3, 0.0, 8)
+    costs = costs_file.read(files["costs"])
+    assert costs == Costs((StageCosts(1.0, 1.0, 1.0, 2.0**20),) * 3, 0.0, 8)
+    assert costs.sizes["tensor_model_parallel_size"] == 1
     opened = mpp("trace", files["trace"])
     assert opened.exit_code == 0, opened.output
 

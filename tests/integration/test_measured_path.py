@@ -54,6 +54,8 @@ def test_one_file_goes_from_a_rehearsal_to_training(tmp_path: Path, monkeypatch:
     measured, estimated = costs_file.read(costs), json.loads(step.read_text())
     hop = estimated["pipeline_seconds"] - simulate(catalog.build("v-half", 2, 8), measured).makespan
     assert 0 <= hop < 1e-2  # the file has none, and those of the system are short
+    with pytest.raises(AssertionError, match="was measured with --micro-batch-size 1, not 2: measure"):
+        mpp("estimate", "--", *of_v_half, "--micro-batch-size", 2, "--pipeline-costs", costs)
     held = [rank["weights"] for rank in json.loads(told.read_text())["ranks"]]
     assert [rank["weights"] for rank in estimated["ranks"]] == held
 

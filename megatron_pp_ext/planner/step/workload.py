@@ -13,7 +13,7 @@ from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.job import replicas
+from megatron_pp_ext.job import replicas, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
@@ -23,7 +23,6 @@ from megatron_pp_ext.planner.step.stage_parts import (
     stage_parts,
     vocabulary_part,
 )
-from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -68,8 +67,7 @@ def model_on(job: Job, system: System) -> ModelParts:
 
     Those of whole stages are in the file of --pipeline-costs, if there is one.
     """
-    file = job.pipeline.pipeline_costs
-    measured = None if file is None else costs_file.read(file)
+    measured = None if job.pipeline.pipeline_costs is None else stage_costs.read(job)
     return model_parts(job, SystemKernelSeconds(system, job), measured=measured)
 
 
