@@ -118,7 +118,7 @@ def heterogeneous_models() -> str:
 
     AdaPtis (arXiv 2509.23722) reports 1.42 times on average, and 2.14 at most, over even interleaved.  It was
     measured on models of these kinds, with large vocabularies or with layers of several kinds, of sizes that
-    are not those of the table, and on Nemotron-H, whose layers the planner does not count.
+    are not those of the table, and on Nemotron-H, which is not in the table.
     """
     rows: list[Row] = []
     speedups: list[list[float]] = []
@@ -161,8 +161,7 @@ def recipes() -> str:
 
     The recipe for DeepSeek-V3 is far behind because its experts are on 64 GPUs, which are 8 nodes.  Outside
     of pairs the planner counts all of their all-to-all, over the network, as time in which nothing else runs.
-    With the experts of a layer on the 8 GPUs of a node the same takes 53.1 s, but 114 GB.  In pairs, where
-    what `--overlap-moe-expert-parallel-comm` hides is counted, all candidates of its searches are in pairs.
+    In pairs, where what `--overlap-moe-expert-parallel-comm` hides is counted, all candidates of its searches are in pairs.
     """
     rows: list[Row] = []
     for recipe in RECIPES:
