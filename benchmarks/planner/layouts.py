@@ -161,7 +161,8 @@ def recipes() -> str:
 
     The recipe for DeepSeek-V3 is far behind because its experts are on 64 GPUs, which are 8 nodes.  Outside
     of pairs the planner counts all of their all-to-all, over the network, as time in which nothing else runs.
-    In pairs, where what `--overlap-moe-expert-parallel-comm` hides is counted, all candidates of its searches are in pairs.
+    In pairs, where what `--overlap-moe-expert-parallel-comm` hides is counted, all candidates of its searches
+    are in pairs.
     """
     rows: list[Row] = []
     for recipe in RECIPES:
