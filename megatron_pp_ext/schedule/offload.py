@@ -10,11 +10,10 @@ activations wait for their backward.  Each rank chooses for itself:
    is launched at the last end of an action before that, since it takes memory from there on.
 4. What would not be back in time stays on the device: every other one of these, until none is left.
 
-For a memory limit a rank sends away as little as keeps it.  Where that cannot be without a wait, also what
-comes back late is sent, and all is timed anew.
+So no plan makes a step longer.  For a memory limit a rank sends away as little as keeps it.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,9 +28,6 @@ from megatron_pp_ext.schedule.simulate import Copied, Timeline, simulate
 
 _ROUNDING = 1e-9
 """The part of a step or of a limit that rounding may add up to."""
-
-_ROUNDS = 6
-"""How often a plan in which backwards wait for copies is made anew with the times that it leads to."""
 
 _HALVINGS = 10
 """How often an interval of shares is halved."""
@@ -88,25 +84,22 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
     return _timed(alone, found)
 
 
-def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
-    """Return ``schedule`` with as few copies as keep each rank within its limit, simulated; None if none do.
+def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline:
+    """Return ``schedule`` with as few copies as keep each rank within its limit, simulated.
 
-    ``limits`` are in the unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
+    A rank that no copies keep within it, as ``over`` tells, has all that can leave.  ``limits`` are in the
+    unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
     """
     alone = _alone(schedule, costs)
     messages = alone.peak_messages if costs.message else (0,) * len(limits)
-    limits = [
-        limit * (1 + _ROUNDING) - costs.message * count for limit, count in zip(limits, messages, strict=True)
-    ]
-    timed, best = alone, None
-    for _ in range(_ROUNDS):
-        timed = _timed(alone, [_Rank(timed, rank).least(limit) for rank, limit in enumerate(limits)])
-        fits = all(peak <= limit for peak, limit in zip(timed.peak_activations, limits, strict=True))
-        if fits and (best is None or timed.makespan < best.makespan):
-            best = timed
-        if timed.makespan <= alone.makespan * (1 + _ROUNDING):
-            break
-    return best
+    rooms = [limit - costs.message * count for limit, count in zip(limits, messages, strict=True)]
+    return _timed(alone, [_Rank(alone, rank).least(room) for rank, room in enumerate(rooms)])
+
+
+def over(timeline: Timeline, limits: Sequence[float]) -> float:
+    """Return by how much the fullest rank exceeds its limit; 0 where all keep theirs."""
+    above = (peak - limit * (1 + _ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+    return max(0.0, *above)
 
 
 class _Wait(NamedTuple):
@@ -151,35 +144,28 @@ class _Rank:
                 seconds = timeline.costs.stages[stage].copy
                 self.waits.append(_Wait((stage, microbatch), seconds, since, start, earliest, step))
 
-    def copies(self, count: int, is_forced: bool = False) -> list[_Return]:
-        """Return so many copies, or fewer where not all can be in time, unless ``is_forced``."""
+    def copies(self, count: int) -> list[_Return]:
+        """Return so many copies, or fewer where not all are back in time."""
         waits = self.waits
         while True:
             found = self._placed(_chosen(waits, count))
-            late = [one.times[:2] for one in found if one.is_late]
-            if is_forced or not late:
+            staying = {one.times[:2] for one in [one for one in found if one.is_late][::2]}
+            if not staying:
                 return found
-            staying = set(late[::2])
             waits = [wait for wait in waits if wait.kept not in staying]
 
     def least(self, limit: float) -> list[_Return]:
-        """Return as few copies as keep the rank within ``limit``, or those with which it keeps least."""
-        best: list[_Return] = []
-        for is_forced in (False, True):
-            low, high = 0, len(self.waits)
-            most = self.copies(high, is_forced)
-            if self._peak(most) > limit:
-                best = min(best, most, key=self._peak)
-                continue
-            best = most
-            while low < high:
-                middle = (low + high) // 2
-                found = self.copies(middle, is_forced)
-                if self._peak(found) <= limit:
-                    best, high = found, middle
-                else:
-                    low = middle + 1
-            return best
+        """Return as few copies as keep the rank within ``limit``, or all that are back in time."""
+        limit *= 1 + _ROUNDING
+        low, high = 0, len(self.waits)
+        best = self.copies(high)
+        while low < high and self._peak(best) <= limit:
+            middle = (low + high) // 2
+            found = self.copies(middle)
+            if self._peak(found) <= limit:
+                best, high = found, middle
+            else:
+                low = middle + 1
         return best
 
     def _peak(self, copies: Iterable[_Return]) -> float:
@@ -199,15 +185,10 @@ class _Rank:
         start, found = float("inf"), []
         for wait in reversed(waits):
             start = min(start, wait.until) - wait.seconds
-            away = out[wait.kept][1]
-            is_late = away > start + rounding
-            if is_late:
-                launch = bisect_left(self._launches, away)
-            else:
-                launch = bisect_right(self._launches, start + rounding) - 1
+            is_late = out[wait.kept][1] > start + rounding
+            launch = bisect_right(self._launches, start + rounding) - 1
             launch = min(max(launch, wait.earliest), wait.latest)
-            back = max(start, away), max(start, away) + wait.seconds
-            times = Copied(*wait.kept, out[wait.kept], self._launches[launch], back)
+            times = Copied(*wait.kept, out[wait.kept], self._launches[launch], (start, start + wait.seconds))
             found.append(_Return(times, self._steps[launch], is_late))
         return found[::-1]
 
