@@ -91,17 +91,12 @@ def test_pairs(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
-def test_memory_is_free_while_activations_are_away(
-    schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A trace shows the bytes: no rank keeps more than some microbatches, though more wait."""
-    flags = f"{PP2} {LLAMA} --global-batch-size 8 --pipeline-schedule {schedule} --pipeline-trace".split()
+def test_memory_is_free_while_activations_are_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A trace shows the bytes: of eight microbatches a rank has the masks, and all else of three."""
+    flags = f"{PP2} {LLAMA} --global-batch-size 8 --pipeline-schedule gpipe --pipeline-trace".split()
     train(2, [*flags, str(tmp_path / "here.json")])
     leave(everything, monkeypatch)
     train(2, [*flags, str(tmp_path / "away.json")])
     here, away = (trace_file.read(tmp_path / f"{name}.json").records for name in ("here", "away"))
     for stays, leaves in zip(here, away, strict=True):
-        assert leaves.peak_bytes < stays.peak_bytes
-    if schedule == "gpipe":
-        assert away[0].peak_bytes < 0.5 * here[0].peak_bytes, "eight microbatches"
+        assert leaves.peak_bytes == pytest.approx(3 / 8 * stays.peak_bytes, rel=0.05)

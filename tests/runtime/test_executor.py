@@ -18,7 +18,7 @@ from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -49,10 +49,12 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
         "losses": stages[last].losses if last in stages else {},
         "order": [event.action for event in recorder.record.events],
         "peak": recorder.record.peak_microbatches,
+        "bytes": recorder.record.peak_bytes,
         "left": (len(STORE), recorder.meter.live_bytes),
     }
 
 
+SAVED = 1 << 16
 ORDERS = [(name, False) for name in catalog.NAMES]
 ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
 
@@ -99,6 +101,44 @@ def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
         assert result["left"] == (0, 0)
         for stage, gradients in result["gradients"].items():
             assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+
+
+class Known(torch.nn.Module):
+    """Keeps ``SAVED`` bytes for its backward, and little beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(1, dtype=torch.double))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + (input.mean() + self.shift).expand(SAVED // 8).exp().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "paired"), first(1, [("v-half", False), *(order for order in ORDERS if order[0] != "v-half")])
+)
+@pytest.mark.parametrize("leaves", first(1, [half, everything]))
+def test_peaks_are_those_of_the_plan(
+    name: str, paired: bool, leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
+    schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
+    for rank, result in enumerate(run_ranks(run_schedule, 3, schedule)):
+        assert result["bytes"] // SAVED == most_here(schedule, rank)
+
+
+def most_here(schedule: Schedule, rank: int) -> int:
+    """The most stages' activations of a microbatch that the plan has on the device at one time."""
+    order = list(together(schedule.orders[rank], schedule.paired))
+    given_up = schedule.copies.given_up_before(order)
+    brought_back = schedule.copies.launched_before(schedule.orders[rank])
+    here, most = 0, 0
+    for actions in order:
+        here += len(brought_back.get(actions[0], ())) - len(given_up.get(actions[0], ()))
+        for action in actions:
+            most = max(most, here := here + (action.kind is Kind.F))
+            here -= action.kind in (Kind.I, Kind.B)
+    return most
 
 
 def test_a_rank_that_dies_ends_the_others(monkeypatch):
