@@ -7,11 +7,13 @@ the messages, and on the place of each receive (``schedule.messages``), without 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_pp_ext.runtime.operations import transfers, vocabulary_work
+from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.operations import copy_work, transfers, vocabulary_work
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.runtime.operations.pair import Pair
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
+from megatron_pp_ext.schedule.copies import Copies, Kept
 from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
@@ -22,6 +24,9 @@ from megatron_pp_ext.schedule.messages import (
     planned_launches,
 )
 from megatron_pp_ext.schedule.program import Orders
+
+NO_COPIES = Copies()
+"""All activations stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class RankPlan:
         return any(action.kind is Kind.S for action in self.actions)
 
     @property
+    def copies_activations(self) -> bool:
+        """Whether any activations of this rank leave its device."""
+        return any(isinstance(operation, copy_work.ToHost) for operation in self.operations)
+
+    @property
     def has_pairs(self) -> bool:
         """Whether any two actions run together."""
         return any(isinstance(operation, Pair) for operation in self.operations)
@@ -50,7 +60,8 @@ def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
     def rank_of(stage: int, _: int) -> int:
         return placement.rank_of(stage)
 
-    return plan_orders(schedule.orders, placement.stages, rank_of, rank, schedule.paired, flushes)
+    about = schedule.paired, flushes, schedule.copies
+    return plan_orders(schedule.orders, placement.stages, rank_of, rank, *about)
 
 
 def plan_orders(
@@ -60,6 +71,7 @@ def plan_orders(
     rank: int,
     paired: frozenset[Action] = frozenset(),
     flushes: bool = True,
+    copies: Copies = NO_COPIES,
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
@@ -67,14 +79,21 @@ def plan_orders(
     """
     *launches, left_open = planned_launches(orders, stages, rank_of, paired)[rank]
     order = tuple(orders[rank])
-    planner = _Planner(rank, stages, rank_of, any(action.kind is Kind.S for action in order))
+    shares_vocabulary = any(action.kind is Kind.S for action in order)
+    planner = _Planner(rank, stages, rank_of, shares_vocabulary, frozenset(copies.back))
+    steps = list(together(order, paired))
+    given_up, brought_back = copies.given_up_before(steps), copies.launched_before(order)
     operations: list[Operation] = []
-    steps = zip(order, launches, strict=True)
-    for action, before in steps:
-        together = (action, next(steps)[0]) if action in paired else (action,)
-        operations += [planner.launch(one) for one in before]
-        operations += planner.around(together)
+    place = 0
+    for actions in steps:
+        # Before the receives, which a copy back need not wait for.
+        operations += [copy_work.GiveUp(Owner(*kept)) for kept in given_up.get(actions[0], ())]
+        operations += [copy_work.ToDevice(Owner(*kept)) for kept in brought_back.get(actions[0], ())]
+        operations += [planner.launch(one) for one in launches[place]]
+        operations += planner.around(actions)
+        place += len(actions)
     operations += [planner.launch(one) for one in left_open]
+    operations += [copy_work.AllBack()] if brought_back else []
     operations += [vocabulary_work.Close()] if planner.shares_vocabulary else []
     operations += [transfers.Drain()] if flushes else []
     return RankPlan(rank, order, tuple(operations))
@@ -92,6 +111,7 @@ class _Planner:
     stages: int
     rank_of: RankOf
     shares_vocabulary: bool
+    away: frozenset[Kept]
 
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for what the rank launches beside its actions."""
@@ -107,6 +127,9 @@ class _Planner:
         else:
             yield from works
         yield from self._outputs(stage_works)
+        for work in stage_works:
+            if work.leaves:
+                yield copy_work.ToHost(Owner(work.action.stage, work.action.microbatch))
 
     def _work(self, action: Action) -> Operation:
         stage, kind, microbatch = action
@@ -115,17 +138,18 @@ class _Planner:
         if kind is Kind.T:
             return vocabulary_work.WeightGradient(action)
         source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
-        if not self.shares_vocabulary or kind is Kind.W:
-            return Compute(action, source, target)
         is_forward = kind is Kind.F
+        leaves = is_forward and (stage, microbatch) in self.away
+        if not self.shares_vocabulary or kind is Kind.W:
+            return Compute(action, source, target, leaves)
         if stage == 0 and is_forward:
             source = Message(-1, 0, microbatch)
         elif stage == 0:
             target = Message(0, -1, microbatch)
         if stage < self.stages - 1:
-            return Compute(action, source, target)
+            return Compute(action, source, target, leaves)
         if is_forward:
-            return Compute(action, source, Message(stage, self.stages, microbatch))
+            return Compute(action, source, Message(stage, self.stages, microbatch), leaves)
         return vocabulary_work.LossBackward(action, Message(self.stages, stage, microbatch), target)
 
     def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.schedule.actions import Action
@@ -78,7 +79,8 @@ class Rank:
 
     ``stages`` maps the numbers of this rank's stages to the stages.  ``vocabulary`` is the rank's part of it
     where ranks share it.  ``pairs`` runs the pairs of the plan; without it their actions run, and are
-    recorded, one after the other.  ``tensors`` are those that one operation has left for another.
+    recorded, one after the other.  ``away`` are the activations that leave the device, where any do.
+    ``tensors`` are those that one operation has left for another.
     """
 
     stages: Mapping[int, Stage]
@@ -86,7 +88,17 @@ class Rank:
     recorder: Recorder = field(default_factory=Unrecorded)
     pairs: Pairs | None = None
     vocabulary: SharedVocabulary | None = None
+    away: ActivationsAway | None = None
     tensors: dict[Message, torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def activations_away(self) -> ActivationsAway:
+        """``away``; ValueError where a plan copies activations and the rank has nothing to do it with."""
+        if self.away is None:
+            raise ValueError(
+                "the plan copies activations to the host: give the rank a Rank.away that does it"
+            )
+        return self.away
 
     def take(self, message: Message | None) -> torch.Tensor | None:
         """Return the tensor of ``message``, which this rank no longer holds then; None for no message.

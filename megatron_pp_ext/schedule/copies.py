@@ -5,7 +5,8 @@ time for their backward.  A rank has a copy engine each way, which does one copy
 actions.
 """
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,4 +49,23 @@ class Copies:
         for stage, kind, microbatch in order:
             if kind in ("I", "B") and (action := self.back.get((stage, microbatch))):
                 found.setdefault(action, []).append((stage, microbatch))
+        return found
+
+    def given_up_before(self, launches: "Sequence[Sequence[Action]]") -> "dict[Action, list[Kept]]":
+        """Return what gives its memory on the device up, by the action of a rank before which it does.
+
+        ``launches`` are the rank's actions in its order, the two of a pair together.  What is computed next
+        waits for the copy to the host, so that the memory is free for it, however far the host runs ahead of
+        the device.  The copy runs beside at least one launch; the next forward behind that needs the memory.
+        Where the copy back is launched earlier, memory is given up in front of it.
+        """
+        places = {action: place for place, actions in enumerate(launches) for action in actions}
+        forwards = [place for place, actions in enumerate(launches) if any(a.kind == "F" for a in actions)]
+        found: dict[Action, list[Kept]] = {}
+        for action, place in places.items():
+            kept = action.stage, action.microbatch
+            if action.kind == "F" and kept in self.back:
+                later = forwards[bisect(forwards, place + 1) :][:1]
+                before = min([*later, places[self.back[kept]]])
+                found.setdefault(launches[before][0], []).append(kept)
         return found

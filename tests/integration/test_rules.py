@@ -40,7 +40,10 @@ CASES: dict[str, dict[str, str]] = {
         "messages always overlap computing": "--no-overlap-p2p-communication",
         "--use-ring-exchange-p2p: each message": "--use-ring-exchange-p2p",
         "groups of --distributed-backend": "--pipeline-model-parallel-comm-backend ucc",
-        "--fine-grained-activation-offloading: it": "--fine-grained-activation-offloading",
+        "of the microbatch whose forward was last; add --recompute-granularity selective": (
+            "--fine-grained-activation-offloading --recompute-granularity full --recompute-method uniform"
+        ),
+        "--cpu-offloading-num-layers: Megatron has it": "--cpu-offloading-num-layers 1",
         "--moe-paged-stash: it holds all steps": "--moe-paged-stash --pipeline-profile-steps 1-2",
         "--defer-embedding-wgrad-compute: schedules": "--defer-embedding-wgrad-compute",
         "it splits the optimizer by stock's": "--overlap-param-gather-with-optimizer-step",
@@ -124,6 +127,7 @@ CASES: dict[str, dict[str, str]] = {
         "cast for microbatch 0, which comes once": "--te-precision-config-file x",
         "runs the step again where they do not fit": "--moe-expert-rank-capacity-factor 2",
         "the bias has no versions": "--moe-router-enable-expert-bias",
+        "--fine-grained-activation-offloading: it gives": "--fine-grained-activation-offloading",
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE}": {
         "--mtp-num-layers: the first": "--mtp-num-layers 1",

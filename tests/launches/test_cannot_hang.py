@@ -23,9 +23,10 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
+from tests.support.away import with_away
 from tests.support.launches import synchronizations
-from tests.support.launches.entries import Collective, HostWait, Kernel, Transfer
-from tests.support.launches.grid import everything, shared_vocabularies, without_flush
+from tests.support.launches.entries import Collective, Copy, HostWait, Kernel, Transfer, Wait
+from tests.support.launches.grid import copies, everything, shared_vocabularies, without_flush
 from tests.support.launches.hardware import Setting
 from tests.support.launches.queues import circle
 from tests.support.launches.recording import plans, record, record_plans
@@ -73,6 +74,36 @@ def test_vocabularies_that_all_ranks_share(ranks):
             assert set(exchanges) == {(8 if trains else 5) * microbatches}
             for setting in SETTINGS:
                 assert circle(launches, setting) == "", (steps[0].name, microbatches, setting)
+
+
+@pytest.mark.parametrize("ranks", first(1, [2, 3, 4, 8]))
+def test_activations_that_wait_on_the_host(ranks):
+    """A copy is a launch that only its own rank waits for, behind what the rank has launched by then."""
+    for microbatches in sorted({1, ranks, 2 * ranks + 1}):
+        for steps in copies(ranks, microbatches):
+            plans_of_ranks, what = plans(steps), (steps[0].name, steps[0].placement, microbatches)
+            assert_finishes_strictly(plans_of_ranks, what)
+            launches = record_plans(plans_of_ranks)
+            ways = Counter(entry.way for rank in launches for entry in rank if isinstance(entry, Copy))
+            assert ways == {"out": len(steps[0].copies.back), "back": len(steps[0].copies.back)}
+            assert not any(isinstance(entry, HostWait) for rank in launches for entry in rank)
+            for setting in SETTINGS if microbatches == ranks else ():
+                assert circle(launches, setting) == "", (*what, setting)
+
+
+def test_a_backward_waits_for_its_copy_back_and_a_forward_for_memory():
+    launches, _ = record([with_away(catalog.build("gpipe", 2, 3))])
+    waits = {}
+    for at, entry in enumerate(launches):
+        if isinstance(entry, Wait) and isinstance(launches[entry.on], Copy):
+            kernel = next(later for later in launches[at:] if isinstance(later, Kernel))
+            waits.setdefault(kernel.name, []).append(launches[entry.on].way)
+    assert waits == {
+        "0F2": ["out"],
+        "0B0": ["out", "back"],
+        "0B1": ["out", "back"],
+        "0B2": ["back"],
+    }
 
 
 @pytest.mark.parametrize("name", first(0, ["v-min", "v-half", "v-zb"]))

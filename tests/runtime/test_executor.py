@@ -1,23 +1,30 @@
 """The executor on plain torch stages: the gradients of one process, under every family."""
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
+from tests.support.away import everything, half, with_away
+from tests.support.copy_engines import Threads
 from tests.support.module_stage import ModuleStage
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiers import first
@@ -26,6 +33,8 @@ from tests.support.tiers import first
 def run_schedule(rank: int, schedule: Schedule) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
     dist.init_process_group("gloo")
+    engines = Threads()
+    away = ActivationsAway(HostBuffers(math.inf), engines, smallest=1)
     last = schedule.placement.stages - 1
     stages = {
         number: plain_stages.make_stage(number, last + 1) for number in schedule.placement.stages_of(rank)
@@ -33,8 +42,9 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
     channels = plain_stages.make_channels(schedule.ranks)
     recorder = StepRecorder(p for stage in stages.values() for p in stage.module.parameters())
     with recorder.step():
-        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder))
+        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder, away=away))
     return {
+        "copies": Counter(way for way, _ in engines.log),
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
         "losses": stages[last].losses if last in stages else {},
         "order": [event.action for event in recorder.record.events],
@@ -60,6 +70,32 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
     assert tuple(result["peak"] for result in results) == peaks
     for rank, result in enumerate(results):
         assert tuple(result["order"]) == schedule.orders[rank]
+        assert result["left"] == (0, 0)
+        for stage, gradients in result["gradients"].items():
+            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+
+
+@pytest.mark.parametrize(
+    ("name", "paired", "leaves"),
+    first(
+        2,
+        [
+            ("v-half", False, half),
+            ("zb-h1", False, everything),
+            *((*order, leaves) for order in ORDERS for leaves in (half, everything)),
+        ],
+    ),
+)
+def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
+    name: str, paired: bool, leaves: Callable[[Kept], bool]
+) -> None:
+    schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
+    results = run_ranks(run_schedule, 3, schedule)
+    expected, losses = plain_stages.in_one_process(schedule.placement.stages, 5)
+    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    for rank, result in enumerate(results):
+        count = sum(schedule.placement.rank_of(stage) == rank for stage, _ in schedule.copies.back)
+        assert result["copies"] == {"out": count, "back": count}
         assert result["left"] == (0, 0)
         for stage, gradients in result["gradients"].items():
             assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"

@@ -120,10 +120,11 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    evaluations = Evaluations(pipeline)
+    evaluations, host_bytes = Evaluations(pipeline), pipeline.settings.offload_host_bytes
+    flushed = functools.partial(FlushedSteps, pipeline.placement, host_bytes=host_bytes)
     if pipeline.rehearsal is not None:
         source, others = Requested(pipeline), MadeUp()
-        rehearsed = FlushedSteps(pipeline.placement, source, evaluations, others)
+        rehearsed = flushed(source, evaluations, others)
         return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
@@ -131,6 +132,5 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
         return PipelineRunner(endless, FlushFreeTracing(endless), losses)
     if pipeline.profile_steps is not None:
         guide = ProfileGuide(pipeline)
-        return PipelineRunner(FlushedSteps(pipeline.placement, guide, evaluations, transport), guide, losses)
-    steps = FlushedSteps(pipeline.placement, Requested(pipeline), evaluations, transport)
-    return PipelineRunner(steps, Tracing(), losses)
+        return PipelineRunner(flushed(guide, evaluations, transport), guide, losses)
+    return PipelineRunner(flushed(Requested(pipeline), evaluations, transport), Tracing(), losses)

@@ -5,11 +5,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
+from megatron_pp_ext.integration.runners.host_activations import activations_away
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, planned_stages
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.integration.runners.transport import Transport
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
@@ -18,12 +21,22 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class FlushedSteps:
-    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
+    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
+
+    Activations take at most ``host_bytes`` of the host; see ``host_activations.activations_away``.
+    """
 
     def __init__(
-        self, placement: Placement, training: Source, evaluation: Source, transport: Transport
+        self,
+        placement: Placement,
+        training: Source,
+        evaluation: Source,
+        transport: Transport,
+        host_bytes: float | None,
     ) -> None:
-        self._placement, self._transport = placement, transport
+        self._placement, self._transport, self._host_bytes = placement, transport, host_bytes
+        self._away: ActivationsAway | None = None
+        self._offload = FineGrainedOffload()
         self._training, self._evaluation = training, evaluation
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
@@ -43,17 +56,26 @@ class FlushedSteps:
         else:
             make = vocabulary.make_stage if vocabulary else ModelStage
             stages = model_stages(inputs, placement, plan, make)
-        execute(plan, Rank(stages, channels, recorder, pairs, vocabulary))
+        if plan.copies_activations and self._away is None:
+            self._away = activations_away(self._host_bytes)
+        with self._offload.step(self._kind(inputs), plan, inputs):
+            execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
 
     def plan(self, inputs: StepInputs, group: dist.ProcessGroup) -> RankPlan:
         """Return what this rank of the pipeline ``group`` does in the step; collective over the job."""
-        source = self._evaluation if inputs.forward_only else self._training
-        key = inputs.microbatches, inputs.forward_only, source.phase(inputs)
-        if key not in self._plans:
-            schedule = source.schedule(inputs)
+        kind = self._kind(inputs)
+        if kind not in self._plans:
+            schedule = self._source(inputs).schedule(inputs)
             require_same_on_all(schedule)
-            self._plans[key] = plan_rank(schedule, group.rank())
-        return self._plans[key]
+            self._plans[kind] = plan_rank(schedule, group.rank())
+        return self._plans[kind]
+
+    def _source(self, inputs: StepInputs) -> Source:
+        return self._evaluation if inputs.forward_only else self._training
+
+    def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
+        """Return what all steps of one plan have in common."""
+        return inputs.microbatches, inputs.forward_only, self._source(inputs).phase(inputs)
 
 
 def require_same_on_all(schedule: Schedule) -> None:

@@ -31,4 +31,9 @@ def free_bytes() -> int:
     if torch.accelerator.is_available():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """Return this rank's share of the memory that its machine has free."""
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -50,7 +50,17 @@ _ALWAYS = Rules(
             "leave it out",
             lambda asked: asked.pipeline_model_parallel_comm_backend == "ucc",
         ),
-        Rule("--fine-grained-activation-offloading", "it moves activations in stock's order of microbatches"),
+        Rule(
+            "--fine-grained-activation-offloading",
+            "Megatron takes a layer that is recomputed for one of the microbatch whose forward was last",
+            "add --recompute-granularity selective, which recomputes modules, or leave it out",
+            lambda asked: asked.fine_grained_activation_offloading and asked.recompute_granularity == "full",
+        ),
+        Rule(
+            "--cpu-offloading-num-layers",
+            "Megatron has it without pipelines alone",
+            "use --fine-grained-activation-offloading",
+        ),
         Rule(
             "--moe-paged-stash",
             "it holds all steps to the order of its first one",

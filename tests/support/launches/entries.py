@@ -45,6 +45,18 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy between the device and its host on the stream of its ``way``, "out" or "back".
+
+    It is launched behind everything that the compute stream has by then, and behind the entries ``after``.
+    """
+
+    way: str
+    name: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The compute stream waits for the entry at position ``on`` of this rank."""
 
@@ -61,6 +73,6 @@ class HostWait:
     on: int | None = None
 
 
-Entry = Kernel | Transfer | Collective | Wait | HostWait
+Entry = Kernel | Transfer | Collective | Copy | Wait | HostWait
 Launches = tuple[Entry, ...]
 """The launches of one rank; a pipeline has one such tuple for each of its ranks."""

@@ -11,6 +11,7 @@ from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
+from tests.support.away import half, with_away
 
 Steps = tuple[Schedule, ...]
 
@@ -50,6 +51,13 @@ def without_flush(ranks: int, interval: int) -> Steps:
     stages = Replicas.straight(ranks)
     orders = (pipedream.step(stages, interval, update, UPDATES) for update in range(UPDATES))
     return tuple(Schedule("pipedream", linear(ranks), interval, of_update) for of_update in orders)
+
+
+def copies(ranks: int, microbatches: int) -> Iterator[Steps]:
+    """Yield families and pairs with half of the activations on the host, and with all."""
+    for (schedule,) in (*families(ranks, microbatches), *pairs(ranks, microbatches)):
+        yield (with_away(schedule, half),)
+        yield (with_away(schedule),)
 
 
 def everything(ranks: int, microbatches: int) -> Iterator[Steps]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tests.support.launches.entries import (
     Collective,
+    Copy,
     Entry,
     HostWait,
     Kernel,
@@ -81,8 +82,8 @@ def _place_rank(rank: int, launches: Launches, setting: Setting, ends: "_Ends") 
         last[stream] = len(found)
         found.append(Launch(entry, queues[stream], tuple(after), []))
 
-    def behind_compute(entry: Entry, stream: Hashable) -> None:
-        launch(entry, stream, *([last[_COMPUTE]] if _COMPUTE in last else []))
+    def behind_compute(entry: Entry, stream: Hashable, *events: int) -> None:
+        launch(entry, stream, *events, *([last[_COMPUTE]] if _COMPUTE in last else []))
 
     for entry in launches:
         numbers.append(len(found))
@@ -93,6 +94,8 @@ def _place_rank(rank: int, launches: Launches, setting: Setting, ends: "_Ends") 
                 launch(entry, _COMPUTE, numbers[on])
             case HostWait(on):
                 found.append(Launch(entry, -1, () if on is None else (numbers[on],), []))
+            case Copy(way, _, after):
+                behind_compute(entry, way, *(numbers[on] for on in after))
             case Transfer():
                 ends.add(rank, len(found), entry)
                 stream = frozenset((rank, entry.peer)) if setting.stream_a_pair else None

@@ -9,7 +9,7 @@ behind it in the queue.  Nothing takes time here.
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tests.support.launches.entries import Collective, HostWait, Kernel, Launches, Transfer, Wait
+from tests.support.launches.entries import Collective, Copy, HostWait, Kernel, Launches, Transfer, Wait
 from tests.support.launches.hardware import Launch, Place, Setting, place
 
 
@@ -139,6 +139,8 @@ class Queues:
                 what = f"{'send to' if is_send else 'receive from'} {peer} ({group}{name and ', ' + name})"
             case Collective(group, _, name):
                 what = f"collective {name} ({group})"
+            case Copy(way, name):
+                what = f"copy {way} of {name}"
             case Wait():
                 what = "compute stream's wait"
             case HostWait(on):

@@ -1,14 +1,18 @@
 """Record the launches of the product's own executor, channels and plans, one rank after the other."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
+from megatron_pp_ext.runtime.copy_streams import Transfer as Copied
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
@@ -17,7 +21,7 @@ from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait
+from tests.support.launches.entries import Collective, Copy, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 
 class Recording:
@@ -46,15 +50,15 @@ class Recording:
 
 
 class RecordedWork:
-    """A message under way."""
+    """A message or a copy under way; ``number`` is that of its launch."""
 
     def __init__(self, recording: Recording, number: int, stops_host: bool, looks_done: bool) -> None:
-        self._recording, self._number = recording, number
+        self._recording, self.number = recording, number
         self._stops_host, self._looks_done = stops_host, looks_done
 
     def wait(self) -> bool:
         """Stop the compute stream and, for a shape, which the host reads next, the host as well."""
-        wait = self._recording.add(Wait(self._number))
+        wait = self._recording.add(Wait(self.number))
         if self._stops_host:
             self._recording.add(HostWait(wait))
         return True
@@ -90,19 +94,45 @@ class RecordingGroup:
         return RecordedWork(self._recording, self._recording.add(transfer), stops_host, looks_done)
 
 
+class RecordedEngines:
+    """Copies that are done at once, and recorded."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def to_host(self, transfers: Sequence[Copied], after: Iterable[Any]) -> RecordedWork:
+        return self._launch("out", transfers, after)
+
+    def to_device(self, transfers: Sequence[Copied], after: Iterable[Any]) -> RecordedWork:
+        return self._launch("back", transfers, after)
+
+    def stream(self) -> None:
+        return None
+
+    def _launch(self, way: str, transfers: Sequence[Copied], after: Iterable[Any]) -> RecordedWork:
+        for source, target in transfers:
+            target.copy_(source)
+        number = self._recording.add(Copy(way, after=tuple(work.number for work in after)))
+        return RecordedWork(self._recording, number, False, False)
+
+
 class NamedKernels:
-    """A ``rank.Stage`` that launches one kernel for each action."""
+    """A ``rank.Stage`` that launches one kernel for each action; a backward needs what its forward saved."""
 
     def __init__(self, stage: int, recording: Recording, output: torch.Tensor) -> None:
         self._stage, self._recording, self._output = stage, recording, output
+        self._saved: dict[int, torch.Tensor] = {}
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self._saved[microbatch] = torch.ones(1, requires_grad=True).exp().sum()
         return self._launch(Kind.F, microbatch)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        self._saved.pop(microbatch).backward()
         return self._launch(Kind.B, microbatch)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        self._saved.pop(microbatch).backward()
         return self._launch(Kind.I, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -219,6 +249,7 @@ def record_plans(
         recording = Recording(sends_look_done)
         groups: Any = [RecordingGroup(name, recording, shape) for name in ("down", "up")]
         vocabulary = RecordedVocabulary(recording, rank, plans_of_ranks)
+        away = ActivationsAway(HostBuffers(math.inf), RecordedEngines(recording), smallest=1)
         with patch.multiple(
             dist,
             get_rank=lambda here=rank: here,
@@ -237,7 +268,7 @@ def record_plans(
             for number, plan in enumerate(steps):
                 if number and synchronized_between:
                     recording.add(HostWait())
-                execute(plan, Rank(kernels, channels, vocabulary=vocabulary))
+                execute(plan, Rank(kernels, channels, vocabulary=vocabulary, away=away))
                 for ranks in reduced_between:
                     if rank in ranks:
                         recording.add(Collective(str(ranks), tuple(ranks), "gradients", is_waited_for=True))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.support.launches.entries import Entry, HostWait, Kernel, Launches, Wait
+from tests.support.launches.entries import Copy, Entry, HostWait, Kernel, Launches, Wait
 
 
 def never(launches: Launches) -> Launches:
@@ -61,5 +61,7 @@ def _with_waits_at(launches: Launches, places: list[int]) -> Launches:
         moved_to.append(len(found))
         if isinstance(entry, Wait | HostWait) and entry.on is not None:
             entry = replace(entry, on=moved_to[entry.on])
+        elif isinstance(entry, Copy):
+            entry = replace(entry, after=tuple(moved_to[on] for on in entry.after))
         found.append(entry)
     return tuple(found)

@@ -1,0 +1,237 @@
+"""Activations that wait for their backward on the host.
+
+Around a forward whose activations will leave, hooks see what autograd saves (``saving``).  Behind it they are
+copied to the host (``send``), give up their memory on the device once that is done (``give_up``), and come
+back into other memory in time for their backward (``bring_back``).
+
+All memory of the device is taken and given up on the compute stream, which waits for each copy before the
+memory that the copy reads is given up.  So the allocator can use it again at once, however far the host runs
+ahead of the device; memory that is recorded on a second stream stays taken until the host finds that stream
+done.
+
+What moves are whole storages that nobody but autograd holds: the others would stay on the device anyway.
+Among these are weights, with all that is made of them and kept, the stage's input, and its output.
+"""
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
+from megatron_pp_ext.runtime.copy_streams import CopyEngines, Transfer
+from megatron_pp_ext.runtime.host_buffers import Done, HostBuffer, HostBuffers
+
+
+class _Counted:
+    """Lives as long as the activation meter has to count a tensor."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Saved:
+    """Stands for a saved tensor in the autograd graph, wherever the tensor is."""
+
+    __slots__ = ("__weakref__", "arrival", "counted", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.counted: _Counted | None = None
+        self.arrival: Done | None = None
+
+
+class _Place(NamedTuple):
+    """Where in a storage the tensor of ``saved`` lies."""
+
+    saved: "weakref.ref[_Saved]"
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Storage(NamedTuple):
+    """A storage that is away."""
+
+    device: torch.device
+    size: int
+    buffer: HostBuffer
+    places: list[_Place]
+
+
+@dataclass(slots=True)
+class _Microbatch:
+    """What a forward has saved; ``leaving`` keeps what is copied until its memory may be given up."""
+
+    meter: ActivationMeter | None
+    saved: list["weakref.ref[_Saved]"] = field(default_factory=list)
+    away: list[_Storage] = field(default_factory=list)
+    leaving: list[tuple[torch.Tensor, _Counted | None]] = field(default_factory=list)
+    sent: Done | None = None
+
+
+class ActivationsAway:
+    """The activations of one rank that leave its device.
+
+    They wait in ``buffers``, and ``engines`` copy them.  What does not fit into the buffers stays on the
+    device, which a warning tells once, and so do storages of fewer than ``smallest`` bytes.
+    ``sent_bytes`` and ``stayed_bytes`` count what was copied, and what did not fit, since the beginning.
+    """
+
+    def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
+        self.buffers = buffers
+        self._engines, self._smallest = engines, smallest
+        self._microbatches: dict[Owner, _Microbatch] = {}
+        self.sent_bytes = self.stayed_bytes = 0
+
+    @contextmanager
+    def saving(self, owner: Owner) -> Iterator[None]:
+        """Take note of what the forward of ``owner`` inside saves for its backward.
+
+        The activation meter, whose hooks are not called meanwhile, counts it as ever.
+        """
+        meter, stream = watching(), self._engines.stream()
+        found = self._microbatches[owner] = _Microbatch(meter)
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            # Another tensor of the same storage: its uses then tell whether somebody holds this one.
+            saved = _Saved(tensor.detach() if _is_plain(tensor) else tensor)
+            if meter is not None:
+                saved.counted = _Counted()
+                meter.hold(owner, tensor, saved.counted)
+            # The compute stream cannot give up memory of another one, such as that of exchanges in a pair.
+            if self._engines.stream() == stream:
+                found.saved.append(weakref.ref(saved))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+    def send(self, owner: Owner) -> None:
+        """Launch the copy to the host of what ``owner`` has saved and nobody else holds."""
+        found = self._microbatches[owner]
+        transfers, after = [], []
+        for storage, saved in _by_storage(found.saved).items():
+            size = storage.nbytes()
+            # The storage as Python sees it is one more use.
+            if size < self._smallest or torch._C._storage_Use_Count(storage._cdata) > len(saved) + 1:
+                continue
+            buffer = self.buffers.take(size)
+            if buffer is None:
+                self._let_stay(size)
+                continue
+            if buffer.read is not None:
+                after.append(buffer.read)
+            transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
+            found.away.append(_Storage(storage.device, size, buffer, [_take(one, found) for one in saved]))
+            self.sent_bytes += size
+        found.saved.clear()
+        if transfers:
+            found.sent = self._engines.to_host(transfers, after)
+
+    def give_up(self, owner: Owner) -> None:
+        """Let what is computed next use the device's memory of ``owner``, once it is copied."""
+        found = self._microbatches[owner]
+        if found.sent is not None:
+            found.sent.wait()
+        for tensor, _ in found.leaving:
+            if tensor.is_cuda:  # it may come from another stream, which has not waited
+                tensor.record_stream(torch.cuda.current_stream())
+        found.leaving.clear()
+
+    def bring_back(self, owner: Owner) -> None:
+        """Launch the copy back to the device, for which the backward will wait."""
+        found = self._microbatches.pop(owner)
+        if found.sent is None:
+            return
+        arrived = [
+            torch.empty(storage.size, dtype=torch.uint8, device=storage.device) for storage in found.away
+        ]
+        transfers = [
+            Transfer(storage.buffer.memory[: storage.size], memory)
+            for storage, memory in zip(found.away, arrived, strict=True)
+        ]
+        arrival = self._engines.to_device(transfers, [found.sent])
+        for storage, memory in zip(found.away, arrived, strict=True):
+            storage.buffer.read = arrival
+            self.buffers.give_back(storage.buffer)
+            for place in storage.places:
+                _put(place, memory, arrival, owner, found.meter)
+
+    def close(self) -> None:
+        """End a step; RuntimeError where activations were left on the host."""
+        if self._microbatches:
+            raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
+
+    def _let_stay(self, size: int) -> None:
+        if not self.stayed_bytes:
+            _LOGGER.warning(
+                "activations of %d bytes stay on the device, for the host holds %d of at most %d bytes: "
+                "raise --pipeline-offload-host-bytes",
+                size,
+                self.buffers.used_bytes,
+                self.buffers.limit,
+            )
+        self.stayed_bytes += size
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    if saved.tensor is None:
+        raise RuntimeError("a backward needs activations that are on the host: bring them back before it")
+    if saved.arrival is not None:
+        saved.arrival.wait()
+    return saved.tensor
+
+
+def _by_storage(refs: Iterable["weakref.ref[_Saved]"]) -> dict[torch.UntypedStorage, list[_Saved]]:
+    """Return what is alive and can be copied as bytes, by storage."""
+    found: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
+    for ref in refs:
+        saved = ref()
+        if saved is not None and saved.tensor is not None and _is_plain(saved.tensor):
+            found[saved.tensor.untyped_storage()].append(saved)
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _take(saved: _Saved, found: _Microbatch) -> _Place:
+    """Take the tensor of ``saved``, which ``found`` keeps until it is copied, and return its place."""
+    tensor = saved.tensor
+    assert tensor is not None
+    found.leaving.append((tensor, saved.counted))
+    saved.tensor = saved.counted = None
+    return _Place(weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _put(
+    place: _Place, memory: torch.Tensor, arrival: Done, owner: Owner, meter: ActivationMeter | None
+) -> None:
+    """Give back the tensor at ``place``, whose storage is ``memory``, if anybody still needs it."""
+    saved = place.saved()
+    if saved is None:
+        return
+    empty = torch.empty(0, dtype=place.dtype, device=memory.device)
+    saved.tensor = empty.set_(memory.untyped_storage(), place.offset, place.shape, place.stride)
+    saved.arrival = arrival
+    if meter is not None:
+        saved.counted = _Counted()
+        meter.hold(owner, saved.tensor, saved.counted)

@@ -1,0 +1,73 @@
+"""The copy engines of a device: one each way, each with a stream of its own.
+
+A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
+computed later waits for a copy only where it is told to (``Done.wait``).  The host waits for nothing.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_pp_ext.runtime.host_buffers import Done
+
+
+class Transfer(NamedTuple):
+    """Bytes that go from ``source`` to ``target``; one of the two is pinned memory of the host."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class CopyEngines(Protocol):
+    """Copies between the device and its host."""
+
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> Done:
+        """Launch copies to the host, behind what is computed by now and behind ``after``."""
+
+    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> Done:
+        """Launch copies to the device, behind what is computed by now and behind ``after``."""
+
+    def stream(self) -> Hashable:
+        """Return the stream on which the caller computes."""
+
+
+class CopyEvent:
+    """The end of a copy on a stream; a ``Done``."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """See ``Done``; it is the current stream that waits."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CopyStreams:
+    """The copy engines of this rank's device; ``CopyEngines``."""
+
+    def __init__(self) -> None:
+        self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+        """See ``CopyEngines``."""
+        return _launch(self._to_host, transfers, after)
+
+    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+        """See ``CopyEngines``."""
+        return _launch(self._to_device, transfers, after)
+
+    def stream(self) -> Hashable:
+        """See ``CopyEngines``."""
+        return torch.cuda.current_stream()
+
+
+def _launch(stream: torch.cuda.Stream, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for done in after:
+            done.wait()
+        for source, target in transfers:
+            target.copy_(source, non_blocking=True)
+        return CopyEvent(stream)

@@ -1,0 +1,107 @@
+"""Training with activations that wait on the host: stock's losses and gradients, bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_pp_ext.integration.runners import host_activations, sources
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.schedule.copies import Kept
+from megatron_pp_ext.view import trace_file
+from tests.support.away import everything, half, with_away
+from tests.support.comparison import assert_close, assert_same_bits, run, stock
+from tests.support.tiers import first
+from tests.support.training import train
+
+PP2 = "--pipeline-model-parallel-size 2"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DISTRIBUTED = "--tensor-model-parallel-size 2 --distribute-saved-activations"
+EVALUATED = "--eval-interval 1 --eval-iters 2 --clip-grad 0 --rampup-batch-size 2 2 12 --train-iters 3"
+EXPERTS = (
+    "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall --clip-grad 0"
+)
+
+
+class Moving(ActivationsAway):
+    """Counts what moves, without which a test would show nothing."""
+
+    def close(self) -> None:
+        super().close()
+        assert self.sent_bytes > 0, "nothing has moved"
+        assert self.stayed_bytes == self.buffers.used_bytes == 0
+        self.sent_bytes = 0
+
+
+def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``leaves`` say what leaves in each training step of the ranks that are forked from here."""
+    schedule = sources.Requested.schedule
+    monkeypatch.setattr(
+        sources.Requested, "schedule", lambda self, inputs: with_away(schedule(self, inputs), leaves)
+    )
+    monkeypatch.setattr(host_activations, "SMALLEST", 1)
+    monkeypatch.setattr(host_activations, "ActivationsAway", Moving)
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "ranks", "flags"),
+    first(
+        2,
+        [
+            ("v-half", everything, 2, LLAMA),
+            ("zb-h1", half, 2, EVALUATED),
+            *((name, half, 2, LLAMA) for name in ("1f1b", "interleaved", "v-half", "v-zb", "dualpipe-v")),
+            ("flex --pipeline-memory-limit 1.25", everything, 2, ""),
+            ("interleaved", everything, 2, "--recompute-granularity selective"),
+            ("v-half", everything, 2, LAYERS),
+            ("v-half", everything, 4, f"{DISTRIBUTED} {LAYERS}"),
+            ("1f1b", everything, 2, "--bf16"),
+            ("v-half", half, 4, EXPERTS),
+            ("zb-h1 --pipeline-vocabulary shared", everything, 2, "--untie-embeddings-and-output-weights"),
+        ],
+    ),
+)
+def test_same_bits_as_stock(
+    name: str, leaves: Callable[[Kept], bool], ranks: int, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = stock(ranks, *PP2.split(), *flags.split())
+    leave(leaves, monkeypatch)
+    ours = run(ranks, [*PP2.split(), *flags.split(), "--pipeline-schedule", *name.split()])
+    if "shared" in name:
+        assert_close(ours, theirs)
+    else:
+        assert_same_bits(ours, theirs)
+    assert ours.validation == theirs.validation
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b", "interleaved"])
+def test_pairs(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan computes on the stream of exchanges stays, with the inputs of its nodes."""
+    flags = f"{PP2} {EXPERTS} --bf16 --accumulate-allreduce-grads-in-fp32".split()
+    theirs = stock(4, *flags, "--num-layers-per-virtual-pipeline-stage", "2")
+    leave(everything, monkeypatch)
+    ours = run(4, [*flags, "--overlap-moe-expert-parallel-comm", "--pipeline-schedule", schedule])
+    assert_same_bits(ours, theirs)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
+def test_memory_is_free_while_activations_are_away(
+    schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A trace shows the bytes: no rank keeps more than some microbatches, though more wait."""
+    flags = f"{PP2} {LLAMA} --global-batch-size 8 --pipeline-schedule {schedule} --pipeline-trace".split()
+    train(2, [*flags, str(tmp_path / "here.json")])
+    leave(everything, monkeypatch)
+    train(2, [*flags, str(tmp_path / "away.json")])
+    here, away = (trace_file.read(tmp_path / f"{name}.json").records for name in ("here", "away"))
+    for stays, leaves in zip(here, away, strict=True):
+        assert leaves.peak_bytes < stays.peak_bytes
+    if schedule == "gpipe":
+        assert away[0].peak_bytes < 0.5 * here[0].peak_bytes, "eight microbatches"

@@ -1,0 +1,262 @@
+"""Activations that leave the device and come back: which, when their memory is free, and the same numbers."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.runtime.split import STORE
+from tests.support.copy_engines import Threads
+from tests.support.split_linear import SplitLinear
+from tests.support.wrapped import Product, Wrapped, wrapped
+
+ROWS, WIDTH = 4, 8
+BYTES = 4 * ROWS * WIDTH
+FIRST, SECOND = Owner(0, 0), Owner(0, 1)
+
+
+def away_with(limit: float = 1 << 20, smallest: int = BYTES) -> ActivationsAway:
+    return ActivationsAway(HostBuffers(limit), Threads(), smallest)
+
+
+def layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        SplitLinear(WIDTH, WIDTH), torch.nn.GELU(), SplitLinear(WIDTH, WIDTH), torch.nn.GELU()
+    )
+
+
+def rows() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def gradients(module, input):
+    return [input.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_gradients_are_the_same_and_memory_is_free_meanwhile():
+    expected_of, input_of = layers(), rows()
+    expected_of(input_of).square().sum().backward()
+
+    module, input, away = layers(), rows(), away_with()
+    meter = ActivationMeter(module.parameters())
+    with meter.forward(FIRST), away.saving(FIRST):
+        output = module(input).square().sum()
+    kept = meter.live_bytes
+    # Inputs of two layers, two activation functions and the square; the first is the stage's.
+    assert (kept, meter.live_microbatches) == (5 * BYTES, 1)
+    away.send(FIRST)
+    assert meter.live_bytes == kept, "the copy may be under way"
+    away.give_up(FIRST)
+    assert meter.live_bytes == BYTES, "the input of the stage, which the caller holds"
+    assert away.sent_bytes == away.buffers.used_bytes == 4 * BYTES
+    away.bring_back(FIRST)
+    assert (meter.live_bytes, away.buffers.used_bytes) == (kept, 0)
+    output.backward()
+    assert (meter.live_bytes, meter.peak_bytes) == (0, kept)
+    away.close()
+    assert all(map(torch.equal, gradients(module, input), gradients(expected_of, input_of)))
+
+
+def test_what_waits_for_its_weight_gradient_is_counted():
+    module, input, away = layers(), rows(), away_with()
+    meter = ActivationMeter(module.parameters())
+    with meter.forward(FIRST), away.saving(FIRST):
+        output = module(input).square().sum()
+    away.send(FIRST)
+    away.give_up(FIRST)
+    away.bring_back(FIRST)
+    STORE.meter = meter
+    try:
+        with STORE.collecting(FIRST):
+            output.backward()
+        # The inputs of both layers, and the gradients of their outputs.
+        assert meter.live_bytes == 4 * BYTES
+        STORE.run(FIRST)
+    finally:
+        STORE.meter = None
+    assert meter.live_bytes == 0
+
+
+def test_the_memory_itself_is_given_up():
+    away, alive = away_with(), []
+    with away.saving(FIRST):
+        middle = rows() * 2
+        alive.append(weakref.ref(middle.untyped_storage()))
+        output = torch.nn.functional.gelu(middle)
+        del middle
+    away.send(FIRST)
+    assert alive[0]() is not None
+    away.give_up(FIRST)
+    assert alive[0]() is None
+    away.bring_back(FIRST)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda held: torch.nn.functional.gelu(held),
+        lambda held: torch.nn.functional.gelu(held[:2]),
+        lambda held: held @ torch.nn.Parameter(torch.ones(WIDTH, WIDTH)),
+    ],
+    ids=["itself", "view", "product"],
+)
+def test_what_somebody_else_holds_stays(save):
+    away, held = away_with(), rows() * 1
+    with away.saving(FIRST):
+        save(held).sum()
+    away.send(FIRST)
+    assert away.sent_bytes == 0
+
+
+def test_weights_stay_and_what_is_made_of_them_and_kept():
+    class Cached(torch.nn.Linear):
+        def forward(self, input):
+            if not hasattr(self, "cached"):
+                self.cached = (self.weight * 2).detach()
+            return input @ self.cached @ self.weight
+
+    module, away = Cached(WIDTH, WIDTH, bias=False), away_with()
+    for owner in (FIRST, SECOND):
+        with away.saving(owner):
+            output = module(rows()).sum()
+        away.send(owner)
+        del output
+    # The inner product; the input of the outer one needs no gradient of what is cached.
+    assert away.sent_bytes == 2 * BYTES
+
+
+def test_small_storages_and_wrapped_tensors_stay():
+    away = away_with(smallest=BYTES + 1)
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(FIRST)
+    away.bring_back(FIRST)
+    weight = torch.nn.Parameter(wrapped(Wrapped, WIDTH, WIDTH))
+    with away.saving(SECOND):
+        product = Product.apply(rows(), weight)
+    away.send(SECOND)
+    assert (away.sent_bytes, away.stayed_bytes) == (0, 0)
+    away.bring_back(SECOND)
+    (output.sum() + product.sum()).backward()
+
+
+def test_a_storage_of_several_tensors_moves_once():
+    away = away_with()
+    with away.saving(FIRST):
+        whole = torch.stack([rows(), rows()]) * 2
+        one, other = whole[0], whole[1].t()
+        output = (one * one).sum() + torch.nn.functional.gelu(other).sum() + one.exp().sum()
+        expected = torch.autograd.grad(output, whole, retain_graph=True)[0]
+    saved = whole.detach().clone()
+    found = {}
+    whole.register_hook(lambda gradient: found.update(gradient=gradient))
+    del whole, one, other
+    away.send(FIRST)
+    assert away.sent_bytes == 2 * BYTES + BYTES, "and the exponential"
+    away.give_up(FIRST)
+    away.bring_back(FIRST)
+    output.backward()
+    assert torch.equal(found["gradient"], expected)
+    assert saved.shape == (2, ROWS, WIDTH)
+
+
+def test_what_has_no_room_on_the_host_stays(caplog):
+    module, input, away = layers(), rows(), away_with(limit=2.5 * BYTES)
+    with away.saving(FIRST):
+        output = module(input).square().sum()
+    away.send(FIRST)
+    assert (away.sent_bytes, away.stayed_bytes) == (2 * BYTES, 2 * BYTES)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "activations of 128 bytes stay on the device, for the host holds 256 of at most 320 bytes: raise "
+        "--pipeline-offload-host-bytes"
+    )
+    away.give_up(FIRST)
+    away.bring_back(FIRST)
+    output.backward()
+    assert away.buffers.pinned_bytes == 2 * BYTES
+
+
+def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer():
+    waited = []
+
+    class Watched(Threads):
+        def to_host(self, transfers, after):
+            waited.append(list(after))
+            return super().to_host(transfers, waited[-1])
+
+    away = ActivationsAway(HostBuffers(BYTES), Watched(), BYTES)
+    for owner in (FIRST, SECOND):
+        with away.saving(owner):
+            output = torch.nn.functional.gelu(rows() * 2)
+        away.send(owner)
+        away.give_up(owner)
+        away.bring_back(owner)
+        output.sum().backward()
+    assert [len(one) for one in waited] == [0, 1]
+
+
+def test_recomputed_layers():
+    """What a checkpoint saves leaves; what its second forward saves in the backward is not asked for."""
+    expected_of, input_of = layers(), rows()
+    expected_of(input_of).square().sum().backward()
+    module, input, away = layers(), rows(), away_with()
+    with away.saving(FIRST):
+        hidden = input
+        for layer in module:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        output = hidden.square().sum()
+        del hidden
+    away.send(FIRST)
+    assert away.sent_bytes == 4 * BYTES
+    away.give_up(FIRST)
+    away.bring_back(FIRST)
+    output.backward()
+    assert all(map(torch.equal, gradients(module, input), gradients(expected_of, input_of)))
+
+
+def test_emptied_storages_stay():
+    """Megatron's CheckpointWithoutOutput fills them again in the backward."""
+    away = away_with(smallest=1)
+    with away.saving(FIRST):
+        emptied = rows() * 2
+        output = torch.nn.functional.gelu(emptied)
+    emptied.untyped_storage().resize_(0)
+    away.send(FIRST)
+    assert away.sent_bytes == 0
+    away.bring_back(FIRST)
+    emptied.untyped_storage().resize_(BYTES)
+    emptied.detach().fill_(0)
+    output.sum().backward()
+
+
+def test_a_backward_of_what_is_away_is_an_error():
+    away = away_with()
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(FIRST)
+    away.give_up(FIRST)
+    with pytest.raises(RuntimeError, match="needs activations that are on the host: bring them back"):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match=r"\[Owner\(stage=0, microbatch=0\)\] were left on the host"):
+        away.close()
+
+
+def test_what_a_backward_no_longer_needs_is_not_brought_back():
+    away = away_with()
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(FIRST)
+    away.give_up(FIRST)
+    del output
+    gc.collect()
+    away.bring_back(FIRST)
+    assert away.buffers.used_bytes == 0

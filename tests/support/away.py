@@ -1,0 +1,34 @@
+"""Schedules some or all of whose activations wait on the host."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
+from megatron_pp_ext.schedule.copies import Copies, Kept
+
+
+def half(kept: Kept) -> bool:
+    """Whether it is one of every other microbatch."""
+    return kept[1] % 2 == 0
+
+
+def everything(kept: Kept) -> bool:
+    """Whatever it is."""
+    return True
+
+
+def with_away(schedule: Schedule, leaves: Callable[[Kept], bool] = everything) -> Schedule:
+    """Return ``schedule`` with the activations away that ``leaves`` names, each back one launch early.
+
+    What has its backward right behind its forward comes back in front of that.
+    """
+    back: dict[Kept, Action] = {}
+    for order in schedule.orders:
+        launches = list(together(order, schedule.paired))
+        place_of = {action: place for place, actions in enumerate(launches) for action in actions}
+        for action, place in place_of.items():
+            kept = action.stage, action.microbatch
+            if action.kind in (Kind.I, Kind.B) and leaves(kept):
+                forward = place_of[Action(action.stage, Kind.F, action.microbatch)]
+                back[kept] = launches[max(forward + 1, place - 1)][0]
+    return replace(schedule, copies=Copies(back))
