@@ -6,10 +6,10 @@ them waiting, on the ranks that are above their limit, until the copies of ``sch
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit, compile_schedule
-from megatron_pp_ext.compiler.limits import Limit
+from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit, Turn, compile_schedule
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
@@ -26,9 +26,10 @@ def compile_with_copies(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    limit: Limit,
+    limit: float | Sequence[float],
     placements: Sequence[Placement],
     trials: int = TRIALS,
+    turn: Turn = nullcontext,
 ) -> Timeline:
     """Return the shortest step found within ``limit`` where activations may wait on the host.
 
@@ -39,11 +40,13 @@ def compile_with_copies(
     from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
 
     families = [schedule for where in placements for schedule in published(where, microbatches)]
-    limits = (limit,) * ranks if isinstance(limit, float | int) else limit
+    limits = (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
     found = shortest_within(families, costs, limits)
     trials = trials if found is None else trials // _FEWER
     try:
-        alone = compile_schedule(ranks, microbatches, costs, limit, placements=placements, trials=trials)
+        alone = compile_schedule(
+            ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=turn
+        )
     except InfeasibleLimit:
         if found is None:
             raise
