@@ -6,13 +6,54 @@ them waiting, on the ranks that are above their limit, until the copies of ``sch
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
+from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit, Turn, compile_schedule
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.offload import over, within
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+_FEWER = 8
+"""The part of the trials that is left for an order without copies, which has to be shorter than one with."""
+
+
+def compile_with_copies(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    limit: float | Sequence[float],
+    placements: Sequence[Placement],
+    trials: int = TRIALS,
+    turn: Turn = nullcontext,
+) -> Timeline:
+    """Return the shortest step found within ``limit`` where activations may wait on the host.
+
+    Arguments are those of ``compile_schedule``, with the seconds of copies in ``costs``
+    (``StageCosts.copy``).  What is compiled without copies stays if nothing is shorter; where a family keeps
+    the limit with them, it is searched for with fewer trials.  InfeasibleLimit where no order keeps it.
+    """
+    from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
+
+    families = [schedule for where in placements for schedule in published(where, microbatches)]
+    limits = (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
+    found = shortest_within(families, costs, limits)
+    trials = trials if found is None else trials // _FEWER
+    try:
+        alone = compile_schedule(
+            ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=turn
+        )
+    except InfeasibleLimit:
+        if found is None:
+            raise
+    else:
+        if found is None or alone.timeline.makespan <= found.makespan:
+            return alone.timeline
+    return replace(found, schedule=replace(found.schedule, name=FLEX))
 
 
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:
@@ -21,34 +62,36 @@ def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequenc
     ``costs`` are those of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
     are in the unit of their activations.  None where no order keeps the limits.
     """
-    found = (
-        timeline
-        for schedule in schedules
-        for timeline in _planned(schedule, costs.merged(schedule.placement.stages), limits)
-    )
-    return min(found, key=lambda timeline: timeline.makespan, default=None)
+    best = None
+    for schedule in schedules:
+        best = _shorter(schedule, costs.merged(schedule.placement.stages), limits, best)
+    return best
 
 
-def _planned(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Iterator[Timeline]:
-    """Yield ``schedule`` with copies as soon as it keeps ``limits``, or nothing where it never does."""
+def _shorter(
+    schedule: Schedule, costs: Costs, limits: Sequence[float], best: Timeline | None
+) -> Timeline | None:
+    """Return ``schedule`` with copies, or ``best`` where it is not shorter or exceeds ``limits``."""
     waiting = [max(_waiting(order)) for order in schedule.orders]
     while True:
         try:
             hurried = replace(schedule, orders=tuple(map(_hurried, schedule.orders, waiting)))
             check(hurried)
         except InvalidSchedule:
-            return
+            return best
+        # Copies make no step shorter.
+        if best is not None and simulate(hurried, costs).makespan >= best.makespan:
+            return best
         timeline = within(hurried, costs, limits)
         if not over(timeline, limits):
-            yield timeline
-            return
+            return timeline
         above = [
             rank
             for rank, (peak, limit) in enumerate(zip(timeline.peak_memory, limits, strict=True))
             if peak > limit and waiting[rank] > 1
         ]
         if not above:
-            return
+            return best
         for rank in above:
             waiting[rank] -= 1
 

@@ -249,6 +249,12 @@ class Costs:
         part = seconds / ranks
         return replace(self, vocabulary=VocabularyCosts(2 * part, part).exchanged_over(self.hop))
 
+    def copied_at(self, seconds: float) -> Self:
+        """Return the costs with copies to the host that take ``seconds`` for each 1 of activations."""
+        return replace(
+            self, stages=tuple(replace(stage, copy=seconds * stage.activation) for stage in self.stages)
+        )
+
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 

@@ -237,6 +237,7 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     alone = [WORK[kind] for kind in OF_STAGES] * program.placement.stages
     alone += WORK[Kind.S], WORK[Kind.T], 0
     durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
+    durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
     _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
     numbers = program.make.order(ends)  # they go by rank already

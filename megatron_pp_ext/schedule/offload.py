@@ -29,9 +29,6 @@ from megatron_pp_ext.schedule.simulate import Copied, Timeline, simulate
 _ROUNDING = 1e-9
 """The part of a step or of a limit that rounding may add up to."""
 
-_HALVINGS = 10
-"""How often an interval of shares is halved."""
-
 
 def share_away(timeline: Timeline) -> float:
     """Return the part of all activations of a step that are copied to the host."""
@@ -70,18 +67,9 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
         raise ValueError(f"the share of activations on the host is {share:g}: give one above 0, at most 1")
     alone = _alone(schedule, costs)
     ranks = [_Rank(alone, rank) for rank in range(len(alone.events))]
-    wanted = round(share * sum(len(rank.waits) for rank in ranks))
-    found, low, high = [rank.copies(round(share * len(rank.waits))) for rank in ranks], share, 1.0
-    for _ in range(_HALVINGS):
-        if sum(map(len, found)) >= wanted:
-            break
-        middle = (low + high) / 2
-        more = [rank.copies(round(middle * len(rank.waits))) for rank in ranks]
-        if sum(map(len, more)) <= wanted:
-            found, low = more, middle
-        else:
-            high = middle
-    return _timed(alone, found)
+    rooms = [len(rank.copies(len(rank.waits))) for rank in ranks]
+    counts = _leveled(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
+    return _timed(alone, [rank.copies(count) for rank, count in zip(ranks, counts, strict=True)])
 
 
 def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline:
@@ -204,6 +192,16 @@ def _chosen(waits: Sequence[_Wait], count: int) -> list[_Wait]:
         some = min(count - len(chosen), len(own))
         chosen |= {own[(2 * at + 1) * len(own) // (2 * some)].kept for at in range(some)}
     return [wait for wait in waits if wait.kept in chosen]
+
+
+def _leveled(rooms: Sequence[int], total: int) -> list[int]:
+    """Return ``total`` in equal parts, none larger than its room; the first have one more where it is odd."""
+    level = 0
+    while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):
+        level += 1
+    left = total - sum(min(room, level) for room in rooms)
+    higher = [at for at, room in enumerate(rooms) if room > level][:left]
+    return [min(room, level) + (at in higher) for at, room in enumerate(rooms)]
 
 
 def _alone(schedule: Schedule, costs: Costs) -> Timeline:

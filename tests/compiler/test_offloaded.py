@@ -1,7 +1,5 @@
 """Orders within limits that they keep with copies to the host alone."""
 
-from dataclasses import replace
-
 from megatron_pp_ext.compiler.offloaded import shortest_within
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
@@ -10,8 +8,7 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 
 def costs(copy):
-    halves = Costs.per_rank(8, 2)
-    return replace(halves, stages=tuple(replace(stage, copy=copy / 2) for stage in halves.stages))
+    return Costs.per_rank(8, 2).copied_at(copy)
 
 
 def test_a_quarter_of_1f1bs_memory_takes_three_percent_more_than_v_zb():

@@ -85,6 +85,18 @@ CASES: dict[str, dict[str, str]] = {
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
     },
+    f"Beside `--pipeline-offload`|{PP4} --pipeline-offload auto": {
+        "without a flush no step has": f"{UNTIED} --pipeline-schedule pipedream",
+        "both would move the same": "--pipeline-schedule 1f1b --fine-grained-activation-offloading",
+        "its measurements know nothing": "--pipeline-schedule 1f1b --pipeline-profile-steps 1-2",
+        "the compiler does not choose copies": f"--pipeline-schedule auto {SHARED}",
+    },
+    f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
+        "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
+    },
+    f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
+        "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"
+    },
     f"Beside a shared vocabulary, also under `auto`|{PP4} --pipeline-vocabulary auto": {
         "no effect under Megatron's own schedules; add": "--pipeline-trace x.json",
         "every stage updates its weights by itself": f"{UNTIED} --pipeline-schedule pipedream",

@@ -17,22 +17,18 @@ from tests.support import slow
 
 def costs_of(schedule, copy):
     """Unit costs of a whole rank, and the time in which all of its activations of a microbatch are copied."""
-    placement = schedule.placement
-    costs = Costs.per_rank(placement.ranks, placement.chunks)
-    return replace(
-        costs, stages=tuple(replace(stage, copy=copy / placement.chunks) for stage in costs.stages)
-    )
+    return Costs.per_rank(schedule.ranks, schedule.placement.chunks).copied_at(copy)
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_half_of_any_family_leaves_for_nothing(name):
-    """A copy takes half of a forward.  1F1B's last rank has nothing that waits, so a sixteenth is missing."""
+    """A copy takes half of a forward.  On 1F1B's last rank nothing waits, so that the others send more."""
     schedule = catalog.build(name, 8, 32)
     costs = costs_of(schedule, 0.5)
     timeline = offload.with_share(schedule, costs, 0.5)
     check(timeline.schedule)
     assert timeline.makespan == simulate(schedule, costs).makespan
-    assert 0.49 <= offload.share_away(timeline) <= 0.5
+    assert offload.share_away(timeline) == 0.5
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,8 +38,8 @@ def test_no_share_makes_a_step_longer_or_more_than_was_asked_for_leave(schedule,
     alone, timeline = simulate(schedule, costs), offload.with_share(schedule, costs, share)
     check(timeline.schedule)
     assert timeline.events == alone.events
-    away = len(timeline.schedule.copies.back)
-    assert away <= round(share * schedule.placement.stages * schedule.microbatches) + schedule.placement.ranks
+    wanted = round(share * schedule.placement.stages * schedule.microbatches)
+    assert len(timeline.schedule.copies.back) <= wanted
     for row in timeline.copies:
         for way in ("out", "back"):
             times = sorted(getattr(copied, way) for copied in row)

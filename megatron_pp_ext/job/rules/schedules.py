@@ -173,7 +173,7 @@ NO_PIPELINE = Rules(
 
 _NO_MEANING = "has no meaning for {schedule}"
 _OR_PIPEDREAM = f"leave it out, or choose {PIPEDREAM}"
-_OR_FLEX = f"leave it out, or choose {FLEX}"
+_OR_FLEX = f"leave it out, choose {FLEX}, or add --pipeline-offload {AUTO}"
 
 _UPDATES = Rules(
     "With a flush",
@@ -204,7 +204,10 @@ _MEANING = Rules(
             _NO_MEANING,
             _OR_FLEX,
             lambda asked: (
-                asked.has_schedule and not asked.can.takes_limit and asked.pipeline_memory_limit is not None
+                asked.has_schedule
+                and not asked.can.takes_limit
+                and asked.pipeline_memory_limit is not None
+                and asked.pipeline_offload != AUTO
             ),
         ),
         Rule(
