@@ -38,14 +38,19 @@ class Moving(ActivationsAway):
         self.sent_bytes = 0
 
 
+def must_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks that are forked from here move storages of any size, and fail where none moves."""
+    monkeypatch.setattr(host_activations, "SMALLEST", 1)
+    monkeypatch.setattr(host_activations, "ActivationsAway", Moving)
+
+
 def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``leaves`` say what leaves in each training step of the ranks that are forked from here."""
+    """Let ``leaves`` say what leaves in each of their training steps, whether a plan would have it or not."""
     schedule = sources.Requested.schedule
     monkeypatch.setattr(
         sources.Requested, "schedule", lambda self, inputs: with_away(schedule(self, inputs), leaves)
     )
-    monkeypatch.setattr(host_activations, "SMALLEST", 1)
-    monkeypatch.setattr(host_activations, "ActivationsAway", Moving)
+    must_move(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,38 @@ def test_same_bits_as_stock(
     else:
         assert_same_bits(ours, theirs)
     assert ours.validation == theirs.validation
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    first(
+        1,
+        [
+            ("--pipeline-schedule v-half --pipeline-offload 0.5", 4),
+            ("--pipeline-schedule 1f1b --pipeline-offload 0.5", 4),
+            ("--pipeline-schedule zb-h1 --pipeline-offload auto", 4),
+            ("--pipeline-schedule flex --pipeline-memory-limit 0.4 --pipeline-offload auto", 4),
+        ],
+    ),
+)
+def test_flags(flags: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = f"--pipeline-model-parallel-size {ranks} {LLAMA}".split()
+    theirs = stock(ranks, *common)
+    must_move(monkeypatch)
+    assert_same_bits(
+        run(ranks, [*common, *flags.split(), "--pipeline-offload-host-bytes", "1000000000"]), theirs
+    )
+
+
+def test_more_than_the_host_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_activations, "host_bytes", lambda: 1000)
+    expected = (
+        "--pipeline-offload-host-bytes is 1001, but this machine has 1000 bytes free for each of its ranks"
+    )
+    with pytest.raises(ValueError, match=expected):
+        host_activations.activations_away(1001)
+    assert host_activations.activations_away(1000).buffers.limit == 1000
+    assert host_activations.activations_away(None).buffers.limit == 500
 
 
 @pytest.mark.wide
