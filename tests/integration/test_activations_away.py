@@ -21,7 +21,7 @@ LLAMA = (
 )
 LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DISTRIBUTED = "--tensor-model-parallel-size 2 --distribute-saved-activations"
-EVALUATED = "--eval-interval 1 --eval-iters 2 --clip-grad 0 --rampup-batch-size 2 2 12 --train-iters 3"
+EVALUATED = "--eval-interval 1 --eval-iters 2 --clip-grad 0 --rampup-batch-size 2 2 12 --train-samples 20"
 EXPERTS = (
     "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
     "--moe-token-dispatcher-type alltoall --clip-grad 0"

@@ -14,7 +14,7 @@ from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
 
 PP2 = "--pipeline-model-parallel-size 2"
-VARYING = "--eval-interval 1 --eval-iters 2 --clip-grad 0 --rampup-batch-size 2 2 12 --train-iters 4"
+VARYING = "--eval-interval 1 --eval-iters 2 --clip-grad 0 --rampup-batch-size 2 2 12 --train-samples 20"
 EXPERTS = (
     "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
     "--moe-token-dispatcher-type alltoall --clip-grad 0"
