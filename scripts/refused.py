@@ -6,13 +6,21 @@ python -m scripts.refused
 import re
 from pathlib import Path
 
-from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules, stock, without_flush
+from megatron_pp_ext.job.rules import (
+    activations_on_host,
+    measuring,
+    pairs_and_vocabulary,
+    schedules,
+    stock,
+    without_flush,
+)
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 TABLE = (
     *schedules.RULES,
     *stock.RULES,
     *pairs_and_vocabulary.RULES,
+    *activations_on_host.RULES,
     *without_flush.RULES,
     *measuring.RULES,
     *measuring.not_counted(),

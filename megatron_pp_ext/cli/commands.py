@@ -14,7 +14,8 @@ from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.names import ALIASES, OTHERS
+from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
 
@@ -81,6 +82,7 @@ def schedule(
     ] = False,
     *,
     times: ask.Times,
+    offload: ask.Offload,
     files: ask.Files,
 ) -> None:
     """Build a schedule, simulate it and show it.
@@ -99,9 +101,17 @@ def schedule(
 
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
         require_size(request, files)
+        costs = offload.costs(times.costs(ranks, request.finest.chunks), ranks)
         with waiting("compiling flex"):
-            compiled = flex.compiled(request, times.costs(ranks, request.finest.chunks), trials)
-            report(compiled.timeline, compiled.lower_bound, times.units, files)
+            if offload.offload == AUTO:
+                timeline = flex.with_copies(request, costs, trials)
+                report(timeline, bound_of(timeline), times.units, files)
+                return
+            compiled = flex.compiled(request, costs, trials)
+            found = compiled.timeline
+            if offload.offload:
+                found = with_share(found.schedule, found.costs, offload.share)
+            report(found, compiled.lower_bound, times.units, files)
         console.print(f"found by: {compiled.origin}")
         return
     if can.file is not None:
@@ -113,13 +123,15 @@ def schedule(
     catalog.entry(name)  # refuses what only training runs
     request = named(name, ranks, microbatches, chunks)
     require_size(request, files)
-    costs = times.costs(ranks, request.placement.chunks, shared_vocabulary)
+    costs = offload.costs(times.costs(ranks, request.placement.chunks, shared_vocabulary), ranks)
     with waiting(f"simulating {request.schedule}"):
         paired = times.pair_time is not None
         build = partial(
             catalog.build, request.schedule, ranks, chunks=request.placement.chunks, paired=paired
         )
         timeline = simulate((share(build, microbatches) if shared_vocabulary else build(microbatches)), costs)
+        if offload.offload:
+            timeline = with_share(timeline.schedule, costs, offload.share)
         report(timeline, bound_of(timeline), times.units, files)
 
 
@@ -147,6 +159,7 @@ def compare(
     microbatches: ask.Microbatches = 8,
     *,
     times: ask.Times,
+    offload: ask.Offload,
     pictures: ask.Pictures,
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
@@ -154,7 +167,7 @@ def compare(
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the vocabulary, and with --pair-time a row with pairs if it has
-    any.
+    any.  With --offload each has one with activations on the host.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
@@ -164,7 +177,7 @@ def compare(
     ]
     for request in requests:
         require_size(request)
-    halves = times.costs(ranks, 2)
+    halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, shares_vocabulary=True) if times.output_layer else halves
     timelines = {}
     for request in requests:
@@ -172,6 +185,8 @@ def compare(
         with waiting(f"simulating {name}"):
             built = catalog.build(name, ranks, microbatches)
             timelines[name] = simulate(built, halves.merged(built.placement.stages))
+            if offload.offload:
+                timelines[f"{name} +H"] = with_share(built, timelines[name].costs, offload.share)
             if times.pair_time is not None and catalog.entry(name).make_paired:
                 pairs = catalog.build(name, ranks, microbatches, paired=True)
                 timelines[f"{name} +P"] = simulate(pairs, halves.merged(built.placement.stages))
@@ -193,6 +208,8 @@ def compare(
         console.print("+S: all ranks share the output layer, else the last stage has it", style="dim")
     if times.pair_time is not None:
         console.print("+P: forwards and backwards in pairs", style="dim")
+    if offload.offload:
+        console.print("+H: activations wait on the host", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

@@ -12,6 +12,7 @@ from megatron_pp_ext.compiler.compile import (
     placements_of,
 )
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
+from megatron_pp_ext.compiler.offloaded import compile_with_copies
 from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
@@ -53,6 +54,19 @@ def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
         ) from None
+
+
+def with_copies(request: Request, costs: Costs, trials: int | None) -> Timeline:
+    """The best step found where activations may wait on the host; see ``compiler.offloaded``."""
+    limit, counted = request.limited(costs)
+    return compile_with_copies(
+        request.ranks,
+        request.microbatches,
+        counted,
+        limit,
+        request.placements,
+        TRIALS if trials is None else trials,
+    )
 
 
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Compiled]:

@@ -1,6 +1,7 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule.copies import Copies
+from megatron_pp_ext.schedule.offload import share_away
 from megatron_pp_ext.schedule.recorded import Units
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import terminal, trace_file
 
 console = Console(highlight=False)
@@ -57,6 +60,10 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         "peak_messages": list(timeline.peak_messages),
         "lower_bound": bound,
         "pairs": len(schedule.paired),
+        "copies": [
+            {"stage": stage, "microbatch": microbatch, "back_before": str(action)}
+            for (stage, microbatch), action in sorted(schedule.copies.back.items())
+        ],
         "digest": schedule.digest,
         "time_unit": units.time,
     }
@@ -83,6 +90,15 @@ def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None
     """Print ``timeline``, whose numbers are in ``units``, and write the requested files."""
     schedule = timeline.schedule
     show({schedule.name: timeline}, units, files.paths)
+    if schedule.copies:
+        if files.csv is not None:
+            raise ValueError("--csv and --offload do not go together, a CSV has no copies: leave one out")
+        alone = simulate(replace(schedule, copies=Copies()), timeline.costs)
+        before, now = (max(one.peak_microbatches) for one in (alone, timeline))
+        console.print(
+            f"on the host: {share_away(timeline):.1%} of activations; peak memory {before:.4g} -> {now:.4g}, "
+            f"makespan {alone.makespan:.5g} -> {timeline.makespan:.5g}"
+        )
     console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
     above = timeline.makespan / bound - 1
     console.print(f"lower bound {bound:.5g}: " + (f"{above:.1%} above it" if above > 5e-4 else "optimal"))

@@ -13,6 +13,7 @@ from megatron_pp_ext.integration.core import (
     local_linear,
     mirrored_chunks,
     nesterov,
+    offload_order,
     one_chunk_pairs,
     placed_functions,
     placed_models,
@@ -172,6 +173,12 @@ STEP = (
         {CORE_0_17: "self"},
         lambda stock: chunk_pipelines.mark_config(one_chunk_pairs.check_as_one_virtual_stage(stock)),
         "pairs under schedules of one chunk a rank; the pipeline of the models of a config",
+    ),
+    Seam(
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager.get_instance",
+        {CORE_0_17: ""},
+        offload_order.serve,
+        "--fine-grained-activation-offloading in the order of any schedule",
     ),
     Seam(
         "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw",

@@ -51,6 +51,20 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         "always, or under auto where the predicted step is shorter for it. Without it, the first stage "
         "has the embedding and the last stage the output layer.",
     )
+    group.add_argument(
+        "--pipeline-offload",
+        metavar="X",
+        help="Let activations wait for their backward on the host: this share of them, as in 0.5, or under "
+        f"{AUTO} as few as keep --pipeline-memory-limit, which any schedule then takes, and without a limit "
+        "as many as cost no time. What would come back late stays.",
+    )
+    group.add_argument(
+        "--pipeline-offload-host-bytes",
+        metavar="N",
+        type=float,
+        help="Bytes of the host that the activations of a rank may take. Without it, its part of half of "
+        "what is free on the machine.",
+    )
     add_file(
         "--pipeline-trace",
         help="Record what every pipeline rank did in the last training step into FILE, which opens "

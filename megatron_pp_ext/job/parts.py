@@ -318,6 +318,8 @@ class Pipeline:
     pipeline_memory_limit: float | str | None = None
     pipeline_costs: Path | None = None
     pipeline_vocabulary: str | None = None
+    pipeline_offload: float | str | None = None
+    pipeline_offload_host_bytes: float | None = None
     pipeline_update_interval: int | None = None
     pipeline_replicas: str | None = None
     pipeline_vertical_sync: bool = False

@@ -7,7 +7,7 @@ come from and in what the stages cost; what the flags mean is the same for all o
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.job import layers, memory_limit, replicas, sizes, updates
+from megatron_pp_ext.job import layers, memory_limit, offloading, replicas, sizes, updates
 from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
@@ -57,6 +57,8 @@ def read(asked: Asked, data: int) -> Request:
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
     request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
+    if job.pipeline.pipeline_offload is not None:
+        request = offloading.requested(request, job.pipeline)
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))

@@ -29,7 +29,7 @@ class Request:
     of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
     ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
     where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.  ``is_paired`` is true where
-    forwards and backwards run in pairs.
+    forwards and backwards run in pairs.  ``offload`` is --pipeline-offload, a share or ``auto``.
     """
 
     schedule: str
@@ -44,6 +44,7 @@ class Request:
     is_stock: bool = False
     vocabulary: str | None = None
     is_paired: bool = False
+    offload: float | str | None = None
 
     @property
     def ranks(self) -> int:

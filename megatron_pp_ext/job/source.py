@@ -14,8 +14,10 @@ from filelock import FileLock, Timeout
 
 from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
 from megatron_pp_ext.compiler.limits import Limit, least_limits
+from megatron_pp_ext.compiler.offloaded import compile_with_copies
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.job.csv_schedule import require_microbatches
+from megatron_pp_ext.job.offloading import with_copy_seconds
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -68,6 +70,8 @@ def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:
     can = catalog.abilities(name)
     if can.is_compiled:
         costs = costs_of(request.finest.stages)
+        if request.offload == AUTO:
+            costs = with_copy_seconds(costs)
         if not request.is_paired:
             costs = replace(costs, pair=1.0)
         return _automatic(request, costs) if can.measures_memory else _compiled(request, costs)
@@ -112,12 +116,13 @@ def _compiled(request: Request, costs: Costs) -> Source:
     """Return the source of ``flex``, whose placement is the one that suits an ordinary step best."""
     ranks = request.ranks
     limit, counted = request.limited(costs)
-    ordinary = compile_once(ranks, request.microbatches, counted, limit, request.placements)
+    copies = request.offload == AUTO
+    ordinary = compile_once(ranks, request.microbatches, counted, limit, request.placements, copies=copies)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         if microbatches == request.microbatches:
             return ordinary
-        return compile_once(ranks, microbatches, counted, limit, [ordinary.placement])
+        return compile_once(ranks, microbatches, counted, limit, [ordinary.placement], copies=copies)
 
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Limit, Costs]:
         return request.limited(measured)
@@ -135,7 +140,7 @@ def _automatic(request: Request, costs: Costs) -> Source:
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         limit = least if free_bytes is None else tuple(map(max, least, free_bytes()))
-        return compile_once(ranks, microbatches, costs, limit, [placement])
+        return compile_once(ranks, microbatches, costs, limit, [placement], copies=request.offload == AUTO)
 
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
         return tuple(map(max, least_limits(ranks, measured, placement), free_bytes())), measured
@@ -150,8 +155,14 @@ def compile_once(
     limit: float | Sequence[float],
     placements: Sequence[Placement],
     trials: int = TRIALS,
+    copies: bool = False,
 ) -> Schedule:
-    """Compile on one rank of a machine at a time: the first one works, the others read its result."""
+    """Compile on one rank of a machine at a time: the first one works, the others read its result.
+
+    With ``copies`` activations may wait on the host; these each rank plans by itself.
+    """
+    if copies:
+        return compile_with_copies(ranks, microbatches, costs, limit, placements, trials, _in_turn).schedule
     found = compile_schedule(
         ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=_in_turn
     )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.job import offloading
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.source import FreeBytes, Source, compile_once, source_of
 from megatron_pp_ext.schedule import catalog
@@ -38,6 +39,25 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
+    source = _without_copies(request, costs_of)
+    if request.offload is None:
+        return source
+
+    def planned(schedule: Schedule) -> Schedule:
+        try:
+            costs = costs_of(request.finest.stages, source.placement.shares_vocabulary)
+        except ValueError:  # any model may train, also one that the estimate does not know
+            costs = Costs.unit(request.finest)
+        return offloading.planned(schedule, request, costs.merged(schedule.placement.stages))
+
+    def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return planned(source.build(microbatches, free_bytes))
+
+    return replace(source, build=build, known=None if source.known is None else planned(source.known))
+
+
+def _without_copies(request: Request, costs_of: CostsOf) -> Source:
+    """Return the source of ``request``'s schedules without copies, unless the compiler chose them."""
     if request.vocabulary == SHARED:
         return _sharing(request, costs_of)
     if request.vocabulary == AUTO:

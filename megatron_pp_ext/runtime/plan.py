@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.operations import copies as copying
-from megatron_pp_ext.runtime.operations import transfers, vocabulary_work
+from megatron_pp_ext.runtime.operations import copy_work, transfers, vocabulary_work
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.runtime.operations.pair import Pair
@@ -46,7 +45,7 @@ class RankPlan:
     @property
     def copies_activations(self) -> bool:
         """Whether any activations of this rank leave its device."""
-        return any(isinstance(operation, copying.ToHost) for operation in self.operations)
+        return any(isinstance(operation, copy_work.ToHost) for operation in self.operations)
 
     @property
     def has_pairs(self) -> bool:
@@ -88,13 +87,13 @@ def plan_orders(
     place = 0
     for actions in steps:
         # Before the receives, which a copy back need not wait for.
-        operations += [copying.GiveUp(Owner(*kept)) for kept in given_up.get(actions[0], ())]
-        operations += [copying.ToDevice(Owner(*kept)) for kept in brought_back.get(actions[0], ())]
+        operations += [copy_work.GiveUp(Owner(*kept)) for kept in given_up.get(actions[0], ())]
+        operations += [copy_work.ToDevice(Owner(*kept)) for kept in brought_back.get(actions[0], ())]
         operations += [planner.launch(one) for one in launches[place]]
         operations += planner.around(actions)
         place += len(actions)
     operations += [planner.launch(one) for one in left_open]
-    operations += [copying.AllBack()] if brought_back else []
+    operations += [copy_work.AllBack()] if brought_back else []
     operations += [vocabulary_work.Close()] if planner.shares_vocabulary else []
     operations += [transfers.Drain()] if flushes else []
     return RankPlan(rank, order, tuple(operations))
@@ -130,7 +129,7 @@ class _Planner:
         yield from self._outputs(stage_works)
         for work in stage_works:
             if work.leaves:
-                yield copying.ToHost(Owner(work.action.stage, work.action.microbatch))
+                yield copy_work.ToHost(Owner(work.action.stage, work.action.microbatch))
 
     def _work(self, action: Action) -> Operation:
         stage, kind, microbatch = action

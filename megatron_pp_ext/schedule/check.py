@@ -9,6 +9,7 @@ run without a clock.
 from itertools import pairwise, zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.copy_steps import with_copies
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.walk import Walk
 
@@ -40,7 +41,7 @@ def walked(schedule: Schedule, is_repeated: bool = False) -> Walk:
     walk = Walk(Program.of(schedule, is_repeated))
     if not walk.is_complete:
         raise InvalidSchedule(_deadlock(schedule, walk))
-    return walk
+    return with_copies(walk, schedule.copies) if schedule.copies else walk
 
 
 def require_one_forward_order(schedule: Schedule) -> None:

@@ -23,7 +23,8 @@ class StageCosts:
 
     A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
     (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
-    of it and the end of a W or of a B gives back the rest.  ``parameters`` and ``expert_parameters`` are the
+    of it and the end of a W or of a B gives back the rest.  ``copy`` is the time in which they are copied to
+    the host, and that of the copy back.  ``parameters`` and ``expert_parameters`` are the
     weights that a rank has of the stage, the latter those of which expert-parallel ranks each have their own;
     schedules do not depend on them, and 0 stands for a stage whose weights nobody counted.  Raises
     ValueError for a time that is not above zero and for an activation that is negative or smaller than what
@@ -39,6 +40,7 @@ class StageCosts:
     released_by_input_gradient: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
+    copy: float = 0.0
 
     def __post_init__(self) -> None:
         # A search makes many of these, and asking for the fields takes as long as all else.
@@ -240,8 +242,7 @@ class Costs:
     def with_output_layer(self, seconds: float) -> Self:
         """Return the costs with an output layer on the last stage; F, I and W each take ``seconds`` more."""
         *others, last = self.stages
-        times = (last.forward + seconds, last.input_gradient + seconds, last.weight_gradient + seconds)
-        last = StageCosts(*times, last.activation, last.released_by_input_gradient)
+        last = replace(last, **{name: getattr(last, name) + seconds for name in _TIMES})
         return replace(self, stages=(*others, last))
 
     def with_shared_output_layer(self, seconds: float, ranks: int) -> Self:
@@ -251,6 +252,12 @@ class Costs:
         """
         part = seconds / ranks
         return replace(self, vocabulary=VocabularyCosts(2 * part, part).exchanged_over(self.hop))
+
+    def copied_at(self, seconds: float) -> Self:
+        """Return the costs with copies to the host that take ``seconds`` for each 1 of activations."""
+        return replace(
+            self, stages=tuple(replace(stage, copy=seconds * stage.activation) for stage in self.stages)
+        )
 
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.

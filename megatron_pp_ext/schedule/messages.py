@@ -16,6 +16,8 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
 * What all ranks exchange about a shared vocabulary has one place in the line, where every rank launches it.
 * The two actions of a pair have one place in the line, behind everything that either of them needs.  The
   rank sends the messages of both behind the pair.
+* A copy of activations to the host is launched right behind their forward, and one back right before another
+  action.  A rank waits for its own copies alone, and a copy for what its rank has launched before.
 
 To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
 rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a
@@ -235,6 +237,7 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     alone = [WORK[kind] for kind in OF_STAGES] * program.placement.stages
     alone += WORK[Kind.S], WORK[Kind.T], 0
     durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
+    durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
     _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
     numbers = program.make.order(ends)  # they go by rank already

@@ -14,8 +14,11 @@ from typing import NamedTuple
 from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.check import walked
+from megatron_pp_ext.schedule.columns import Column
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import ScheduleTimer
+from megatron_pp_ext.schedule.walk import Walk
 
 
 class Event(NamedTuple):
@@ -26,9 +29,24 @@ class Event(NamedTuple):
     end: float
 
 
+class Copied(NamedTuple):
+    """The times of the copies of a stage's activations of one microbatch to the host, and back.
+
+    The device has memory for them from ``launched`` on, at which their copy back is launched.
+    """
+
+    stage: int
+    microbatch: int
+    out: tuple[float, float]
+    launched: float
+    back: tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
+
+    ``copies[r]`` are those of rank r in the order in which they come back, and empty where it has none.
 
     There are two lengths.  ``makespan`` is the time from the first start to the last end over all ranks,
     which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
@@ -41,6 +59,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     events: tuple[tuple[Event, ...], ...]
+    copies: tuple[tuple[Copied, ...], ...] = ()
 
     @cached_property
     def start(self) -> float:
@@ -114,12 +133,21 @@ class Timeline:
         A rank does one thing at a time, so what an action gave back at its end is gone when a
         forward starts at that very moment.
         """
+        changes = [
+            (start if kept > 0 else end, kept)
+            for action, start, end in self.events[rank]
+            if (kept := self.costs.kept(action))
+        ]
+        if self.copies:
+            for stage, _, (_, away), launched, _ in self.copies[rank]:
+                kept = self.costs.stages[stage].activation
+                changes += [(away, -kept), (launched, kept)]
+            changes.sort()
         live = 0.0
         yield self.start, live
-        for action, start, end in self.events[rank]:
-            if kept := self.costs.kept(action):
-                live += kept
-                yield start if kept > 0 else end, live
+        for time, kept in changes:
+            live += kept
+            yield time, live
 
     @cached_property
     def _busy(self) -> float:
@@ -161,4 +189,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             tuple(Event(action, starts[step], ends[step]) for action, step in zip(order, own, strict=True))
             for order, own in zip(schedule.orders, timer.steps, strict=True)
         ),
+        _copied(timer.walk, placement, starts, ends),
     )
+
+
+def _copied(walk: Walk, placement: Placement, starts: Column, ends: Column) -> tuple[tuple[Copied, ...], ...]:
+    """Return the copies of every rank of ``walk`` with their times; none where no rank has any."""
+    if walk.copies is None:
+        return ()
+    found: list[list[Copied]] = [[] for _ in range(placement.ranks)]
+    for (stage, microbatch), out, launch, back in zip(*walk.copies, strict=True):
+        times = (starts[out], ends[out]), ends[launch], (starts[back], ends[back])
+        found[placement.rank_of(stage)].append(Copied(stage, microbatch, *times))
+    return tuple(map(tuple, found))

@@ -71,7 +71,8 @@ class ScheduleTimer:
         ``costs`` has the times of messages, and says how long a pair takes.
         """
         alone = list(map(seconds, self.walk.program.actions))
-        _, ends = self.walk.times_of_each(alone, _delays(costs), costs.of_pair)
+        copies = [stage.copy for stage in costs.stages]
+        _, ends = self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
         return max(as_list(ends))
 
     def spans(self, costs: Costs) -> tuple[Span, ...]:
@@ -97,13 +98,14 @@ class ScheduleTimer:
         return [Counter(map(self._places.__getitem__, dict.fromkeys(own))) for own in self.steps]
 
     def _durations(self, costs: Costs) -> list[float]:
-        """The seconds of each kind of action of each stage, of those on a shared vocabulary, and of pairs."""
+        """The seconds of each stage's kinds of action, of the shared vocabulary, of pairs and of copies."""
         shared = costs.vocabulary
         own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         each = {id(stage): [stage.seconds(kind) for kind in OF_STAGES] for stage in costs.stages}
         alone = [*(took for stage in costs.stages for took in each[id(stage)]), *own, 0.0]
         pairs = self.walk.program.pairs
-        return alone + [costs.of_pair(alone[first], alone[second]) for first, second in pairs]
+        copies = [stage.copy for stage in costs.stages] if self.walk.copies else []
+        return [*alone, *(costs.of_pair(alone[first], alone[second]) for first, second in pairs), *copies]
 
 
 def _delays(costs: Costs) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, SUMS, Columns, Program
 
@@ -30,12 +31,27 @@ class Steps(NamedTuple):
     place: Column
 
 
+class CopySteps(NamedTuple):
+    """The steps of copies, in the order in which each rank launches those back.
+
+    ``kept`` has the stage and the microbatch of each, ``out`` the step of its copy to the host and ``back``
+    that of its copy back, which is launched at the end of the step ``launch``.
+    """
+
+    kept: Sequence[Kept]
+    out: Column
+    launch: Column
+    back: Column
+
+
 class Walk:
     """The ``steps`` of ``program``.
 
     ``step_of`` is the step of every action, 0 where it was not reached, and ``at[r]`` the action at which
-    rank r ended.
+    rank r ended.  ``copies`` are those that ``copy_steps.with_copies`` has put into it.
     """
+
+    copies: CopySteps | None = None
 
     def __init__(self, program: Program) -> None:
         self.program, make = program, program.make
@@ -79,13 +95,21 @@ class Walk:
         seconds: Sequence[float],
         delays: Sequence[float],
         of_pair: Callable[[float, float], float] = max,
+        copy_seconds: Sequence[float] = (),
     ) -> tuple[Column, Column]:
-        """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part."""
+        """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part.
+
+        ``copy_seconds`` are those of a copy of each stage.
+        """
         durations, latest = [0.0] * len(self.steps.before), 0
         for action, step in enumerate(as_list(self.step_of)[:-1]):
             own = seconds[action]
             durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
             latest = step
+        if self.copies:
+            for (stage, _), *steps in zip(*self.copies, strict=True):
+                for step in steps[::2]:
+                    durations[step] = copy_seconds[stage]
         return self.times(durations, delays, self.program.make.of(range(len(durations))))
 
     def critical(self, starts: Column, ends: Column, pair: float) -> tuple[float, list[float]]:
@@ -199,7 +223,7 @@ def _follow(steps: Steps, starts: Column, ends: Column, halves: Column, pair: fl
         at = place[step] - len(counts)
         if at < 0:
             counts[at] += 1
-        else:
+        elif 2 * at < len(halves):  # places behind those of pairs are of copies
             counts[halves[2 * at]] += pair
             counts[halves[2 * at + 1]] += pair
         step = before[step] if ends[before[step]] == starts[step] else sends[step]

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view.colours import colour, ink, parts
+from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
 from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_labels
 
 # Inches.
@@ -26,8 +26,11 @@ _ROW = 0.5
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.75, 0.25, 0.55
 _HEAD = 0.62
 
-# Fractions of a row's height: where the actions end, and where the memory curve begins and ends.
+# Fractions of a row's height: where the actions end, where the memory curve begins and ends, and where copies
+# are drawn, below which the curve then stays.
 _ACTIONS, _FLOOR, _CEILING = 0.53, 0.93, 0.57
+_COPY_ROWS = {"out": (0.545, 0.6), "back": (0.605, 0.66)}
+_BELOW_COPIES = 0.69
 
 # Points, of 72 an inch.
 _LARGEST_FONT, _SMALLEST_FONT = 7.5, 4.5
@@ -82,6 +85,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
             _rank_axis(panel, len(timeline.events))
             _draw_actions(panel, timeline, scale, font)
             _draw_memory(panel, timeline, memory)
+            _draw_copies(panel, timeline)
             _write_head(panel, title, timeline)
         panel.tick_params(labelbottom=True)
         panel.set_xlabel(f"time ({time_unit})" if time_unit else "time", fontsize=9, color=GREY)
@@ -168,13 +172,26 @@ def _box(left: float, right: float, rank: int, top: float = 0.0, bottom: float =
     return [(left, above), (right, above), (right, below), (left, below)]
 
 
+def _draw_copies(axes: Axes, timeline: Timeline) -> None:
+    """Draw the copies of each rank below its actions, to the host above those back."""
+    for way, (top, bottom) in _COPY_ROWS.items():
+        boxes = [
+            [(left, rank + top), (right, rank + top), (right, rank + bottom), (left, rank + bottom)]
+            for rank, copies in enumerate(timeline.copies)
+            for left, right in ((time - timeline.start for time in getattr(one, way)) for one in copies)
+        ]
+        drawn = PolyCollection(boxes, facecolors=COPIES[way], edgecolors="white", linewidths=0.3, zorder=3)
+        axes.add_collection(drawn, autolim=False)
+
+
 def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
     """Draw the activations of each rank under its actions; ``most`` microbatches fill the height."""
+    ceiling = _BELOW_COPIES if timeline.copies else _CEILING
     areas: list[_Box] = []
     curves: list[_Box] = []
     for rank, peak in enumerate(timeline.peak_microbatches):
         highest = timeline.peak_activations[rank]
-        height = (_FLOOR - _CEILING) * peak / (highest * most) if highest else 0.0
+        height = (_FLOOR - ceiling) * peak / (highest * most) if highest else 0.0
         floor = rank + _FLOOR
         # Where several values fall on one moment only the last counts: the others would be spikes.
         steps = {time - timeline.start: floor - live * height for time, live in timeline.memory(rank)}
@@ -184,7 +201,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
         areas.append([*curve, (timeline.makespan, floor)])
         curves.append(curve)
         axes.annotate(
-            f"{peak:.4g}", (timeline.makespan, rank + (_CEILING + _FLOOR) / 2), xytext=(5, 0),
+            f"{peak:.4g}", (timeline.makespan, rank + (ceiling + _FLOOR) / 2), xytext=(5, 0),
             textcoords="offset points", fontsize=8, color=_MEMORY_EDGE, va="center", annotation_clip=False,
         )  # fmt: skip
     axes.add_collection(PolyCollection(areas, facecolors=_MEMORY, linewidths=0, zorder=1), autolim=False)
@@ -222,4 +239,6 @@ def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
         Patch(facecolor=colour(Kind.F, chunk), label=f"darker: chunk {chunk}") for chunk in range(1, chunks)
     ]
     kept = Patch(facecolor=_MEMORY, edgecolor=_MEMORY_EDGE, label="activations kept, in microbatches")
-    return [*kinds, *shades, kept]
+    ways = {"out": "copy to the host", "back": "copy back"}
+    copies = [Patch(facecolor=COPIES[way], label=label) for way, label in ways.items()]
+    return [*kinds, *shades, *(copies if any(timeline.copies for timeline in timelines) else []), kept]

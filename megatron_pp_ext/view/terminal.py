@@ -12,7 +12,10 @@ from rich.text import Text
 from megatron_pp_ext.schedule.idle_time import extent, idle_times
 from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
 from megatron_pp_ext.schedule.simulate import Event, Timeline
-from megatron_pp_ext.view.colours import colour, ink, parts
+from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
+
+WAYS = {"out": "↓", "back": "↑"}
+"""The marks of copies to the host and back."""
 
 _END = 32
 """The number of ranks that a sketch shows at each end of a longer pipeline."""
@@ -24,7 +27,8 @@ class Sketch:
 
     A column is as long as the shortest action, or longer where the timeline would not fit; it shows what the
     rank does in the middle of it.  In a pair, columns show its forward and its backward in turn.  Chunks
-    after the first have darker colours.  Of many ranks only the first and the last are shown.
+    after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
+    activations wait on the host, two more lines show a rank's copies to it and back.
     """
 
     timeline: Timeline
@@ -41,6 +45,7 @@ class Sketch:
             if rank not in left_out:
                 line = self._line(rank, column)
                 yield Text(no_wrap=True).append(f"{rank:>{gutter - 1}} ", style="dim").append_text(line)
+                yield from self._copies(rank, column, gutter)
             elif rank == left_out[0]:
                 yield Text(f"{'':{gutter}}ranks {rank} to {left_out[-1]} are not shown", style="dim")
         yield Text(
@@ -50,6 +55,18 @@ class Sketch:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the least and the most columns that a sketch may have."""
         return Measurement(20, options.max_width)
+
+    def _copies(self, rank: int, column: float, gutter: int) -> Iterator[Text]:
+        if not self.timeline.copies:
+            return
+        for way, mark in WAYS.items():
+            line = Text(f"{'':{gutter}}", no_wrap=True)
+            times = [getattr(copied, way) for copied in self.timeline.copies[rank]]
+            for index in range(round(self.timeline.makespan / column + 0.499)):
+                begin = self.timeline.start + index * column
+                is_busy = any(start < begin + column and begin < end for start, end in times)
+                line.append(mark if is_busy else " ", style=Style(color=COPIES[way]))
+            yield line
 
     def _line(self, rank: int, column: float) -> Text:
         placement = self.timeline.schedule.placement

@@ -3,10 +3,11 @@
 The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
 each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
 the one on another rank that waits for its output.  Each reduction of gradients, and each exchange of tokens
-between experts in schedules with pairs, is two events ("b", "e"), which may overlap anything.  Times are in
+between experts in schedules with pairs, is two events ("b", "e"), which may overlap anything.  Copies to the
+host and back have two tracks of their own on each rank, which are not read back.  Times are in
 microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may differ by
 its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its times, whose
-unit the file names.  Both can be read back.
+unit the file names.  Both kinds of steps can be read back.
 """
 
 import json
@@ -33,6 +34,9 @@ from megatron_pp_ext.schedule.simulate import Event, Timeline
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
+_COPY = "copy"
+"""The category of copies to the host and back."""
+
 _EXCHANGE = "exchange"
 """The category of exchanges of tokens."""
 
@@ -57,7 +61,22 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
     )
     curves = [[(time - start, live) for time, live in timeline.memory(rank)] for rank in range(len(records))]
     about = {"makespan": timeline.makespan, "digest": schedule.digest}
-    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about)
+    copies = list(_copies(timeline))
+    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about, copies)
+
+
+def _copies(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the events of copies, on two tracks behind those of all ranks' actions."""
+    for rank, copies in enumerate(timeline.copies):
+        for number, (way, name) in enumerate({"out": "to the host", "back": "from the host"}.items(), 1):
+            here = {"pid": rank, "tid": number * len(timeline.copies) + rank}
+            yield {"name": "thread_name", "ph": "M", **here, "args": {"name": f"copies {name}"}}
+            for copied in copies:
+                about = {"stage": copied.stage, "microbatch": copied.microbatch}
+                start, end = getattr(copied, way)
+                times = {"ts": (start - timeline.start) * 1e6, "dur": (end - start) * 1e6}
+                title = f"{copied.stage}.{copied.microbatch} {name}"
+                yield {"name": title, "cat": _COPY, "ph": "X", **here, **times, "args": about}
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
@@ -84,7 +103,7 @@ def read(path: Path) -> RecordedStep:
         exchanges: list[list[TokenExchange]] = [[] for _ in range(placement.ranks)]
         started: dict[int, dict[str, Any]] = {}
         for event in content["traceEvents"]:
-            if event["ph"] == "X":
+            if event["ph"] == "X" and event["cat"] != _COPY:
                 events[event["pid"]].append(_measured(event))
             elif event["ph"] == "b":
                 started[event["id"]] = event
@@ -136,8 +155,9 @@ def _write(
     step: RecordedStep,
     curves: Sequence[_Curve],
     simulated: dict[str, Any] | None = None,
+    copies: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write ``step`` with one memory curve a rank; ``simulated`` is what only a simulated step has."""
+    """Write ``step`` with one memory curve a rank; ``simulated`` and ``copies`` only a simulated step has."""
     records = step.records
     about = {
         "schedule": step.name,
@@ -167,7 +187,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += _beside_actions(records)
+    events += [*_beside_actions(records), *copies]
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))

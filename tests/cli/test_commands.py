@@ -25,6 +25,7 @@ KEYS = [
     "peak_messages",
     "lower_bound",
     "pairs",
+    "copies",
     "digest",
     "time_unit",
 ]

@@ -40,7 +40,10 @@ CASES: dict[str, dict[str, str]] = {
         "messages always overlap computing": "--no-overlap-p2p-communication",
         "--use-ring-exchange-p2p: each message": "--use-ring-exchange-p2p",
         "groups of --distributed-backend": "--pipeline-model-parallel-comm-backend ucc",
-        "--fine-grained-activation-offloading: it": "--fine-grained-activation-offloading",
+        "of the microbatch whose forward was last; add --recompute-granularity selective": (
+            "--fine-grained-activation-offloading --recompute-granularity full --recompute-method uniform"
+        ),
+        "--cpu-offloading-num-layers: Megatron has it": "--cpu-offloading-num-layers 1",
         "--moe-paged-stash: it holds all steps": "--moe-paged-stash --pipeline-profile-steps 1-2",
         "--defer-embedding-wgrad-compute: schedules": "--defer-embedding-wgrad-compute",
         "it splits the optimizer by stock's": "--overlap-param-gather-with-optimizer-step",
@@ -81,6 +84,18 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-costs {": "--pipeline-schedule pipedream --pipeline-costs x.json",
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
+    },
+    f"Beside `--pipeline-offload`|{PP4} --pipeline-offload auto": {
+        "without a flush no step has": f"{UNTIED} --pipeline-schedule pipedream",
+        "both would move the same": "--pipeline-schedule 1f1b --fine-grained-activation-offloading",
+        "its measurements know nothing": "--pipeline-schedule 1f1b --pipeline-profile-steps 1-2",
+        "the compiler does not choose copies": f"--pipeline-schedule auto {SHARED}",
+    },
+    f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
+        "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
+    },
+    f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
+        "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"
     },
     f"Beside a shared vocabulary, also under `auto`|{PP4} --pipeline-vocabulary auto": {
         "no effect under Megatron's own schedules; add": "--pipeline-trace x.json",
@@ -124,6 +139,7 @@ CASES: dict[str, dict[str, str]] = {
         "cast for microbatch 0, which comes once": "--te-precision-config-file x",
         "runs the step again where they do not fit": "--moe-expert-rank-capacity-factor 2",
         "the bias has no versions": "--moe-router-enable-expert-bias",
+        "--fine-grained-activation-offloading: it gives": "--fine-grained-activation-offloading",
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE}": {
         "--mtp-num-layers: the first": "--mtp-num-layers 1",

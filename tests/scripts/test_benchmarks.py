@@ -19,7 +19,7 @@ COMMANDS = {
     "runtime.delay_correction", "runtime.pairs",
     "runtime.replicas", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.limits_by_rank", "schedules.tables",
+    "schedules.copies_to_host", "schedules.limits_by_rank", "schedules.tables",
 }  # fmt: skip
 
 

@@ -1,25 +1,31 @@
 """The same questions answered slowly, by other means, for the tests to compare with.
 
+A copy of a stage and a microbatch is ("out", stage, microbatch) or ("back", stage, microbatch).
+
 Starts are the least solution of "not before the action in front, not before the inputs": every
 bound is raised until none is broken, and where that never ends the ranks wait for each other.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import placement as places
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from tests.support.random_orders import random_schedule
 
 
 def starts(schedule, costs):
-    """Start of every action, or None for a deadlock."""
+    """Start of every action and copy, or None for a deadlock."""
     rank_of = {a: rank for rank, order in enumerate(schedule.orders) for a in order}
     last = schedule.placement.stages - 1
 
     def seconds(a):
+        if a[0] in ("out", "back"):
+            return costs.stages[a[1]].copy
         stage = costs.stages[a.stage]
         return {
             "F": stage.forward,
@@ -47,9 +53,25 @@ def starts(schedule, costs):
             if stage < last:
                 before.append(backward(stage + 1, microbatch))
         bounds += [(b, a, costs.hop if rank_of[a] != rank_of[b] else 0) for b in before]
+    for order in schedule.orders:
+        engines = {"out": [], "back": []}
+        place = {a: at for at, a in enumerate(order)}
+        away = {key: a for key, a in schedule.copies.back.items() if a in place}
+        for key in sorted(away, key=lambda key: place[Action(key[0], Kind.F, key[1])]):
+            engines["out"].append(("out", *key))
+            bounds.append((Action(key[0], Kind.F, key[1]), ("out", *key), 0))
+        for key in sorted(away, key=lambda key: (place[away[key]], place[backward(*key)])):
+            engines["back"].append(("back", *key))
+            bounds += [
+                (order[place[away[key]] - 1], ("back", *key), 0),
+                (("out", *key), ("back", *key), 0),
+                (("back", *key), backward(*key), 0),
+            ]
+        bounds += [(a, b, 0) for engine in engines.values() for a, b in pairwise(engine)]
 
-    found = dict.fromkeys(rank_of, 0)
-    for _ in range(len(rank_of) + 1):
+    nodes = {a for before, after, _ in bounds for a in (before, after)} | set(rank_of)
+    found = dict.fromkeys(nodes, 0)
+    for _ in range(len(nodes) + 1):
         changed = False
         for before, after, delay in bounds:
             least = found[before] + seconds(before) + delay
@@ -71,6 +93,13 @@ def live(schedule, costs, start, rank, moment):
             kept += stage.activation
         elif start[a] + seconds <= moment:
             kept += stage.kept(a.kind)
+    order = schedule.orders[rank]
+    for (stage, microbatch), action in schedule.copies.back.items():
+        if action in order:
+            before = order[order.index(action) - 1]
+            launched = start[before] + costs.stages[before.stage].seconds(before.kind)
+            away = start["out", stage, microbatch] + costs.stages[stage].copy
+            kept += costs.stages[stage].activation * ((launched <= moment) - (away <= moment))
     return kept
 
 
@@ -90,10 +119,24 @@ def schedules(draw):
 
 
 @st.composite
+def copying(draw, schedule):
+    """``schedule``, which has no pairs, with any valid copies."""
+    back = {}
+    for order in schedule.orders:
+        place = {a: at for at, a in enumerate(order)}
+        for a in order:
+            if a.kind in "IB" and draw(st.booleans()):
+                first = place[Action(a.stage, Kind.F, a.microbatch)] + 1
+                back[a.stage, a.microbatch] = order[draw(st.integers(first, place[a]))]
+    return replace(schedule, copies=Copies(back))
+
+
+@st.composite
 def costs_of(draw, schedule):
     """Whole numbers, so that times compare exactly."""
     stages = []
     for _ in range(schedule.placement.stages):
         f, i, w, activation = draw(st.tuples(*[st.integers(1, 9)] * 4))
-        stages.append(StageCosts(f, i, w, activation, draw(st.integers(0, activation))))
+        released, copy = draw(st.integers(0, activation)), draw(st.integers(0, 9))
+        stages.append(StageCosts(f, i, w, activation, released, copy=copy))
     return Costs(tuple(stages), draw(st.integers(0, 5)))

@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import picture
-from megatron_pp_ext.view.colours import colour, ink
+from megatron_pp_ext.view.colours import COPIES, colour, ink
 from megatron_pp_ext.view.picture import _CEILING, _FLOOR, _draw_memory, draw, draw_groups
 
 
@@ -36,6 +37,15 @@ def test_svg_is_well_formed_and_has_the_colours_of_both_chunks(svg):
 def test_every_schedule_of_the_catalogue_is_drawn(tmp_path):
     draw({name: timed(name, 2, 2) for name in catalog.NAMES}, tmp_path / "all.svg")
     assert all(f"<!-- {name} -->" in (tmp_path / "all.svg").read_text() for name in catalog.NAMES)
+
+
+def test_copies_are_drawn_where_there_are_any(svg, tmp_path):
+    schedule = catalog.build("v-half", 3, 4)
+    timeline = with_share(schedule, Costs.per_rank(3, 2).copied_at(0.5), 1.0)
+    draw({"copies": timeline}, tmp_path / "copies.svg")
+    drawn = (tmp_path / "copies.svg").read_text()
+    for way, code in COPIES.items():
+        assert code in drawn and code not in svg, way
 
 
 def test_titles_are_written(svg):

@@ -2,6 +2,7 @@ from rich.console import Console
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view.terminal import Sketch, summary_table
 
@@ -69,3 +70,12 @@ def test_the_table_tells_makespan_from_span():
     ]
     recorded = printed(summary_table({"ours": timed("v-zb", 4, 8)}, with_messages=False))
     assert "messages" not in recorded
+
+
+def test_a_sketch_has_the_copies_of_each_rank_below_it():
+    """A column is an F long, and a copy a fifth of it."""
+    schedule = catalog.build("1f1b", 2, 4)
+    timeline = with_share(schedule, Costs.per_rank(2).copied_at(0.2), 0.5)
+    lines = printed(Sketch(timeline)).splitlines()
+    assert len(lines) == 3 * 2 + 1
+    assert lines[1].count("↓") == lines[2].count("↑") == len(timeline.copies[0]) > 0

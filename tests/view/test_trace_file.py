@@ -6,6 +6,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
@@ -112,6 +113,19 @@ def test_simulated_steps_are_read_back(timeline, tmp_path):
     assert step.records[0].events[0].live_bytes == timeline.costs.stages[0].activation
     # Rank 0 holds stages 0 and 5; two and more microbatches of them are alive together.
     assert step.records[0].peak_microbatches == 4
+
+
+def test_copies_have_tracks_of_their_own_which_are_not_read_back(tmp_path):
+    schedule = catalog.build("v-half", 2, 4)
+    timeline = with_share(schedule, Costs.per_rank(2, 2).copied_at(0.5), 1.0)
+    trace_file.write_timeline(tmp_path / "trace.json", timeline)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    copies = [event for event in found if event.get("cat") == "copy"]
+    assert len(copies) == 2 * sum(map(len, timeline.copies)) > 0
+    assert all(event["dur"] == pytest.approx(0.25e6) and event["tid"] >= 2 for event in copies)
+    names = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert names == {"actions", "copies to the host", "copies from the host"}
+    assert trace_file.read(tmp_path / "trace.json").timeline().makespan == pytest.approx(timeline.makespan)
 
 
 def test_what_is_no_trace_is_refused(timeline, tmp_path):

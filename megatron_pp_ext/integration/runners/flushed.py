@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
 from megatron_pp_ext.integration.runners.host_activations import activations_away
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
@@ -35,6 +36,7 @@ class FlushedSteps:
     ) -> None:
         self._placement, self._transport, self._host_bytes = placement, transport, host_bytes
         self._away: ActivationsAway | None = None
+        self._offload = FineGrainedOffload()
         self._training, self._evaluation = training, evaluation
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
@@ -56,17 +58,24 @@ class FlushedSteps:
             stages = model_stages(inputs, placement, plan, make)
         if plan.copies_activations and self._away is None:
             self._away = activations_away(self._host_bytes)
-        execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
+        with self._offload.step(self._kind(inputs), plan, inputs):
+            execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
 
     def plan(self, inputs: StepInputs, group: dist.ProcessGroup) -> RankPlan:
         """Return what this rank of the pipeline ``group`` does in the step; collective over the job."""
-        source = self._evaluation if inputs.forward_only else self._training
-        key = inputs.microbatches, inputs.forward_only, source.phase(inputs)
-        if key not in self._plans:
-            schedule = source.schedule(inputs)
+        kind = self._kind(inputs)
+        if kind not in self._plans:
+            schedule = self._source(inputs).schedule(inputs)
             require_same_on_all(schedule)
-            self._plans[key] = plan_rank(schedule, group.rank())
-        return self._plans[key]
+            self._plans[kind] = plan_rank(schedule, group.rank())
+        return self._plans[kind]
+
+    def _source(self, inputs: StepInputs) -> Source:
+        return self._evaluation if inputs.forward_only else self._training
+
+    def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
+        """Return what all steps of one plan have in common."""
+        return inputs.microbatches, inputs.forward_only, self._source(inputs).phase(inputs)
 
 
 def require_same_on_all(schedule: Schedule) -> None:

@@ -35,5 +35,6 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
         advice=advice,
+        offload_host_bytes=args.pipeline_offload_host_bytes,
         caveat=partial(caveat, pipeline, args),
     )

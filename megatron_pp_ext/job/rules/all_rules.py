@@ -3,12 +3,26 @@
 import re
 from typing import Any
 
-from megatron_pp_ext.job.rules import measuring, pairs_and_vocabulary, schedules, stock, without_flush
+from megatron_pp_ext.job.rules import (
+    activations_on_host,
+    measuring,
+    pairs_and_vocabulary,
+    schedules,
+    stock,
+    without_flush,
+)
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
-TABLE = (*measuring.RULES, *stock.RULES, *schedules.RULES, *pairs_and_vocabulary.RULES, *without_flush.RULES)
+TABLE = (
+    *measuring.RULES,
+    *stock.RULES,
+    *schedules.RULES,
+    *pairs_and_vocabulary.RULES,
+    *without_flush.RULES,
+    *activations_on_host.RULES,
+)
 """All rules, in the order in which they are looked at."""
 
 

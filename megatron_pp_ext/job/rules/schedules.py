@@ -50,7 +50,17 @@ _ALWAYS = Rules(
             "leave it out",
             lambda asked: asked.pipeline_model_parallel_comm_backend == "ucc",
         ),
-        Rule("--fine-grained-activation-offloading", "it moves activations in stock's order of microbatches"),
+        Rule(
+            "--fine-grained-activation-offloading",
+            "Megatron takes a layer that is recomputed for one of the microbatch whose forward was last",
+            "add --recompute-granularity selective, which recomputes modules, or leave it out",
+            lambda asked: asked.fine_grained_activation_offloading and asked.recompute_granularity == "full",
+        ),
+        Rule(
+            "--cpu-offloading-num-layers",
+            "Megatron has it without pipelines alone",
+            "use --fine-grained-activation-offloading",
+        ),
         Rule(
             "--moe-paged-stash",
             "it holds all steps to the order of its first one",
@@ -163,7 +173,7 @@ NO_PIPELINE = Rules(
 
 _NO_MEANING = "has no meaning for {schedule}"
 _OR_PIPEDREAM = f"leave it out, or choose {PIPEDREAM}"
-_OR_FLEX = f"leave it out, or choose {FLEX}"
+_OR_FLEX = f"leave it out, choose {FLEX}, or add --pipeline-offload {AUTO}"
 
 _UPDATES = Rules(
     "With a flush",
@@ -194,7 +204,10 @@ _MEANING = Rules(
             _NO_MEANING,
             _OR_FLEX,
             lambda asked: (
-                asked.has_schedule and not asked.can.takes_limit and asked.pipeline_memory_limit is not None
+                asked.has_schedule
+                and not asked.can.takes_limit
+                and asked.pipeline_memory_limit is not None
+                and asked.pipeline_offload != AUTO
             ),
         ),
         Rule(

@@ -35,6 +35,10 @@ _NEVER = Rules(
             "it reads a step's samples beforehand and runs the step again where they do not fit",
         ),
         Rule("--moe-router-enable-expert-bias", "the bias has no versions"),
+        Rule(
+            "--fine-grained-activation-offloading",
+            "it gives its memory back at the end of a step, when some microbatches are in flight",
+        ),
     ),
 )
 

@@ -1,0 +1,87 @@
+"""--pipeline-offload: the copies of activations to the host that a requested schedule gets.
+
+All ranks plan them from the same costs, so that they agree without a message.
+"""
+
+from dataclasses import replace
+
+from megatron_pp_ext.compiler.limits import Limit
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job.parts import Pipeline
+from megatron_pp_ext.job.request import Request
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.offload import over, with_share, within
+
+HOST_LINK = 25e9
+"""The bytes a second, each way, that are counted on where the machine is not known: those of PCIe 4 x16."""
+
+PART_OF_FORWARD = 0.5
+"""The part of a forward that a copy counts as where it is not known how many bytes a stage keeps."""
+
+
+def requested(request: Request, asked: Pipeline) -> Request:
+    """Return ``request`` with --pipeline-offload, and the memory limit that any schedule then takes.
+
+    ValueError, in one line, for a share that is not above 0 and at most 1.
+    """
+    given, limit = asked.pipeline_offload, asked.pipeline_memory_limit
+    if given == AUTO:
+        if limit is not None and request.limit is None:
+            request = replace(request, limit=memory_limit.read(limit, request.ranks))
+        return replace(request, offload=AUTO)
+    try:
+        share = float(given or 0)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
+            "such as 0.5"
+        )
+    return replace(request, offload=share)
+
+
+def with_copy_seconds(costs: Costs) -> Costs:
+    """Return ``costs`` with the seconds of copies, where a file has not given them.
+
+    Costs that count the weights of stages count activations in bytes, too, and those go over ``HOST_LINK``.
+    In others a copy takes ``PART_OF_FORWARD``.
+    """
+    if any(stage.copy for stage in costs.stages):
+        return costs
+    if costs.has_parameters:
+        return costs.copied_at(1 / HOST_LINK)
+    stages = (replace(stage, copy=PART_OF_FORWARD * stage.forward) for stage in costs.stages)
+    return replace(costs, stages=tuple(stages))
+
+
+def planned(schedule: Schedule, request: Request, costs: Costs) -> Schedule:
+    """Return ``schedule`` with the copies that ``request`` asks for; ``costs`` are those of its stages.
+
+    ValueError, in one line, where no copies keep the memory limit.
+    """
+    if request.offload == AUTO and catalog.abilities(request.schedule).is_compiled:
+        return schedule  # the compiler has chosen
+    costs = with_copy_seconds(costs)
+    if request.offload != AUTO or request.limit is None:
+        share = 1.0 if request.offload in (None, AUTO) else float(request.offload)
+        return with_share(schedule, costs, share).schedule
+    limit, counted = request.limited(costs)
+    limits = each(limit, request.ranks)
+    timeline = within(schedule, counted, limits)
+    if over(timeline, limits):
+        peaks = timeline.peak_memory
+        rank = max(range(request.ranks), key=lambda rank: peaks[rank] - limits[rank])
+        raise ValueError(
+            f"--pipeline-memory-limit: rank {rank} may keep {limits[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+            f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
+        )
+    return timeline.schedule
+
+
+def each(limit: Limit, ranks: int) -> tuple[float, ...]:
+    """Return ``limit`` as one for each rank."""
+    return limit if isinstance(limit, tuple) else (limit,) * ranks

@@ -1,0 +1,107 @@
+"""Copies to the host and back as steps of a walk, on a copy engine each way for every rank.
+
+A copy is a step behind two others: the one before it on its engine, and what it waits for on its rank.  All
+of that was launched before it on the same rank, so that copies never make ranks wait in a circle: they are
+put into a walk that was found without them, as often as there are plans.
+"""
+
+from copy import copy
+
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.columns import Column
+from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.program import OWN, Columns
+from megatron_pp_ext.schedule.walk import CopySteps, Steps, Walk
+
+
+def with_copies(walk: Walk, copies: Copies) -> Walk:
+    """Return ``walk``, which is complete and has no copies, with ``copies``."""
+    program, make = walk.program, walk.program.make
+    actions, launched = program.actions, copies.launched_before(program.actions)
+    kept: list[Kept] = []
+    begins = [0]
+    for action in actions:
+        kept += launched.get(action, ())
+        begins.append(len(kept))
+    number = {one: at for at, one in enumerate(kept, 1)}
+
+    def numbers(*kinds: Kind) -> Column:
+        return make.of(number.get((stage, of), 0) if kind in kinds else 0 for stage, kind, of in actions)
+
+    found, size = copy(walk), len(walk.steps.before) + 4 * len(kept)
+    found.step_of = make.zeros(program.count + 1)
+    found.steps = Steps(*(make.zeros(size) for _ in Steps._fields))
+    found.copies = CopySteps(kept, *(make.zeros(len(kept)) for _ in range(3)))
+    _insert(
+        program.columns,
+        make.of(walk.line),
+        (make.of(begins), numbers(Kind.F), numbers(Kind.I, Kind.B)),
+        (program.no_work, program.no_work + 1 + len(program.pairs)),
+        (walk.step_of, walk.steps, make.zeros(len(walk.steps.before))),
+        tuple(make.zeros(program.ranks) for _ in range(3)),
+        found.step_of,
+        found.steps,
+        found.copies[1:],
+    )
+    return found
+
+
+@Loop
+def _insert(
+    columns: Columns,
+    line: Column,
+    numbers: tuple[Column, Column, Column],
+    places: tuple[int, int],
+    without: tuple[Column, Steps, Column],
+    latest: tuple[Column, Column, Column],
+    step_of: Column,
+    steps: Steps,
+    copied: tuple[Column, Column, Column],
+) -> None:
+    """Fill ``step_of``, ``steps`` and ``copied`` from what they are ``without`` copies.
+
+    The copies back from ``begins[a]`` to ``begins[a + 1]`` are launched before action a; the copy to the host
+    ``outgoing[a]`` is launched behind it, and it waits for the copy back ``waiting[a]``, both counted from 1.
+    """
+    stage_of, _, _, rank_of, _, _, _, _, _ = columns
+    begins, outgoing, waiting = numbers
+    no_work, first_place = places
+    old_of, (old_before, old_sends, old_wire, old_place), moved = without
+    before, sends, wire, place = steps
+    on_rank, to_host, from_host = latest
+    out, launch, back = copied
+    filled = at = 0
+    for step in range(1, len(old_before)):
+        first = at
+        while at < len(line) and old_of[line[at]] == step:
+            at += 1
+        own = moved[old_before[step]]
+        for action in line[first:at]:
+            rank = rank_of[action]
+            for number in range(begins[action], begins[action + 1]):
+                filled += 2
+                before[filled - 1], sends[filled - 1] = from_host[rank], on_rank[rank]
+                wire[filled - 1], place[filled - 1] = OWN, no_work
+                before[filled], sends[filled] = filled - 1, out[number]
+                launch[number] = on_rank[rank]
+                back[number] = from_host[rank] = filled
+        for action in line[first:at]:
+            if waiting[action]:
+                number = waiting[action] - 1
+                wire[back[number]], place[back[number]] = OWN, first_place + stage_of[action]
+                filled += 1
+                before[filled], sends[filled], wire[filled], place[filled] = own, back[number], OWN, no_work
+                own = filled
+        filled += 1
+        before[filled], sends[filled] = own, moved[old_sends[step]]
+        wire[filled], place[filled] = old_wire[step], old_place[step]
+        moved[step] = filled
+        for action in line[first:at]:
+            rank = rank_of[action]
+            step_of[action] = on_rank[rank] = moved[step]
+            if outgoing[action]:
+                filled += 1
+                before[filled], sends[filled] = to_host[rank], on_rank[rank]
+                wire[filled], place[filled] = OWN, first_place + stage_of[action]
+                out[outgoing[action] - 1] = to_host[rank] = filled

@@ -1,0 +1,87 @@
+"""--pipeline-offload: what is requested, and the copies that the schedules of a run then have."""
+
+import pytest
+
+from megatron_pp_ext.job import offloading
+from megatron_pp_ext.job.parts import Pipeline
+from megatron_pp_ext.job.request import named
+from megatron_pp_ext.job.vocabulary_source import requested_source
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.offload import share_away
+from megatron_pp_ext.schedule.simulate import simulate
+
+RANKS, MICROBATCHES = 4, 12
+
+
+def costs_of(stages, shares_vocabulary=False):
+    """Whole ranks take 1 for F, I and W each; a copy takes half of a forward, since bytes are not known."""
+    return Costs.per_rank(RANKS, stages // RANKS)
+
+
+def built(name, **asked):
+    request = offloading.requested(named(name, RANKS, MICROBATCHES), Pipeline(**asked))
+    source = requested_source(request, costs_of)
+    schedule = source.build(MICROBATCHES, None)
+    check(schedule)
+    costs = offloading.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    return simulate(schedule, costs)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
+def test_a_share_leaves(name):
+    timeline = built(name, pipeline_offload="0.25")
+    assert share_away(timeline) == 0.25
+    assert timeline.makespan == built(name, pipeline_offload="1").makespan
+
+
+def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
+    most = built("v-min", pipeline_offload="auto")
+    limited = built("v-min", pipeline_offload="auto", pipeline_memory_limit=0.5)
+    assert share_away(limited) < share_away(most)
+    assert max(limited.peak_memory) <= 0.5 * 4
+    assert limited.makespan == most.makespan
+
+
+def test_the_compiler_chooses_by_itself():
+    """A quarter of what 1F1B keeps is one microbatch: an order alone that keeps it has hardly a pipeline."""
+    request = named("flex", RANKS, MICROBATCHES, limit=0.375)
+    request = offloading.requested(request, Pipeline(pipeline_offload="auto", pipeline_memory_limit=0.375))
+    schedule = requested_source(request, costs_of).build(MICROBATCHES, None)
+    check(schedule)
+    assert schedule.name == "flex" and schedule.copies
+    costs = offloading.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    assert max(simulate(schedule, costs).peak_memory) <= 1.5
+
+
+def test_a_limit_that_no_copies_keep_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^--pipeline-memory-limit: rank 2 may keep 1, but keeps 4 under zb-h1"
+    ):
+        built("zb-h1", pipeline_offload="auto", pipeline_memory_limit=0.25)
+
+
+@pytest.mark.parametrize("given", ["half", "0", 1.5, "-1", "nan"])
+def test_other_shares_are_refused(given):
+    with pytest.raises(ValueError, match=f"^--pipeline-offload is {given}, but must be a share above 0"):
+        built("1f1b", pipeline_offload=given)
+
+
+def test_bytes_go_over_the_host_link():
+    stage = StageCosts(0.01, 0.01, 0.01, activation=1e9, parameters=1e9)
+    assert offloading.with_copy_seconds(Costs((stage,))).stages[0].copy == 1e9 / offloading.HOST_LINK
+    given = Costs((StageCosts(1, 1, 1, copy=0.2),))
+    assert offloading.with_copy_seconds(given) is given
+
+
+def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
+    def unknown(stages, shares_vocabulary):
+        raise ValueError("not modelled")
+
+    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), Pipeline(pipeline_offload=0.5))
+    schedule = requested_source(request, unknown).build(MICROBATCHES, None)
+    assert (
+        len(schedule.copies.back)
+        == catalog.build("v-half", RANKS, MICROBATCHES).placement.stages * MICROBATCHES / 2
+    )

@@ -1,0 +1,89 @@
+"""Plans of copies: what leaves, what a step then takes and keeps, and what bounds both."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.schedule import catalog, offload
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+from tests.support import slow
+
+
+def costs_of(schedule, copy):
+    """Unit costs of a whole rank, and the time in which all of its activations of a microbatch are copied."""
+    return Costs.per_rank(schedule.ranks, schedule.placement.chunks).copied_at(copy)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_half_of_any_family_leaves_for_nothing(name):
+    """A copy takes half of a forward.  On 1F1B's last rank nothing waits, so that the others send more."""
+    schedule = catalog.build(name, 8, 32)
+    costs = costs_of(schedule, 0.5)
+    timeline = offload.with_share(schedule, costs, 0.5)
+    check(timeline.schedule)
+    assert timeline.makespan == simulate(schedule, costs).makespan
+    assert offload.share_away(timeline) == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(slow.schedules(), st.data())
+def test_no_share_makes_a_step_longer_or_more_than_was_asked_for_leave(schedule, data):
+    costs, share = data.draw(slow.costs_of(schedule)), data.draw(st.floats(0.01, 1))
+    alone, timeline = simulate(schedule, costs), offload.with_share(schedule, costs, share)
+    check(timeline.schedule)
+    assert timeline.events == alone.events
+    wanted = round(share * schedule.placement.stages * schedule.microbatches)
+    assert len(timeline.schedule.copies.back) <= wanted
+    for row in timeline.copies:
+        for way in ("out", "back"):
+            times = sorted(getattr(copied, way) for copied in row)
+            assert all(end <= start for (_, end), (start, _) in pairwise(times))
+
+
+@settings(max_examples=60, deadline=None)
+@given(slow.schedules(), st.data())
+def test_a_limit_is_kept_or_exceeded_as_claimed(schedule, data):
+    costs = data.draw(slow.costs_of(schedule))
+    alone = simulate(schedule, costs)
+    peaks = alone.peak_memory
+    limits = [data.draw(st.integers(0, round(peak) + 1)) for peak in peaks]
+    timeline = offload.within(schedule, costs, limits)
+    check(timeline.schedule)
+    above = [max(0, peak - limit) for peak, limit in zip(timeline.peak_memory, limits, strict=True)]
+    assert offload.over(timeline, limits) == pytest.approx(max(above), abs=1e-6)
+    if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
+        assert not timeline.schedule.copies
+    assert timeline.makespan == alone.makespan == offload.least_makespan(timeline.schedule, costs)
+
+
+def test_the_copy_engine_bounds_a_step():
+    """All 16 microbatches leave in 5 each, behind the first forward; then one comes back for its B of 2."""
+    schedule = catalog.build("gpipe", 2, 16)
+    backwards = [action for action in schedule if action.kind is Kind.B]
+    copies = replace(schedule.copies, back={(one.stage, one.microbatch): one for one in backwards})
+    schedule = replace(schedule, copies=copies)
+    costs = costs_of(schedule, 5.0)
+    assert offload.least_makespan(schedule, costs) == 2 + 16 * 5 + 5 + 2
+    assert simulate(schedule, costs).makespan >= 89
+
+
+def test_no_more_leaves_than_keeps_the_limit():
+    """1F1B's rank r of 4 keeps 4 - r; a copy is under way for a quarter of a forward."""
+    schedule = catalog.build("1f1b", 4, 8)
+    timeline = offload.within(schedule, costs_of(schedule, 0.25), [2, 2, 2, 1])
+    assert timeline.peak_memory == (2, 2, 2, 1) and not offload.over(timeline, [2, 2, 2, 1])
+    away = [sum(kept[0] == stage for kept in timeline.schedule.copies.back) for stage in range(4)]
+    assert away[0] > 0 < away[1] and away[2:] == [0, 0]
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.1])
+def test_other_shares_are_refused(share):
+    schedule = catalog.build("1f1b", 2, 2)
+    with pytest.raises(ValueError, match=r"on the host is .*: give one above 0, at most 1"):
+        offload.with_share(schedule, costs_of(schedule, 0.5), share)
