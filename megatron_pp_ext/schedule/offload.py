@@ -8,7 +8,8 @@ activations wait for their backward.  Each rank chooses for itself:
 2. The copies to the host run one after the other, in the order of the forwards.
 3. A copy back ends as late as neither its backward waits nor a copy behind it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
-4. What would not be back in time stays on the device: every other one of these, until none is left.
+4. What would not be gone before its copy back is launched stays on the device: every other one of these,
+   until none is left.
 
 So no plan makes a step longer.  For a memory limit a rank sends away as little as keeps it.
 """
@@ -105,11 +106,11 @@ class _Wait(NamedTuple):
 
 
 class _Return(NamedTuple):
-    """A copy with its times, and the action before which it comes back; whether the backward waits for it."""
+    """A copy with its times, and the action before which it comes back; whether it is of any use."""
 
     times: Copied
     before: Action
-    is_late: bool
+    is_useful: bool
 
 
 class _Rank:
@@ -133,17 +134,17 @@ class _Rank:
                 self.waits.append(_Wait((stage, microbatch), seconds, since, start, earliest, step))
 
     def copies(self, count: int) -> list[_Return]:
-        """Return so many copies, or fewer where not all are back in time."""
+        """Return so many copies, or fewer where not all are of use."""
         waits = self.waits
         while True:
             found = self._placed(_chosen(waits, count))
-            staying = {one.times[:2] for one in [one for one in found if one.is_late][::2]}
+            staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
             if not staying:
                 return found
             waits = [wait for wait in waits if wait.kept not in staying]
 
     def least(self, limit: float) -> list[_Return]:
-        """Return as few copies as keep the rank within ``limit``, or all that are back in time."""
+        """Return as few copies as keep the rank within ``limit``, or all that are of use."""
         limit *= 1 + _ROUNDING
         low, high = 0, len(self.waits)
         best = self.copies(high)
@@ -173,11 +174,11 @@ class _Rank:
         start, found = float("inf"), []
         for wait in reversed(waits):
             start = min(start, wait.until) - wait.seconds
-            is_late = out[wait.kept][1] > start + rounding
             launch = bisect_right(self._launches, start + rounding) - 1
             launch = min(max(launch, wait.earliest), wait.latest)
             times = Copied(*wait.kept, out[wait.kept], self._launches[launch], (start, start + wait.seconds))
-            found.append(_Return(times, self._steps[launch], is_late))
+            is_useful = out[wait.kept][1] < self._launches[launch] - rounding
+            found.append(_Return(times, self._steps[launch], is_useful))
         return found[::-1]
 
 

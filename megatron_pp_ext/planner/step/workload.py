@@ -126,7 +126,14 @@ class Workload:
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
-        return Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+        if self.job.pipeline.pipeline_offload is None:
+            return costs
+        if self.system.host is None:
+            raise ValueError(
+                f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
+            )
+        return costs.copied_at(1 / self.system.host.bytes_per_second)
 
     def pair(self, parts: Sequence[Part]) -> float:
         """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
