@@ -108,8 +108,8 @@ class Tried:
 
         if asked.pipeline_offload is not None:
             raise ValueError(
-                f"--pipeline-offload {asked.pipeline_offload} is not searched with: leave it out, and ask mpp "
-                "estimate what it changes about a result"
+                f"--pipeline-offload {asked.pipeline_offload} is not searched with: leave it out, and ask "
+                "mpp estimate what it changes about a result"
             )
         names, compiles = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline_costs is not None
