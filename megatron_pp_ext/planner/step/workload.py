@@ -133,7 +133,10 @@ class Workload:
             raise ValueError(
                 f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
             )
-        return costs.copied_at(1 / self.system.host.bytes_per_second)
+        rate = self.system.host.bytes_per_second
+        copied = zip(stages, self.parts, strict=True)
+        stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
+        return replace(costs, stages=stages)
 
     def pair(self, parts: Sequence[Part]) -> float:
         """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
