@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.host_memory
 
-Llama 3 70B, and 16 layers of DeepSeek-V3 (latent attention and experts).  One process, no GPU; some minutes
-on one core.  Writes results/host_memory.md, and the picture of docs/offload.md.
+Llama 3 70B, and 16 layers of Kimi K2 with half of its experts (latent attention).  One process, no GPU; some
+minutes on one core.  Writes results/host_memory.md, and the pictures of docs/offload.md.
 """
 
 from pathlib import Path
@@ -27,33 +27,36 @@ MODELS = {
         "Llama 3 70B",
         "--global-batch-size 64 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8",
         "--tensor-model-parallel-size 8",
+        "layernorm mlp",
     ),
-    "deepseek-v3": (
-        "16 layers of DeepSeek-V3",
+    "kimi-k2": (
+        "16 layers of Kimi K2 with half of its experts",
         "--global-batch-size 256 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 8 "
-        "--expert-model-parallel-size 8 --num-layers 16 --moe-layer-freq 1",
+        "--expert-model-parallel-size 8 --num-layers 16 --moe-layer-freq 1 --num-experts 192",
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "layernorm moe_act mla_up_proj",
     ),
 }
 SCHEDULES = {
     "1F1B": "1f1b",
     "1F1B, full recomputation": f"1f1b {FULL}",
-    "1F1B, selective recomputation": "1f1b --recompute-granularity selective",
+    "1F1B, selective recomputation": "1f1b --recompute-granularity selective --recompute-modules {modules}",
     "1F1B, more TP": "1f1b",
     "V-Half": "v-half",
     "V-Min": "v-min",
     "flex 0.5": "flex --pipeline-memory-limit 0.5",
-    "flex 0.75": "flex --pipeline-memory-limit 0.75",
+    "V-Half, host": "v-half --pipeline-offload auto",
     "1F1B, all that can on the host": "1f1b --pipeline-offload auto",
     "flex 0.25, host": "flex --pipeline-memory-limit 0.25 --pipeline-offload auto",
-    "flex 0.375, host": "flex --pipeline-memory-limit 0.375 --pipeline-offload auto",
     "flex 0.5, host": "flex --pipeline-memory-limit 0.5 --pipeline-offload auto",
 }
 
 
-def estimated(model: str, flags: str, more: str, name: str) -> Estimate:
-    """Return the estimate of ``model`` under the configuration ``name``, some of which have ``more`` TP."""
-    words = f"{ALWAYS} {flags} {more if 'more TP' in name else ''} --pipeline-schedule {SCHEDULES[name]}"
+def estimated(model: str, name: str) -> Estimate:
+    """Return the estimate of ``model`` under the configuration ``name``."""
+    _, flags, more, modules = MODELS[model]
+    schedule = SCHEDULES[name].format(modules=modules)
+    words = f"{ALWAYS} {flags} {more if 'more TP' in name else ''} --pipeline-schedule {schedule}"
     asked = described.read(words.split(), model).counted()
     return estimate_request(asked.job, system.read("h100"), for_world(asked, GPUS))
 
@@ -73,10 +76,10 @@ def main(
 ) -> None:
     """Estimate, draw and write the tables."""
     pages = []
-    for model, (title, flags, more) in MODELS.items():
+    for model, (title, flags, *_) in MODELS.items():
         rows, points = list[Row](), list[Point]()
         for name in SCHEDULES:
-            found = estimated(model, flags, more, name)
+            found = estimated(model, name)
             memory, host = found.fullest.total, max(found.host_bytes, default=0.0)
             row = f"{memory / 1e9:.1f}", f"{found.step_seconds:.2f}", f"{host / 1e9:.1f}"
             rows.append((name, *row, f"{found.bubble:.1%}", found.mfu))
