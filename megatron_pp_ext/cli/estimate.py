@@ -158,6 +158,8 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
             for name in (*names, "total")
         },
     )
+    if estimated.host_bytes:
+        console.print(f"on the host: {max(estimated.host_bytes) / 1e9:.2f} GB of the rank with most there")
     fullest = estimated.fullest
     if fullest.total > machine.memory_bytes:
         largest = max(fullest.components(), key=lambda pair: pair[1])

@@ -106,6 +106,11 @@ class Tried:
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
+        if asked.pipeline_offload is not None:
+            raise ValueError(
+                f"--pipeline-offload {asked.pipeline_offload} is not searched with: leave it out, and ask "
+                "mpp estimate what it changes about a result"
+            )
         names, compiles = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline_costs is not None
         if flag is not None and not is_measured:

@@ -8,7 +8,11 @@ activations wait for their backward.  Each rank chooses for itself:
 2. The copies to the host run one after the other, in the order of the forwards.
 3. A copy back ends as late as neither its backward waits nor a copy behind it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
-4. What would not be back in time stays on the device: every other one of these, until none is left.
+4. What would not be gone before its copy back is launched stays on the device: every other one of these,
+   until none is left.
+
+5. What is back already at the rank's fullest moment stays as well, as long as that lowers the peak: before a
+   long idle time a copy back is launched early.
 
 So no plan makes a step longer.  For a memory limit a rank sends away as little as keeps it.
 """
@@ -25,6 +29,9 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.copies import Copies, Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import Copied, Timeline, simulate
+
+_TRIES = 32
+"""How often a copy that is back at the fullest moment is left out to see whether the rank then keeps less."""
 
 _ROUNDING = 1e-9
 """The part of a step or of a limit that rounding may add up to."""
@@ -105,11 +112,11 @@ class _Wait(NamedTuple):
 
 
 class _Return(NamedTuple):
-    """A copy with its times, and the action before which it comes back; whether the backward waits for it."""
+    """A copy with its times, and the action before which it comes back; whether it is of any use."""
 
     times: Copied
     before: Action
-    is_late: bool
+    is_useful: bool
 
 
 class _Rank:
@@ -133,33 +140,52 @@ class _Rank:
                 self.waits.append(_Wait((stage, microbatch), seconds, since, start, earliest, step))
 
     def copies(self, count: int) -> list[_Return]:
-        """Return so many copies, or fewer where not all are back in time."""
+        """Return so many copies, or fewer where not all are of use, with which the rank keeps little."""
         waits = self.waits
+        best = self._useful(waits, count)
+        for _ in range(_TRIES):
+            peak, moment = self._peak(best)
+            early = [one.times[:2] for one in best if one.times.launched <= moment < one.times.back[1]]
+            fewer = [[wait for wait in waits if wait.kept not in some] for some in (early[:1], early)]
+            lower = [
+                (found, left)
+                for left in fewer
+                if self._peak(found := self._useful(left, count))[0] < peak * (1 - _ROUNDING)
+            ]
+            if not lower:
+                break
+            best, waits = lower[0]
+        return best
+
+    def _useful(self, waits: Sequence[_Wait], count: int) -> list[_Return]:
+        """Return so many copies of ``waits``, or of as many as are gone before they are launched back."""
         while True:
             found = self._placed(_chosen(waits, count))
-            staying = {one.times[:2] for one in [one for one in found if one.is_late][::2]}
+            staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
             if not staying:
                 return found
             waits = [wait for wait in waits if wait.kept not in staying]
 
     def least(self, limit: float) -> list[_Return]:
-        """Return as few copies as keep the rank within ``limit``, or all that are back in time."""
+        """Return as few copies as keep the rank within ``limit``, or all that are of use."""
         limit *= 1 + _ROUNDING
         low, high = 0, len(self.waits)
         best = self.copies(high)
-        while low < high and self._peak(best) <= limit:
+        while low < high and self._peak(best)[0] <= limit:
             middle = (low + high) // 2
             found = self.copies(middle)
-            if self._peak(found) <= limit:
+            if self._peak(found)[0] <= limit:
                 best, high = found, middle
             else:
                 low = middle + 1
         return best
 
-    def _peak(self, copies: Iterable[_Return]) -> float:
-        """Return the most that the rank keeps at one time."""
+    def _peak(self, copies: Iterable[_Return]) -> tuple[float, float]:
+        """Return the most that the rank keeps at one time, and when it first does."""
         own = [()] * self._rank + [tuple(one.times for one in copies)]
-        return max(live for _, live in replace(self._timeline, copies=tuple(own)).memory(self._rank))
+        curve = replace(self._timeline, copies=tuple(own)).memory(self._rank)
+        moment, peak = max(curve, key=lambda step: step[1])
+        return peak, moment
 
     def _placed(self, waits: Sequence[_Wait]) -> list[_Return]:
         """Return the copies of ``waits``, which are in the order of their backwards."""
@@ -173,11 +199,11 @@ class _Rank:
         start, found = float("inf"), []
         for wait in reversed(waits):
             start = min(start, wait.until) - wait.seconds
-            is_late = out[wait.kept][1] > start + rounding
             launch = bisect_right(self._launches, start + rounding) - 1
             launch = min(max(launch, wait.earliest), wait.latest)
             times = Copied(*wait.kept, out[wait.kept], self._launches[launch], (start, start + wait.seconds))
-            found.append(_Return(times, self._steps[launch], is_late))
+            is_useful = out[wait.kept][1] < self._launches[launch] - rounding
+            found.append(_Return(times, self._steps[launch], is_useful))
         return found[::-1]
 
 

@@ -9,6 +9,7 @@ of both leave at its end.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Schedule
@@ -95,6 +96,19 @@ class Timeline:
     def peak_activations(self) -> tuple[float, ...]:
         """The most activations each rank keeps at one time, in the unit of ``StageCosts.activation``."""
         return tuple(max(live for _, live in self.memory(rank)) for rank in range(len(self.events)))
+
+    @cached_property
+    def peak_on_host(self) -> tuple[float, ...]:
+        """The most that each rank has on the host, from the start of a copy to the end of the one back."""
+
+        def peak(copies: tuple[Copied, ...]) -> float:
+            changes = [(0.0, 0.0)]
+            for copied in copies:
+                kept = self.costs.stages[copied.stage].activation
+                changes += [(copied.out[0], kept), (copied.back[1], -kept)]
+            return max(accumulate(amount for _, amount in sorted(changes)))
+
+        return tuple(map(peak, self.copies)) or (0.0,) * len(self.events)
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:

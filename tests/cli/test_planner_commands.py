@@ -79,6 +79,29 @@ def test_estimate_of_a_shared_vocabulary(mpp, model, tmp_path):
     assert len({rank["loss"] for rank in found["shared"]["ranks"]}) == 1
 
 
+def test_estimate_of_activations_on_the_host(mpp, model, tmp_path):
+    """Half of V-Half's activations leave for nothing: its stages take longer than their copies."""
+    found = []
+    for asked in ({}, {"pipeline_offload": 0.5}):
+        file = tmp_path / "estimate.json"
+        given = model(**PIPELINE, **asked, global_batch_size=16)
+        result = mpp("estimate", "--world-size", 4, "--model", given, "--json", file)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(file.read_text()))
+    without, offloaded = found
+    assert offloaded["step_seconds"] == pytest.approx(without["step_seconds"])
+    kept = [max(rank["activations"] for rank in one["ranks"]) for one in found]
+    assert kept[1] < kept[0]
+    assert without["host_bytes"] == [] and max(offloaded["host_bytes"]) > kept[0] - kept[1]
+    assert f"on the host: {max(offloaded['host_bytes']) / 1e9:.2f} GB of the rank with most" in result.output
+
+
+def test_a_search_does_not_drop_activations_on_the_host_in_silence(mpp, model):
+    result = mpp(*SEARCH, "--model", model(pipeline_offload="auto"))
+    assert result.exit_code != 0
+    assert "--pipeline-offload auto is not searched with: leave it out" in " ".join(result.output.split())
+
+
 SIZES = ("--global-batch-size", 16, "--seq-length", 512, "--schedules", "1f1b,v-half")
 SEARCH = ("search", "--gpus", 16, *SIZES)
 

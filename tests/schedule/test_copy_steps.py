@@ -35,6 +35,8 @@ def test_by_hand():
     assert list(early.memory(0)) == [(0, 0), (0, 10), (2, 20), (4, 30), (5, 20), (11, 10), (18, 0)]
     assert late.copies == ((Copied(0, 0, (2, 5), 11, (11, 14)),),)
     assert late.makespan == 21
+    assert late.peak_on_host == (10,)
+    assert simulate(replace(alone(2), copies=Copies()), costs).peak_on_host == (0,)
     assert list(late.memory(0)) == [(0, 0), (0, 10), (2, 20), (5, 10), (11, 0), (11, 10), (21, 0)]
 
 

@@ -82,6 +82,13 @@ def test_no_more_leaves_than_keeps_the_limit():
     assert away[0] > 0 < away[1] and away[2:] == [0, 0]
 
 
+@settings(max_examples=60, deadline=None)
+@given(slow.schedules(), st.data())
+def test_what_leaves_is_gone_before_its_copy_back_is_launched(schedule, data):
+    timeline = offload.with_share(schedule, data.draw(slow.costs_of(schedule)), data.draw(st.floats(0.01, 1)))
+    assert all(copied.out[1] < copied.launched for row in timeline.copies for copied in row)
+
+
 @pytest.mark.parametrize("share", [0, -0.1, 1.1])
 def test_other_shares_are_refused(share):
     schedule = catalog.build("1f1b", 2, 2)

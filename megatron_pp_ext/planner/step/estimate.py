@@ -17,6 +17,7 @@ from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
+from megatron_pp_ext.planner.step.host_copies import kept_on_device, kept_on_host
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
@@ -80,7 +81,7 @@ class Estimate:
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
     only measurements of the stages are known.  ``band`` says how far published runs were from their
     estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
-    should know of the schedule.
+    should know of the schedule.  ``host_bytes`` are those of each rank's activations that wait on the host.
     """
 
     step_seconds: float
@@ -92,6 +93,7 @@ class Estimate:
     band: Band | None
     note: str = ""
     stages_from: str | None = None
+    host_bytes: tuple[float, ...] = ()
 
     @property
     def other_seconds(self) -> float:
@@ -125,8 +127,10 @@ def memory(
             rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
             for kept in _unflushed(work, name, microbatches).kept()
         )
-    shared = work.vocabulary
-    activations = order.in_flight.peaks(work.parts, shared.activation if shared else 0.0)
+    beside = work.vocabulary.activation if work.vocabulary else 0.0
+    activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
+    if schedule.copies:  # of which none takes memory beside what it frees
+        activations = tuple(map(min, activations, kept_on_device(work, schedule)))
     peaks = zip(activations, order.peak_messages, strict=True)
     return tuple(rank_memory(work, rank, *peak, margin) for rank, peak in enumerate(peaks))
 
@@ -241,11 +245,13 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    if can.is_compiled or request.vocabulary is not None:
+    if can.is_compiled or request.vocabulary is not None or request.offload is not None:
         source = requested_source(request, costs_of)
         schedule = source.build(microbatches, None)
-        estimated = estimate(work_on(schedule.placement), Prepared(schedule), name, microbatches, margin)
-        return replace(estimated, note=source.note)
+        work = work_on(schedule.placement)
+        estimated = estimate(work, Prepared(schedule), name, microbatches, margin)
+        host = kept_on_host(work, schedule) if schedule.copies else ()
+        return replace(estimated, note=source.note, host_bytes=host)
     placement = request.placement
     if request.from_file is not None:
         require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)

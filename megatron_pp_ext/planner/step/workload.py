@@ -124,7 +124,17 @@ class Workload:
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
-        return Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+        if self.job.pipeline.pipeline_offload is None:
+            return costs
+        if self.system.host is None:
+            raise ValueError(
+                f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
+            )
+        rate = self.system.host.bytes_per_second
+        copied = zip(stages, self.parts, strict=True)
+        stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
+        return replace(costs, stages=stages)
 
     def pair(self, parts: Sequence[Part]) -> float:
         """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
