@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import activation
-from tests.support.own_loop import CHUNKS, COUNTS, Record
+from tests.support.own_loop import CHUNKS, COUNTS, TIED, Record
 from tests.support.rounding import of_losses
 from tests.support.training import since
 
@@ -47,8 +47,9 @@ def assert_same(ranks: list[Record], stock: list[Record]) -> None:
         assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in CHUNKS), *((name, True) for name in TIED)]
+)
 def test_installed_schedules_equal_stock(found, name, tied) -> None:
     """Steps have 8, 3 and 5 microbatches; the process groups are older than the schedule."""
     assert_same([rank[name, tied] for rank in found], [rank["stock", tied] for rank in found])

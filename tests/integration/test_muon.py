@@ -28,7 +28,7 @@ PIPELINES = [("2-1", 2, "latest"), ("1-1", 1, "latest"), ("1-1-1-1", 1, "latest"
 
 @pytest.mark.parametrize(
     ("correction", "replicas", "interval", "rule"),
-    first(2, [(correction, *case) for case in PIPELINES for correction in ("error-feedback", None)]),
+    first(1, [(correction, *case) for case in PIPELINES for correction in ("error-feedback", None)]),
 )
 def test_parameters(correction: str | None, replicas: str, interval: int, rule: str) -> None:
     expected = reference(replicas, interval, rule, MUON, correction)

@@ -42,6 +42,7 @@ def test_gathering_early_changes_nothing(name: str, align: tuple[str, ...]) -> N
     assert ours.validation == theirs.validation
 
 
+@pytest.mark.wide
 @since((0, 18), "megatron-core before 0.18 refuses --rampup-batch-size beside --train-iters")
 def test_a_step_with_another_number_of_microbatches() -> None:
     """Which action is a chunk's last changes with the schedule; what it counts must not."""
@@ -87,6 +88,7 @@ def test_a_bucket_leaves_when_it_is_full(tmp_path: Path) -> None:
     assert len(in_weight) > 2
 
 
+@pytest.mark.wide
 def test_without_the_flag_everything_leaves_at_the_end(tmp_path: Path) -> None:
     for record in recorded(tmp_path / "trace.json").records:
         assert len(record.reductions) == 2

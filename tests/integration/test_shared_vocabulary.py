@@ -98,11 +98,8 @@ CASES = {
 }
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
-ALWAYS = {
-    *("tp2-untied", "cp2-per-token"),
-    *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
-}
-"""What is not wide."""
+ALWAYS = {"dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"}
+"""What is not wide, and not beside a shared vocabulary in ``test_pairwise``."""
 
 
 @pytest.mark.parametrize("case", [case if case in ALWAYS else wide(case) for case in CASES])

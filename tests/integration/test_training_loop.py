@@ -11,7 +11,7 @@ from tests.support.flags import PP4, assert_refused
 from tests.support.tiers import first
 from tests.support.training import train
 
-PP2 = ("--pipeline-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
 STOCK: tuple[str, ...] = ()
 
 
@@ -31,7 +31,7 @@ def test_evaluation_while_fp16_skips_steps(name: str) -> None:
     """The hooks that wait for gathered weights are not in place before a step has changed any."""
     flags = (*PP2, "--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1", "--train-iters", "6")
     flags += ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-    flags += ("--eval-interval", "1", "--eval-iters", "1", "--clip-grad", "0")
+    flags += ("--eval-interval", "1", "--eval-iters", "1", "--clip-grad", "0", "--global-batch-size", "4")
     ours, theirs = run(4, [*flags, *schedule(name)]), stock(4, *flags)
     assert theirs.norms[0] is None
     assert theirs.norms[-1] is not None
