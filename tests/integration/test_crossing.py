@@ -75,7 +75,7 @@ CASES = {
     "two-replicas": Case(f"{BUCKETS} {RESHARDABLE}", V_2, close=(under("zb-h1"),)),
     "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V_2, (SHARED_V_2,), (Job(2, 2),)),
     # A tied embedding is a bucket of its own, also without a flag for buckets.
-    "tied-bucket": Case(f"{ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
+    "tied-bucket": Case(f"--num-layers 4 {ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
 }
 """What every run of the tests has; the others are wide."""
 

@@ -60,6 +60,13 @@ def test_a_hybrid_model(found) -> None:
     assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
 
 
+def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
+    """Every module is imported; the settings are those of a loop that says nothing of itself."""
+    lines, kinds = zip(*found[0]["core alone"], strict=True)
+    assert kinds == ("PipelineRunner",) * 3
+    assert [line.partition(":")[0] for line in lines] == ["v-half", "zb-h1", "auto"]
+
+
 def test_a_line_says_what_is_in_force(found) -> None:
     assert found[0]["line", "v-half"] == (
         "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0%"

@@ -19,7 +19,7 @@ from megatron.training.utils import is_last_rank
 from tests.support import rounding
 from tests.support.training import initialize_by_layer, train
 
-PIPELINE = ("--pipeline-model-parallel-size", "2")
+PIPELINE = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
 SCHEDULES = {
     "stock": (),
     "v-half": ("--pipeline-schedule", "v-half"),

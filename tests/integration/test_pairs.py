@@ -96,12 +96,10 @@ def test_trains_as_stock(model: str, schedule: str) -> None:
 
 
 class Seen(NamedTuple):
-    """What a rank saw of its first step in pairs."""
+    """The first step of a rank: its plans, with a forward, a backward or both, and each one's weight gradients."""
 
     plans: Counter[tuple[bool, bool]]
-    """What Megatron ran by plans, with a forward, with a backward, or both."""
     parts: list[int]
-    """How many weight gradients each ``backward_dw`` of a plan computed."""
     overlaps: bool
     virtual_stages: int | None
 
@@ -128,12 +126,8 @@ def _watch(chunks: list[Any]) -> None:
 
 def _seen(chunks: list[Any]) -> Seen:
     config = get_model_config(chunks[0])
-    return Seen(
-        Counter(SEEN.plans),
-        list(SEEN.parts),
-        config.overlap_moe_expert_parallel_comm,
-        config.virtual_pipeline_model_parallel_size,
-    )
+    stages = config.virtual_pipeline_model_parallel_size
+    return Seen(Counter(SEEN.plans), list(SEEN.parts), config.overlap_moe_expert_parallel_comm, stages)
 
 
 @functools.cache
@@ -190,10 +184,7 @@ def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
 
 
 def test_weight_gradients_come_where_plans_have_a_place() -> None:
-    """Those of two experts, with two products each, and then those of the attention's two.
-
-    The output layer's, on the last rank, comes with the first of them.
-    """
+    """Of two experts with two products each, then the attention's two; the output layer's is with the first."""
     schedule, seen, _ = watched("1f1b")
     for rank, order in enumerate(schedule.orders):
         pairs = len(schedule.paired.intersection(order))
