@@ -96,7 +96,7 @@ def test_trains_as_stock(model: str, schedule: str) -> None:
 
 
 class Seen(NamedTuple):
-    """The first step of a rank: its plans, with a forward, a backward or both, and each one's weight gradients."""
+    """A rank's first step: its plans with a forward, a backward or both, and each one's weight gradients."""
 
     plans: Counter[tuple[bool, bool]]
     parts: list[int]
@@ -184,7 +184,7 @@ def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
 
 
 def test_weight_gradients_come_where_plans_have_a_place() -> None:
-    """Of two experts with two products each, then the attention's two; the output layer's is with the first."""
+    """Of two experts with two products each, then the attention's two; the output layer's with the first."""
     schedule, seen, _ = watched("1f1b")
     for rank, order in enumerate(schedule.orders):
         pairs = len(schedule.paired.intersection(order))

@@ -69,8 +69,8 @@ CASES = {
         2,
         "v-zb",
         (
-            *(PIPELINE, "2", UNTIED, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
-            *("--position-embedding-type", "rope", *EVALUATION),
+            *(*SMALL, UNTIED, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+            *("--position-embedding-type", "rope"),
         ),
     ),
     "experts": (
@@ -100,7 +100,7 @@ CASES = {
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
 ALWAYS = {
-    *("tp2-untied", "cp2-per-token"),
+    *("tp2-untied", "cp2-per-token", "llama-like"),
     *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
 }
 """What is not wide."""

@@ -1,5 +1,6 @@
 """The executor on plain torch stages: the gradients of one process, under every family."""
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from tests.support.tiers import first
 
 def run_schedule(rank: int, schedule: Schedule) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
-    dist.init_process_group("gloo")
     last = schedule.placement.stages - 1
     stages = {
         number: plain_stages.make_stage(number, last + 1) for number in schedule.placement.stages_of(rank)
@@ -47,13 +47,20 @@ ORDERS = [(name, False) for name in catalog.NAMES]
 ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
 
 
+@functools.cache
+def results_of(ranks: int, microbatches: int) -> dict[tuple[str, bool], tuple[dict, ...]]:
+    """Return what the ranks tell under every order."""
+    schedules = [catalog.build(name, ranks, microbatches, paired=paired) for name, paired in ORDERS]
+    return dict(zip(ORDERS, plain_stages.on_ranks(run_schedule, schedules), strict=True))
+
+
 @pytest.mark.parametrize(("name", "paired"), ORDERS)
 @pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
 def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
     name: str, paired: bool, ranks: int, microbatches: int
 ) -> None:
     schedule = catalog.build(name, ranks, microbatches, paired=paired)
-    results = run_ranks(run_schedule, ranks, schedule)
+    results = results_of(ranks, microbatches)[name, paired]
     expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
     assert {number: value for result in results for number, value in result["losses"].items()} == losses
     peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
@@ -81,6 +88,7 @@ def _die_in_the_middle(rank: int, schedule: Schedule) -> None:
                 super().backward_weight(microbatch)
 
         plain_stages.ModuleStage = Dying  # type: ignore[misc]
+    dist.init_process_group("gloo")
     run_schedule(rank, schedule)
 
 
