@@ -195,4 +195,4 @@ def test_frozen_weights_leave_no_work_for_w(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(STORE, "defer", counted)
     flags = [*PP2, frozen.FLAG, "adapters", "--pipeline-schedule", "zb-h1"]
     runs = train(2, flags, grab=lambda chunks: len(waiting))
-    assert [run.grabbed for run in runs] == [8 * 4] * 2
+    assert [run.grabbed for run in runs] == [8 * 2] * 2
