@@ -43,7 +43,7 @@ CASES = {
         "v-half",
         (*SMALL, "--context-parallel-size", "2", "--calculate-per-token-loss"),
     ),
-    "dp2-overlap": (4, "v-half", (PIPELINE, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
+    "dp2-overlap": (4, "v-half", (*SMALL, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
     "dp2-distributed-overlap": (
         4,
         "interleaved",
@@ -100,7 +100,7 @@ CASES = {
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
 ALWAYS = {
-    *("tp2-untied", "cp2-per-token", "llama-like"),
+    *("tp2-untied", "cp2-per-token", "dp2-overlap", "llama-like"),
     *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
 }
 """What is not wide."""

@@ -1,11 +1,9 @@
 """Features that the table of ``features`` cannot hold, and those whose stand-ins on a CPU need a proof."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
@@ -135,27 +133,3 @@ def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
     theirs = stock(2, *skips)
     ours = run(4, (*skips, *TP2, "--pipeline-schedule", schedule))
     assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=3))
-
-
-def _frozen_at_both_ends(init: Callable[..., None]) -> Callable[..., None]:
-    def build(model: GPTModel, *args: Any, **kwargs: Any) -> None:
-        init(model, *args, **kwargs)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(("embedding.", "output_layer.")))
-
-    return build
-
-
-def _losses_and_norms(schedule: Sequence[str]) -> tuple[list[float], list[float | None]]:
-    last = train(2, [*PP2, "--clip-grad", "0", *schedule])[-1]
-    return last.losses, last.grad_norms
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
-def test_a_frozen_embedding_has_no_gradients_to_sum(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GPTModel, "__init__", _frozen_at_both_ends(GPTModel.__init__))
-    losses, norms = _losses_and_norms(["--pipeline-schedule", schedule])
-    expected, expected_norms = _losses_and_norms([])
-    assert losses == expected
-    assert_same_norms(norms, expected_norms)
