@@ -14,6 +14,8 @@ PYTHON := $(shell for python in python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
 UV := $(BIN)/python -m uv
+# Without bytecode every worker and command compiles the tests and the package anew: a minute of a core.
+unexport PYTHONDONTWRITEBYTECODE
 # A worker a core: more of them repeat the runs of stock Megatron that neighbouring tests share (on two cores, four took
 # 18 minutes and two took 15).  A worker that is done takes over half of what another one has left.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal

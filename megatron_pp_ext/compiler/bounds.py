@@ -136,7 +136,7 @@ def _memory(
     if all(cost.activation == largest and not cost.released_by_input_gradient for cost in own):
         limit = largest * _whole(limit / largest)
     steps = math.ceil(limit / largest)
-    missing = sum(max(0.0, limit - step * largest) for step in range(1, steps))
+    missing = (steps - 1) * (limit - largest * steps / 2)  # what is not kept yet, summed over these steps
     fill = min(cost.forward for cost in own)
     last = min(cost.input_gradient for cost in own)
     both = min(cost.input_gradient + cost.weight_gradient for cost in own)

@@ -153,10 +153,13 @@ def _names_of(targets: Iterable[Any]) -> dict[int, list[tuple[Any, str]]]:
 
     Modules are looked through without their own ``__getattr__``, by which some import others when asked.
     """
-    known_as: dict[int, list[tuple[Any, str]]] = {id(target): [] for target in targets}
+    wanted = list(targets)
+    known_as: dict[int, list[tuple[Any, str]]] = {id(target): [] for target in wanted}
+    kinds = {type(target) for target in wanted}
     for module in list(sys.modules.values()):
         if ismodule(module):
             for name, value in list(vars(module).items()):
-                if id(value) in known_as:
+                # The type first: id() runs audit hooks, and there are half a million names.
+                if type(value) in kinds and id(value) in known_as:
                     known_as[id(value)].append((module, name))
     return known_as

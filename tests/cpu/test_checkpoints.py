@@ -9,6 +9,7 @@ from tests.support.tiers import first
 from tests.support.training import Run, train
 
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+STEPS = ["--train-iters", "4", "--global-batch-size", "4"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "2000"]
 """Gradients are in several buckets, as those of real models."""
 
@@ -17,7 +18,7 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bu
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
     """Two pipeline ranks, four steps, a checkpoint after two of them."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
-    flags = ["--train-iters", "4", "--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    flags = [*STEPS, "--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist"]
     return folder, train(2, [*PIPELINE, *flags])[-1]
 
 
@@ -34,7 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
 )
 def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list[str]) -> None:
     folder, run = saved
-    flags = ["--load", folder, "--ckpt-step", "2", "--train-iters", "4", "--ckpt-format", "torch_dist"]
+    flags = [*STEPS, "--load", folder, "--ckpt-step", "2", "--ckpt-format", "torch_dist"]
     first, second = train(ranks, [*layout, *flags])[-1].losses
     assert first == run.losses[2]
     # On one rank the gradients of the tied embedding are summed in another order: see test_layouts.
@@ -45,7 +46,7 @@ def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list
 
 @pytest.mark.wide
 def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path) -> None:
-    flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch"]
+    flags = [*DISTRIBUTED, *STEPS, "--ckpt-format", "torch"]
     train(2, [*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
     went_on = train(2, [*flags, "--load", str(tmp_path)])[-1]
     assert went_on.losses == train(2, flags)[-1].losses[2:]
@@ -54,7 +55,7 @@ def test_a_distributed_optimizer_goes_on_from_files_rank_by_rank(tmp_path: Path)
 @pytest.mark.parametrize("reshardable", first(1, [True, False]))
 def test_a_distributed_optimizer_goes_on(tmp_path: Path, reshardable: bool) -> None:
     """In another layout where the checkpoint allows that, else in its own; torch's Adam keeps its step."""
-    flags = [*DISTRIBUTED, "--train-iters", "4", "--ckpt-format", "torch_dist"]
+    flags = [*DISTRIBUTED, *STEPS, "--ckpt-format", "torch_dist"]
     resharding = ["--dist-ckpt-optim-fully-reshardable"] if reshardable else []
     save = ["--save", str(tmp_path), "--save-interval", "2"]
     run = train(2, [*flags, *resharding, *save])[-1]

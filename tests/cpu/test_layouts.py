@@ -9,7 +9,7 @@ from tests.support import rounding
 from tests.support.tiers import first
 from tests.support.training import Run, global_parameters, train
 
-EVALUATE = ["--eval-interval", "2", "--eval-iters", "1"]
+EVALUATE = ["--eval-interval", "2", "--eval-iters", "1", "--global-batch-size", "4"]
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2"
 INTERLEAVED = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"

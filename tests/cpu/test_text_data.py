@@ -51,7 +51,7 @@ def test_other_text_under_the_same_name_is_trained_on(tmp_path: Path) -> None:
         for data in ("data", f"{name} data"):
             prepare(tmp_path / name, tmp_path / data)
             flags = ["--data-path", str(tmp_path / data), "--vocab-size", "257", "--split", "100,0,0"]
-            losses[name, data] = train(1, flags)[0].losses
+            losses[name, data] = train(1, [*flags, "--global-batch-size", "2"])[0].losses
     for name in texts:
         assert losses[name, "data"] == losses[name, f"{name} data"]
     assert losses["old", "data"] != losses["new", "data"]

@@ -23,6 +23,7 @@ from tests.support.training import train
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 """Several on every rank, as real models have; not all of them fill what Megatron pads them to."""
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", *BUCKETS)
+STEPS += ("--num-layers", "4", "--global-batch-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer",)
 PLACEMENTS = {

@@ -62,6 +62,7 @@ TP2 = "--tensor-model-parallel-size 2"
 # Two replicas, whose state of the optimizer is cut otherwise than a single one's.
 LINE_2, LOOP_2, V_2 = (Job(4, 2, flags) for flags in ("", LOOP.flags, V.flags))
 SHARED_V = under("v-half", flags=SHARED)
+SHARED_V_2 = under("v-half", pipeline=2, flags=SHARED)
 SHARED_READERS = (SHARED_V, under("zb-h1", pipeline=2, flags=SHARED))
 OTHER_READERS = (LINE, Job(4, 2, f"{TP2} --make-vocab-size-divisible-by 1"), under("v-half", pipeline=2))
 ROWS = "--vocab-size 65"
@@ -72,9 +73,9 @@ LOSS_ALONE_IN_A_V = under("v-half", pipeline=2, flags=f"{LAYOUT} Et*4|t*4|m|L")
 CASES = {
     "stock": Case(BUCKETS, Job(2, 2), (under("v-half", pipeline=2),)),
     "two-replicas": Case(f"{BUCKETS} {RESHARDABLE}", V_2, close=(under("zb-h1"),)),
-    "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V, (SHARED_V,), (LINE,)),
+    "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V_2, (SHARED_V_2,), (Job(2, 2),)),
     # A tied embedding is a bucket of its own, also without a flag for buckets.
-    "tied-bucket": Case(f"{ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
+    "tied-bucket": Case(f"--num-layers 4 {ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
 }
 """What every run of the tests has; the others are wide."""
 

@@ -29,8 +29,8 @@ def corrected(correction: str) -> tuple[str, ...]:
         [
             # Beside the optimizer's weights: the versions in flight and the newest point ahead.
             ("1-1-1-1", 1, "latest", FEEDBACK, [4, 3, 2, 0]),
-            ("1-1-1", 1, "latest", NESTEROV, [2, 1, 0]),
             ("1-1", 2, "previous", FEEDBACK, [2, 2]),
+            ("1-1-1", 1, "latest", NESTEROV, [2, 1, 0]),
             ("1-1-1-1", 2, "latest", FEEDBACK, [3, 2, 2, 0]),
             ("2-1", 2, "latest", FEEDBACK, [2, 2, 0]),
             ("1-1-1", 1, "same", FEEDBACK, [3, 3, 3]),

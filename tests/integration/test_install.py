@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import activation
-from tests.support.own_loop import CHUNKS, COUNTS, Record
+from tests.support.own_loop import CHUNKS, COUNTS, TIED, Record
 from tests.support.rounding import of_losses
 from tests.support.training import since
 
@@ -47,8 +47,9 @@ def assert_same(ranks: list[Record], stock: list[Record]) -> None:
         assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in CHUNKS), *((name, True) for name in TIED)]
+)
 def test_installed_schedules_equal_stock(found, name, tied) -> None:
     """Steps have 8, 3 and 5 microbatches; the process groups are older than the schedule."""
     assert_same([rank[name, tied] for rank in found], [rank["stock", tied] for rank in found])
@@ -57,6 +58,13 @@ def test_installed_schedules_equal_stock(found, name, tied) -> None:
 @since((0, 19), "megatron-core before 0.19 builds hybrid models of Mamba layers alone")
 def test_a_hybrid_model(found) -> None:
     assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
+
+
+def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
+    """Every module is imported; the settings are those of a loop that says nothing of itself."""
+    lines, kinds = zip(*found[0]["core alone"], strict=True)
+    assert kinds == ("PipelineRunner",) * 3
+    assert [line.partition(":")[0] for line in lines] == ["v-half", "zb-h1", "auto"]
 
 
 def test_a_line_says_what_is_in_force(found) -> None:

@@ -48,7 +48,7 @@ def chosen(line: str) -> str:
 @pytest.mark.parametrize(
     ("ranks", "flags", "schedule"),
     first(
-        2,
+        1,
         [
             (2, "--num-layers 7", "--pipeline-schedule v-half"),
             (4, "--num-layers 9 --untie-embeddings-and-output-weights", "--pipeline-schedule zb-h2"),

@@ -17,10 +17,9 @@ from megatron.training import get_args, theoretical_memory_usage, training
 from megatron.training.utils import is_last_rank
 
 from tests.support import rounding
-from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
 
-PIPELINE = ("--pipeline-model-parallel-size", "2")
+PIPELINE = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
 SCHEDULES = {
     "stock": (),
     "v-half": ("--pipeline-schedule", "v-half"),
@@ -57,7 +56,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", first(1, MODES))
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", MODES)
 def test_iteration_lines(mode: str, tmp_path: Path) -> None:
     """Losses, norms and counts agree to the last printed digit; clocks are there."""
     lines = {

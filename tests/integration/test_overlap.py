@@ -11,7 +11,7 @@ from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.tiers import first
 from tests.support.training import since, train
 
-PP2_DP2 = ("--pipeline-model-parallel-size", "2")
+PP2_DP2 = ("--pipeline-model-parallel-size", "2", "--num-layers", "4", "--clip-grad", "0")
 REDUCE = ("--overlap-grad-reduce",)
 SHARDED = ("--use-distributed-optimizer",)
 GATHER = (*SHARDED, *REDUCE, "--overlap-param-gather")
@@ -42,6 +42,7 @@ def test_gathering_early_changes_nothing(name: str, align: tuple[str, ...]) -> N
     assert ours.validation == theirs.validation
 
 
+@pytest.mark.wide
 @since((0, 18), "megatron-core before 0.18 refuses --rampup-batch-size beside --train-iters")
 def test_a_step_with_another_number_of_microbatches() -> None:
     """Which action is a chunk's last changes with the schedule; what it counts must not."""
@@ -87,6 +88,7 @@ def test_a_bucket_leaves_when_it_is_full(tmp_path: Path) -> None:
     assert len(in_weight) > 2
 
 
+@pytest.mark.wide
 def test_without_the_flag_everything_leaves_at_the_end(tmp_path: Path) -> None:
     for record in recorded(tmp_path / "trace.json").records:
         assert len(record.reductions) == 2

@@ -5,12 +5,14 @@ plan cuts the graph of a layer where its tokens leave for other ranks, which cha
 gradients are stock's to the last bit.
 """
 
+import functools
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,10 +22,10 @@ from megatron.core.utils import get_model_config
 from megatron_pp_ext.runtime import split
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule import costs_file as costs_json
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import idle_times
-from megatron_pp_ext.schedule.recorded import RankRecord
+from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_file
 from tests.support import rounding
@@ -80,7 +82,7 @@ def in_pairs(model: str, schedule: str, *more: str, beside: Sequence[str] = ()) 
 @pytest.mark.parametrize(
     ("model", "schedule"),
     first(
-        2,
+        1,
         dict.fromkeys(
             [
                 *(("experts", "dualpipe-v"), ("shared", "1f1b"), ("optimizer", "interleaved")),
@@ -93,14 +95,57 @@ def test_trains_as_stock(model: str, schedule: str) -> None:
     assert_same_bits(*in_pairs(model, schedule))
 
 
-@pytest.mark.parametrize("schedule", first(1, ["1f1b", "interleaved", "dualpipe-v"]))
-def test_what_runs_together_is_seen(schedule: str, tmp_path: Path) -> None:
-    """A trace shows both halves of every pair at one time, and the peaks that were predicted."""
-    file = tmp_path / "trace.json"
+class Seen(NamedTuple):
+    """A rank's first step: its plans with a forward, a backward or both, and each one's weight gradients."""
+
+    plans: Counter[tuple[bool, bool]]
+    parts: list[int]
+    overlaps: bool
+    virtual_stages: int | None
+
+
+SEEN = Seen(Counter(), [], False, None)
+
+
+def _watch(chunks: list[Any]) -> None:
+    plan = model_chunk_schedule_plan.TransformerModelChunkSchedulePlan
+    stock_run, run_part = plan.run, split.STORE.run_part
+
+    def counting(forward: Any, backward: Any, **options: Any) -> Any:
+        SEEN.plans[forward is not None, backward is not None] += 1
+        return stock_run(forward, backward, **options)
+
+    def noting() -> None:
+        slot = split.STORE._slot
+        SEEN.parts.append(len(split.STORE._work.get(slot, ())) if slot else 0)
+        run_part()
+
+    plan.run, split.STORE.run_part = staticmethod(counting), noting
+    initialize_by_layer(chunks)
+
+
+def _seen(chunks: list[Any]) -> Seen:
+    config = get_model_config(chunks[0])
+    stages = config.virtual_pipeline_model_parallel_size
+    return Seen(Counter(SEEN.plans), list(SEEN.parts), config.overlap_moe_expert_parallel_comm, stages)
+
+
+@functools.cache
+def watched(schedule: str) -> tuple[Schedule, list[Seen], RecordedStep]:
+    """The schedule of a job in pairs, what its ranks saw of the first step, and a trace of the last."""
     world_size, flags = MODELS["experts"]
-    train(world_size, [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--pipeline-trace", str(file)])
-    step = trace_file.read(file)
-    expected = catalog.build(schedule, 2, 4, paired=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "2"]
+        runs = train(world_size, [*words, "--pipeline-trace", str(file)], initialize=_watch, grab=_seen)
+        step = trace_file.read(file)
+    return catalog.build(schedule, 2, 4, paired=True), [run.grabbed for run in runs], step
+
+
+@pytest.mark.parametrize("schedule", first(1, ["1f1b", "interleaved", "dualpipe-v"]))
+def test_what_runs_together_is_seen(schedule: str) -> None:
+    """A trace shows both halves of every pair at one time, and the peaks that were predicted."""
+    expected, _, step = watched(schedule)
     shown = step.timeline()
     assert shown.schedule.orders == expected.orders
     assert shown.schedule.paired == expected.paired
@@ -127,66 +172,32 @@ def _require_exchanges_within(record: RankRecord, paired: Collection[Action]) ->
         assert counted == dict.fromkeys(names, layers)
 
 
-def _count_plans(chunks: list) -> Any:
-    """Count from now on what Megatron runs by plans: pairs, forwards alone, backwards alone."""
-    plan = model_chunk_schedule_plan.TransformerModelChunkSchedulePlan
-    stock_run = plan.run
-
-    def run(forward: Any, backward: Any, **options: Any) -> Any:
-        COUNTED[forward is not None, backward is not None] += 1
-        return stock_run(forward, backward, **options)
-
-    plan.run = staticmethod(run)
-    initialize_by_layer(chunks)
-
-
-COUNTED: Counter[tuple[bool, bool]] = Counter()
-
-
 @pytest.mark.parametrize("schedule", first(1, ["1f1b", "interleaved", "dualpipe-v"]))
 def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
-    world_size, flags = MODELS["experts"]
-    words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "1"]
-    runs = train(world_size, words, initialize=_count_plans, grab=lambda chunks: Counter(COUNTED))
-    expected = catalog.build(schedule, 2, 4, paired=True)
+    expected, seen, _ = watched(schedule)
     for rank, order in enumerate(expected.orders):
         pairs = len(expected.paired.intersection(order))
         forwards = sum(action.kind is Kind.F for action in order) - pairs
         counted = {(True, True): pairs, (True, False): forwards, (False, True): forwards}
-        for replica in runs[2 * rank : 2 * rank + 2]:
-            assert replica.grabbed == counted
-
-
-def _note_parts(chunks: list[Any]) -> None:
-    """Note how many weight gradients each ``backward_dw`` of a plan computes."""
-    run_part = split.STORE.run_part
-
-    def noting() -> None:
-        slot = split.STORE._slot
-        PARTS.append(len(split.STORE._work.get(slot, ())) if slot else 0)
-        run_part()
-
-    split.STORE.run_part = noting
-    initialize_by_layer(chunks)
-
-
-PARTS: list[int] = []
+        for replica in seen[2 * rank : 2 * rank + 2]:
+            assert replica.plans == counted
 
 
 def test_weight_gradients_come_where_plans_have_a_place() -> None:
-    """Those of two experts, with two products each, and then those of the attention's two.
-
-    The output layer's, on the last rank, comes with the first of them.
-    """
-    world_size, flags = MODELS["experts"]
-    words = [*flags.split(), PAIRS, "--pipeline-schedule", "1f1b", "--train-iters", "1"]
-    runs = train(world_size, words, initialize=_note_parts, grab=lambda chunks: list(PARTS))
-    schedule = catalog.build("1f1b", 2, 4, paired=True)
+    """Of two experts with two products each, then the attention's two; the output layer's with the first."""
+    schedule, seen, _ = watched("1f1b")
     for rank, order in enumerate(schedule.orders):
         pairs = len(schedule.paired.intersection(order))
         of_a_pair = [4 + rank, 2, *(4, 2) * 3]
-        counted = [number for number in runs[2 * rank].grabbed if number]
+        counted = [number for number in seen[2 * rank].parts if number]
         assert counted == of_a_pair * pairs
+
+
+def test_one_chunk_stays_one_chunk() -> None:
+    """Megatron checks pairs as if the one chunk were a virtual stage, and then knows of none."""
+    _, seen, _ = watched("1f1b")
+    for rank in seen:
+        assert (rank.overlaps, rank.virtual_stages) == (True, None)
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
@@ -203,19 +214,6 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     )
     ours, theirs = in_pairs("experts", f"csv:{file}")
     assert_same_bits(ours, theirs)
-
-
-def test_one_chunk_stays_one_chunk() -> None:
-    """Megatron checks pairs as if the one chunk were a virtual stage, and then knows of none."""
-    world_size, flags = MODELS["experts"]
-    words = [*flags.split(), PAIRS, "--pipeline-schedule", "1f1b", "--train-iters", "1"]
-    for rank in train(world_size, words, grab=_pairs_and_virtual_stages):
-        assert rank.grabbed == (True, None)
-
-
-def _pairs_and_virtual_stages(chunks: list[Any]) -> tuple[bool, int | None]:
-    config = get_model_config(chunks[0])
-    return config.overlap_moe_expert_parallel_comm, config.virtual_pipeline_model_parallel_size
 
 
 def costs_file(folder: Path, pair: float) -> str:

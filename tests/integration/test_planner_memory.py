@@ -57,7 +57,7 @@ CONFIGURATIONS = {
 def measured(ranks: int, flags: str, folder: Path) -> list[int]:
     """The recorded peak of every pipeline rank, in bytes."""
     file = folder / "trace.json"
-    train(ranks, f"{LARGER} {flags} --pipeline-trace {file}".split())
+    train(ranks, f"{LARGER} {flags} --train-iters 2 --pipeline-trace {file}".split())
     return [record.peak_bytes for record in trace_file.read(file).records]
 
 

@@ -9,6 +9,7 @@ from tests.support.tiers import first
 from tests.support.training import train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
+SMALL = ("--num-layers", "4", "--global-batch-size", "4")
 FULL = "--recompute-granularity full --recompute-method"
 SELECTIVE = "--disable-bias-linear --recompute-granularity selective --recompute-modules"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
@@ -22,10 +23,10 @@ FLEX = "flex --pipeline-memory-limit 0.75"
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     first(
-        2,
+        1,
         [
-            (f"{FULL} block --recompute-num-layers 1", "v-half"),
             (f"{SELECTIVE} moe {EXPERTS}", "zb-h1"),
+            (f"{FULL} block --recompute-num-layers 1", "v-half"),
             (f"{SELECTIVE} core_attn shared_experts {SHARED}", "v-half"),
             (f"{FULL} uniform --recompute-num-layers 2", "zb-h1"),
             (f"{FULL} uniform --recompute-num-layers 2", "v-zb"),
@@ -51,13 +52,13 @@ def test_recomputed_gradients_are_those_without() -> None:
 @pytest.mark.parametrize("schedule", first(1, ["--pipeline-schedule v-half", ""]))
 def test_a_trace_of_activations_that_tensor_ranks_share(schedule: str, tmp_path: Path) -> None:
     """Megatron cuts the data of a received activation, of which hooks on saved tensors keep copies."""
-    base = (*PIPELINE, "--tensor-model-parallel-size", "2", *DISTRIBUTED.split())
+    base = (*PIPELINE, *SMALL, "--tensor-model-parallel-size", "2", *DISTRIBUTED.split())
     traced = run(4, [*base, *schedule.split(), "--pipeline-trace", str(tmp_path / "trace.json")])
     assert_same_gradients(traced, stock(4, *base))
 
 
 def test_versions_of_weights_beside_activations_that_tensor_ranks_share() -> None:
-    base = (*PIPELINE, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
+    base = (*PIPELINE, *SMALL, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
     base += ("--pipeline-schedule", "pipedream-2bw")
     whole = train(4, [*base, *FULL.split(), "uniform", "--recompute-num-layers", "1"])
     distributed = train(4, [*base, *DISTRIBUTED.split()])

@@ -27,7 +27,7 @@ EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
 @pytest.mark.parametrize(
     ("replicas", "interval", "rule", "optimizer"),
     first(
-        2,
+        1,
         [
             ("2-1", 2, "latest", (*SGD, *EVALUATED)),
             ("3-1", 3, "same", SGD),

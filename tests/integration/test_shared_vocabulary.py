@@ -19,6 +19,7 @@ SHARED = ("--pipeline-vocabulary", "shared")
 UNTIED = "--untie-embeddings-and-output-weights"
 TP2 = ("--tensor-model-parallel-size", "2")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "2")
+SMALL = (PIPELINE, "2", "--num-layers", "4", "--global-batch-size", "4")
 FLEX = "flex --pipeline-memory-limit 1.5"
 VOCABULARY = "--vocab-size"
 
@@ -35,14 +36,14 @@ CASES = {
     "gpipe-one-microbatch": (2, "gpipe", (PIPELINE, "2", "--global-batch-size", "1")),
     "flex-pp2-tied": (2, FLEX, (PIPELINE, "2")),
     "flex-pp4-untied": (4, FLEX, (PIPELINE, "4", UNTIED)),
-    "tp2-untied": (4, "zb-h1", (PIPELINE, "2", *TP2, UNTIED)),
+    "tp2-untied": (4, "zb-h1", (*SMALL, *TP2, UNTIED)),
     "tp2-tied-sequence-parallel": (4, "v-half", (PIPELINE, "2", *TP2, "--sequence-parallel")),
     "cp2-per-token": (
         4,
         "v-half",
-        (PIPELINE, "2", "--context-parallel-size", "2", "--calculate-per-token-loss"),
+        (*SMALL, "--context-parallel-size", "2", "--calculate-per-token-loss"),
     ),
-    "dp2-overlap": (4, "v-half", (PIPELINE, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
+    "dp2-overlap": (4, "v-half", (*SMALL, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
     "dp2-distributed-overlap": (
         4,
         "interleaved",
@@ -59,7 +60,7 @@ CASES = {
         4,
         "1f1b",
         (
-            *(PIPELINE, "2", UNTIED, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+            *(*SMALL, UNTIED, "--use-distributed-optimizer", "--overlap-grad-reduce"),
             *("--overlap-param-gather", "--no-align-grad-reduce", "--no-align-param-gather"),
         ),
     ),
@@ -68,8 +69,8 @@ CASES = {
         2,
         "v-zb",
         (
-            *(PIPELINE, "2", UNTIED, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
-            *("--position-embedding-type", "rope", *EVALUATION),
+            *(*SMALL, UNTIED, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+            *("--position-embedding-type", "rope"),
         ),
     ),
     "experts": (
@@ -92,14 +93,14 @@ CASES = {
     "decoupled-rate": (
         2,
         "1f1b",
-        (PIPELINE, "2", UNTIED, "--decoupled-lr", "0.002", "--decoupled-min-lr", "0.002"),
+        (*SMALL, UNTIED, "--decoupled-lr", "0.002", "--decoupled-min-lr", "0.002"),
     ),
     "accumulated-loss-of-parts": (3, "1f1b", (PIPELINE, "3", UNTIED, "--num-layers", "6", VOCABULARY, "65")),
 }
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""
 
 ALWAYS = {
-    *("tp2-untied", "cp2-per-token"),
+    *("tp2-untied", "cp2-per-token", "dp2-overlap", "llama-like"),
     *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
 }
 """What is not wide."""
@@ -128,7 +129,7 @@ def test_low_precision_is_as_close_to_full_precision_as_stock_is(precision: str,
 
 def test_several_samples_at_once() -> None:
     """Labels come sample by sample, and hidden states token by token."""
-    flags = (PIPELINE, "2", UNTIED, "--micro-batch-size", "2", *EVALUATION)
+    flags = (*SMALL, UNTIED, "--micro-batch-size", "2", *EVALUATION)
     ours = run(2, [*flags, *SHARED, "--pipeline-schedule", "zb-h1"])
     assert_close(ours, stock(2, *flags))
 

@@ -70,7 +70,7 @@ def test_the_loss_alone(ranks: int, layout: str, schedule: str, model: tuple[str
     assert result.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=3))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), first(1, [(2, "Et*4|tt|tt|L"), (4, "E|t|t|tt|t|t|tt|L")]))
+@pytest.mark.parametrize(("ranks", "layout"), first(0, [(2, "Et*4|tt|tt|L"), (4, "E|t|t|tt|t|t|tt|L")]))
 @by_ends
 def test_the_loss_alone_beside_a_shared_vocabulary(ranks: int, layout: str, model: tuple[str, ...]) -> None:
     shared = ours(ranks, layout, "v-half", "--pipeline-vocabulary", "shared", *model)

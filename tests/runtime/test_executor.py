@@ -1,5 +1,6 @@
 """The executor on plain torch stages: the gradients of one process, under every family."""
 
+import functools
 import math
 import os
 import signal
@@ -35,7 +36,6 @@ from tests.support.tiers import first
 
 def run_schedule(rank: int, schedule: Schedule, engines: Threads | None = None) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
-    dist.init_process_group("gloo")
     engines = engines or Threads()
     away = ActivationsAway(HostBuffers(math.inf), engines, smallest=1)
     last = schedule.placement.stages - 1
@@ -62,13 +62,20 @@ ORDERS = [(name, False) for name in catalog.NAMES]
 ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
 
 
+@functools.cache
+def results_of(ranks: int, microbatches: int) -> dict[tuple[str, bool], tuple[dict, ...]]:
+    """Return what the ranks tell under every order."""
+    schedules = [catalog.build(name, ranks, microbatches, paired=paired) for name, paired in ORDERS]
+    return dict(zip(ORDERS, plain_stages.on_ranks(run_schedule, schedules), strict=True))
+
+
 @pytest.mark.parametrize(("name", "paired"), ORDERS)
 @pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
 def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
     name: str, paired: bool, ranks: int, microbatches: int
 ) -> None:
     schedule = catalog.build(name, ranks, microbatches, paired=paired)
-    results = run_ranks(run_schedule, ranks, schedule)
+    results = results_of(ranks, microbatches)[name, paired]
     expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
     assert {number: value for result in results for number, value in result["losses"].items()} == losses
     peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
@@ -95,7 +102,7 @@ def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
     name: str, paired: bool, leaves: Callable[[Kept], bool]
 ) -> None:
     schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
-    results = run_ranks(run_schedule, 3, schedule)
+    (results,) = plain_stages.on_ranks(run_schedule, [schedule])
     expected, losses = plain_stages.in_one_process(schedule.placement.stages, 5)
     assert {number: value for result in results for number, value in result["losses"].items()} == losses
     for rank, result in enumerate(results):
@@ -126,7 +133,8 @@ def test_peaks_are_those_of_the_plan(
 ) -> None:
     monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
     schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
-    for rank, result in enumerate(run_ranks(run_schedule, 3, schedule)):
+    (results,) = plain_stages.on_ranks(run_schedule, [schedule])
+    for rank, result in enumerate(results):
         assert result["bytes"] // SAVED == most_here(schedule, rank)
 
 
@@ -160,6 +168,7 @@ def _die_in_the_middle(rank: int, schedule: Schedule) -> None:
                 super().backward_weight(microbatch)
 
         plain_stages.ModuleStage = Dying  # type: ignore[misc]
+    dist.init_process_group("gloo")
     run_schedule(rank, schedule)
 
 
@@ -176,6 +185,7 @@ def _killed_while_copying(rank: int, schedule: Schedule) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return launched
 
+    dist.init_process_group("gloo")
     run_schedule(rank, schedule, Killed(seconds_per_byte=1e-4))
 
 

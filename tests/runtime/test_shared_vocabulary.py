@@ -1,7 +1,8 @@
 """A vocabulary that all ranks share: the gradients and losses of one process, under every family."""
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
 from tests.support import plain_stages
 from tests.support.plain_stages import ROWS, WIDTH
-from tests.support.ranks import run_ranks
 from tests.support.tiers import first
 
 VOCABULARY = 11
@@ -87,7 +87,6 @@ class Counted(Exchanges):
 
 def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str, ...] = ()) -> dict:
     """Run one step and tell the gradients and the losses of this rank."""
-    dist.init_process_group("gloo")
     placement = schedule.placement
     stages = {
         number: plain_stages.make_stage(number, placement.stages + 1) for number in placement.stages_of(rank)
@@ -165,8 +164,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * size)
 
 
-def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
-    results = run_ranks(run_schedule, schedule.ranks, schedule, scale)
+def assert_equals_one_process(schedule: Schedule, results: Sequence[dict], scale: float = 1.0) -> None:
     stages, output, lookup, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
     assert_close(torch.cat([result["vocabulary"] for result in results]), output, scale)
@@ -178,26 +176,42 @@ def assert_equals_one_process(schedule: Schedule, scale: float = 1.0) -> None:
                 assert_close(mine, expected, scale)
 
 
+def shared(name: str, ranks: int, microbatches: int) -> Schedule:
+    return share(lambda count: catalog.build(name, ranks, count), microbatches)
+
+
+def results(schedule: Schedule, scale: float = 1.0, frozen: tuple[str, ...] = ()) -> tuple[dict, ...]:
+    run = functools.partial(run_schedule, scale=scale, frozen=frozen)
+    return plain_stages.on_ranks(run, [schedule])[0]
+
+
+@functools.cache
+def results_of(ranks: int, microbatches: int) -> dict[str, tuple[Schedule, tuple[dict, ...]]]:
+    """Return every family's schedule, and what the ranks tell under it."""
+    schedules = [shared(name, ranks, microbatches) for name in catalog.NAMES]
+    told = plain_stages.on_ranks(functools.partial(run_schedule, scale=1.0), schedules)
+    return dict(zip(catalog.NAMES, zip(schedules, told, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("name", catalog.NAMES)
 @pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
 def test_gradients_are_those_of_one_process(name: str, ranks: int, microbatches: int) -> None:
-    build: Callable[[int], Schedule] = lambda m: catalog.build(name, ranks, m)  # noqa: E731
-    assert_equals_one_process(share(build, microbatches))
+    assert_equals_one_process(*results_of(ranks, microbatches)[name])
 
 
 @pytest.mark.parametrize("frozen", [("embedding",), ("output",), ("embedding", "output")])
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
 def test_frozen_weights_take_no_part_in_a_backward(name: str, frozen: tuple[str, ...]) -> None:
     """All other gradients are what they were; nothing is exchanged for, or kept until, what nobody needs."""
-    whole = share(lambda m: catalog.build(name, 3, m), 4)
+    whole = shared(name, 3, 4)
     schedule = without_weight_gradients(whole) if "output" in frozen else whole
-    results = run_ranks(run_schedule, 3, schedule, 1.0, frozen)
+    told = results(schedule, frozen=frozen)
     stages, output, lookup, losses = in_one_process(schedule.placement.stages, 4, 1.0)
-    assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
+    assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
     for part, of_result, expected in (("output", "vocabulary", output), ("embedding", "embedding", lookup)):
-        ours = torch.cat([result[of_result] for result in results])
+        ours = torch.cat([result[of_result] for result in told])
         assert_close(ours, torch.zeros_like(ours) if part in frozen else expected, 1.0)
-    for result in results:
+    for result in told:
         assert result["left"] == 0
         # Tokens, hidden state and labels; each end needs one more that trains.
         assert result["broadcasts"] == 4 * (5 - len(frozen))
@@ -209,7 +223,8 @@ def test_frozen_weights_take_no_part_in_a_backward(name: str, frozen: tuple[str,
 
 def test_logits_of_any_size() -> None:
     """The largest logits are hundreds, whose exponentials would overflow, and the model is sure of tokens."""
-    assert_equals_one_process(share(lambda m: catalog.build("v-half", 3, m), 4), scale=500.0)
+    schedule = shared("v-half", 3, 4)
+    assert_equals_one_process(schedule, results(schedule, scale=500.0), scale=500.0)
 
 
 def test_logits_that_are_all_far_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +232,15 @@ def test_logits_that_are_all_far_below_zero(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         sys.modules[__name__], "weight", lambda: -torch.ones(VOCABULARY, WIDTH, dtype=torch.double)
     )
-    assert_equals_one_process(share(lambda m: catalog.build("v-half", 3, m), 4), scale=5000.0)
+    schedule = shared("v-half", 3, 4)
+    assert_equals_one_process(schedule, results(schedule, scale=5000.0), scale=5000.0)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
 def test_an_evaluation_has_the_losses_alone(name: str) -> None:
     placement = catalog.entry(name).placement(3)
     schedule = share_evaluation(catalog.forward_only(placement, 5))
-    results = run_ranks(run_schedule, 3, schedule, 1.0)
+    told = results(schedule)
     _, _, _, losses = in_one_process(placement.stages, 5, 1.0)
-    assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
-    assert all(result["left"] == 0 and not result["vocabulary"].any() for result in results)
+    assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
+    assert all(result["left"] == 0 and not result["vocabulary"].any() for result in told)

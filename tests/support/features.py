@@ -145,8 +145,8 @@ EXCLUDED: dict[Pair, str] = {
 }
 """Two choices that make no job, with the reason."""
 
-WIDE = {"v-zb", "flex", "pp2-tp2"}
-"""Choices whose own rows are wide: they differ from others in their order, or are a part of "pp2-tp2-sp"."""
+WIDE = {"v-zb", "flex", "pp2-tp2", "bf16-gradients", "fp16-fp32-gradients", "block"}
+"""Choices whose own rows are wide: they differ from others in their order or a rounding, or are a part."""
 FEWER = {name: tuple(level for level in levels if level not in WIDE) for name, levels in FACTORS.items()}
 
 LARGE_ROWS: tuple[Row, ...] = (

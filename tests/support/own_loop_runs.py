@@ -5,7 +5,9 @@ what the two ranks found to the file that it is given.
 """
 
 import gc
+import importlib
 import pickle
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,13 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 
 import megatron_pp_ext  # noqa: E402
+from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
+from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
+from megatron_pp_ext.job.request import named  # noqa: E402
+from megatron_pp_ext.job.source import source_of  # noqa: E402
+from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
+from megatron_pp_ext.schedule.placement import loop  # noqa: E402
 from tests.support import own_loop  # noqa: E402
 from tests.support.few_trials import few_trials  # noqa: E402
 
@@ -47,7 +55,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     for name, chunks in own_loop.CHUNKS.items():
         limit = {"memory_limit": 0.8} if name == "flex" else {}
         found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
-        for tied in (False, True):
+        for tied in (False, True) if name in own_loop.TIED else (False,):
             found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
     gc.collect()
     megatron_pp_ext.uninstall()
@@ -71,6 +79,26 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     found["several"] = _several()
     found["refused"] = _refused()
     found["arrived"] = _arrived()
+    return found
+
+
+def core_alone(rank: int) -> list[tuple[str, str]]:
+    """Import every module; return for several schedules the line that is printed, and who runs a step."""
+    for room in (core, runners):
+        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+            importlib.import_module(module.name)
+    patching.apply(core_seams.CORE)
+
+    def costs(stages: int, shares_vocabulary: bool = False) -> Costs:
+        return Costs.unit(loop(2, stages // 2))
+
+    found = []
+    for name, more in (("v-half", {}), ("zb-h1", {"profile_steps": ProfileSteps(2, 3)}), ("auto", {})):
+        request = named(name, 2, 4)
+        pipeline = requested.Pipeline(request, source_of(request, costs), **more)
+        line = start_up.summary(pipeline, costs)
+        requested.activate(pipeline)
+        found.append((line, type(stock_schedules.get_forward_backward_func()).__name__))
     return found
 
 
@@ -200,4 +228,6 @@ if __name__ == "__main__":
     (file,) = sys.argv[1:]
     folder = str(Path(file).parent)
     with few_trials(folder):
-        Path(file).write_bytes(pickle.dumps(run_ranks(on_rank, 2, folder)))
+        found = run_ranks(on_rank, 2, folder)
+        (found[0]["core alone"],) = run_ranks(core_alone, 1)
+        Path(file).write_bytes(pickle.dumps(found))

@@ -1,11 +1,15 @@
 """A small model on plain torch stages: a stage of it on a rank, and the same gradients in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.schedule.actions import Schedule
 from tests.support.module_stage import ModuleStage
+from tests.support.ranks import run_ranks
 from tests.support.split_linear import SplitLinear
 
 WIDTH, ROWS = 6, 3
@@ -55,3 +59,21 @@ def in_one_process(stages: int, microbatches: int) -> tuple[dict[int, list[torch
         value.backward()
         losses[microbatch] = value.item()
     return {stage: [p.grad for p in module.parameters()] for stage, module in enumerate(modules)}, losses
+
+
+def on_ranks(run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[tuple[Any, ...]]:
+    """Return for each of ``schedules``, one after another, what ``run(rank, schedule)`` returns by rank."""
+    by_rank = run_ranks(_run_each, schedules[0].ranks, run, schedules)
+    return list(zip(*by_rank, strict=True))
+
+
+def _run_each(rank: int, run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[Any]:
+    dist.init_process_group("gloo")
+    found = []
+    for schedule in schedules:
+        try:
+            found.append(run(rank, schedule))
+        except BaseException as error:
+            error.add_note(f"under {schedule.name}")
+            raise
+    return found
