@@ -56,16 +56,21 @@ class Copies:
 
         ``launches`` are the rank's actions in its order, the two of a pair together.  What is computed next
         waits for the copy to the host, so that the memory is free for it, however far the host runs ahead of
-        the device.  The copy runs beside at least one launch; the next forward behind that needs the memory.
-        Where the copy back is launched earlier, memory is given up in front of it.
+        the device.  The copy runs beside at least one launch; the next one behind that which takes memory, a
+        forward or a copy back, comes after it.  The memory's own copy back does so in any case.
         """
         places = {action: place for place, actions in enumerate(launches) for action in actions}
-        forwards = [place for place, actions in enumerate(launches) if any(a.kind == "F" for a in actions)]
+        brought = set(self.back.values())
+        takers = [
+            place
+            for place, actions in enumerate(launches)
+            if actions[0] in brought or any(action.kind == "F" for action in actions)
+        ]
         found: dict[Action, list[Kept]] = {}
         for action, place in places.items():
             kept = action.stage, action.microbatch
             if action.kind == "F" and kept in self.back:
-                later = forwards[bisect(forwards, place + 1) :][:1]
+                later = takers[bisect(takers, place + 1) :][:1]
                 before = min([*later, places[self.back[kept]]])
                 found.setdefault(launches[before][0], []).append(kept)
         return found

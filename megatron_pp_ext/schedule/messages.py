@@ -16,6 +16,8 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
 * What all ranks exchange about a shared vocabulary has one place in the line, where every rank launches it.
 * The two actions of a pair have one place in the line, behind everything that either of them needs.  The
   rank sends the messages of both behind the pair.
+* A copy of activations to the host is launched right behind their forward, and one back right before another
+  action.  A rank waits for its own copies alone, and a copy for what its rank has launched before.
 
 To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
 rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a

@@ -1,9 +1,11 @@
 """The executor on plain torch stages: the gradients of one process, under every family."""
 
 import math
+import os
+import signal
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -11,29 +13,30 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.runtime.copy_streams import Transfer
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.runtime.host_buffers import Done, HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
 from tests.support.away import everything, half, with_away
-from tests.support.copy_engines import Threads
+from tests.support.copy_engines import OnThread, Threads
 from tests.support.module_stage import ModuleStage
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiers import first
 
 
-def run_schedule(rank: int, schedule: Schedule) -> dict:
+def run_schedule(rank: int, schedule: Schedule, engines: Threads | None = None) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
     dist.init_process_group("gloo")
-    engines = Threads()
+    engines = engines or Threads()
     away = ActivationsAway(HostBuffers(math.inf), engines, smallest=1)
     last = schedule.placement.stages - 1
     stages = {
@@ -49,10 +52,12 @@ def run_schedule(rank: int, schedule: Schedule) -> dict:
         "losses": stages[last].losses if last in stages else {},
         "order": [event.action for event in recorder.record.events],
         "peak": recorder.record.peak_microbatches,
+        "bytes": recorder.record.peak_bytes,
         "left": (len(STORE), recorder.meter.live_bytes),
     }
 
 
+SAVED = 1 << 16
 ORDERS = [(name, False) for name in catalog.NAMES]
 ORDERS += [(name, True) for name, entry in catalog.ENTRIES.items() if entry.make_paired]
 
@@ -101,6 +106,44 @@ def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
             assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
 
 
+class Known(torch.nn.Module):
+    """Keeps ``SAVED`` bytes for its backward, and little beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(1, dtype=torch.double))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + (input.mean() + self.shift).expand(SAVED // 8).exp().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "paired"), first(1, [("v-half", False), *(order for order in ORDERS if order[0] != "v-half")])
+)
+@pytest.mark.parametrize("leaves", first(1, [half, everything]))
+def test_peaks_are_those_of_the_plan(
+    name: str, paired: bool, leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
+    schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
+    for rank, result in enumerate(run_ranks(run_schedule, 3, schedule)):
+        assert result["bytes"] // SAVED == most_here(schedule, rank)
+
+
+def most_here(schedule: Schedule, rank: int) -> int:
+    """The most stages' activations of a microbatch that the plan has on the device at one time."""
+    order = list(together(schedule.orders[rank], schedule.paired))
+    given_up = schedule.copies.given_up_before(order)
+    brought_back = schedule.copies.launched_before(schedule.orders[rank])
+    here, most = 0, 0
+    for actions in order:
+        here += len(brought_back.get(actions[0], ())) - len(given_up.get(actions[0], ()))
+        for action in actions:
+            most = max(most, here := here + (action.kind is Kind.F))
+            here -= action.kind in (Kind.I, Kind.B)
+    return most
+
+
 def test_a_rank_that_dies_ends_the_others(monkeypatch):
     schedule = catalog.build("zb-h1", 3, 6)
     with pytest.raises(RankError, match="died on purpose"):
@@ -118,6 +161,40 @@ def _die_in_the_middle(rank: int, schedule: Schedule) -> None:
 
         plain_stages.ModuleStage = Dying  # type: ignore[misc]
     run_schedule(rank, schedule)
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_copy_ends_the_others() -> None:
+    with pytest.raises(RankError, match="rank 1 failed"):
+        run_ranks(_killed_while_copying, 3, with_away(catalog.build("v-half", 3, 6)))
+
+
+def _killed_while_copying(rank: int, schedule: Schedule) -> None:
+    class Killed(Threads):
+        def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> OnThread:
+            launched = super().to_host(transfers, after)
+            if rank == 1 and len(self.log) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return launched
+
+    run_schedule(rank, schedule, Killed(seconds_per_byte=1e-4))
+
+
+def test_steps_use_the_same_memory_of_the_host() -> None:
+    assert run_ranks(_take_steps, 2, with_away(catalog.build("zb-h1", 2, 5))) == [None, None]
+
+
+def _take_steps(rank: int, schedule: Schedule) -> None:
+    dist.init_process_group("gloo")
+    stage = plain_stages.make_stage(rank, 2)
+    away = ActivationsAway(HostBuffers(math.inf), Threads(), smallest=1)
+    pinned = set()
+    for _ in range(4):
+        channels = plain_stages.make_channels(2)
+        execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, away=away))
+        assert away.buffers.used_bytes == 0
+        pinned.add(away.buffers.pinned_bytes)
+    (of_all_steps,) = pinned
+    assert 0 < of_all_steps < away.sent_bytes / 4, "buffers are used again within a step, too"
 
 
 class Watched:
