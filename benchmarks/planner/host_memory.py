@@ -85,8 +85,7 @@ def main(
             rows.append((name, *row, f"{found.bubble:.1%}", found.mfu))
             points.append(Point(name, memory, found.tokens_per_second))
             print(*rows[-1], flush=True)
-        limit = max(system.read("h100").memory_bytes, *(point.memory for point in points))
-        path = pictures / f"offload-{model}.png"
+        path, limit = pictures / f"offload-{model}.png", system.read("h100").memory_bytes
         draw_configurations(points, undominated(points), limit, path, f"{title}, {GPUS} H100")
         head = "configuration", "GB of the fullest rank", "step, s", "GB on the host", "bubble", "MFU"
         pages += [f"## {title}", f"`{flags}`", table(head, rows)]

@@ -28,7 +28,7 @@ from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.offload import share_away, with_share
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.copy_engines import Threads
 from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks
@@ -38,8 +38,8 @@ SAVED = 4 << 20
 """The bytes that each stage keeps of a microbatch."""
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb")
-CASES = [(name, share, part) for name in FAMILIES for share, part in ((0.5, 0.5), (1.0, 1 / 3))]
-"""The family, the share that leaves, and the part of an F that a copy of its activations takes."""
+CASES = [(name, *copies) for name in FAMILIES for copies in ((0.0, 0.5), (0.5, 0.5), (1.0, 1 / 3))]
+"""The family, the share that is to leave, and the part of an F that a copy of its activations takes."""
 
 
 class _Save(torch.autograd.Function):
@@ -71,7 +71,8 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
         replace(stage, copy=part * stage.forward, released_by_input_gradient=stage.activation)
         for stage in costs.stages
     )
-    return with_share(schedule, replace(costs, stages=stages), share)
+    costs = replace(costs, stages=stages)
+    return with_share(schedule, costs, share) if share else simulate(schedule, costs)
 
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:

@@ -56,7 +56,7 @@ def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "leaves", "ranks", "flags"),
     first(
-        2,
+        0,
         [
             ("v-half", everything, 2, LLAMA),
             ("zb-h1", half, 2, EVALUATED),

@@ -62,7 +62,7 @@ def must_move(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
 @pytest.mark.parametrize(
     ("name", "ranks", "flags", "settings"),
     first(
-        2,
+        1,
         [
             ("v-half", 2, VARYING, {}),
             ("zb-h1", 2, "", {"activation_offload_fraction": 0.5}),
