@@ -13,7 +13,7 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.check", "gpu.layers", "gpu.machine",
+    "gpu.away", "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.components", "planner.host_memory", "planner.layouts",
     "planner.partition_costs", "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
     "runtime.delay_correction", "runtime.offload", "runtime.pairs",

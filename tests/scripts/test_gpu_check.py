@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from benchmarks.gpu import archive, check, layers, parts, runs, shared_device, sharing
+from benchmarks.gpu import archive, away, check, layers, parts, runs, shared_device, sharing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Rows
 from megatron_pp_ext.jobs import process
@@ -128,6 +128,12 @@ def test_a_cut_backward_is_measured() -> None:
 def test_work_is_measured_beside_copies(name: str) -> None:
     found = layers.copies(name, 16)
     assert float(str(found["beside copies ms"])) > 0
+
+
+def test_steps_with_activations_on_the_host_are_measured() -> None:
+    """It compares gradients, and sees that something moves."""
+    found = away.away("v-half", 32, 8)
+    assert float(str(found["all away: ms"])) > 0
 
 
 def test_collectives_that_gloo_lacks_are_made_one_by_one() -> None:
