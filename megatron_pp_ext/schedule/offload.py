@@ -19,8 +19,9 @@ So no plan makes a step longer.  For a memory limit a rank sends away as little 
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from statistics import mean
 from typing import NamedTuple
@@ -170,10 +171,14 @@ class _Rank:
         """Return as few copies as keep the rank within ``limit``, or all that are of use."""
         limit *= 1 + _ROUNDING
         low, high = 0, len(self.waits)
-        best = self.copies(high)
+        choose: Callable[[int], list[_Return]] = partial(self._useful, self.waits)
+        best = choose(high)
+        if self._peak(best)[0] > limit:
+            choose = self.copies
+            best = choose(high)
         while low < high and self._peak(best)[0] <= limit:
             middle = (low + high) // 2
-            found = self.copies(middle)
+            found = choose(middle)
             if self._peak(found)[0] <= limit:
                 best, high = found, middle
             else:

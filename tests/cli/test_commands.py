@@ -320,3 +320,30 @@ def test_flex_without_trials_is_a_published_schedule(mpp):
     line = "schedule flex -p 4 -m 8 --memory-limit 0.5 --f 10 --i 11 --w 7 --hop 1"
     assert "found by: published" in mpp(*line.split(), "--trials", "0").output
     assert "found by: published" not in mpp(*line.split(), "--trials", "40").output
+
+
+def test_activations_on_the_host(mpp, tmp_path):
+    """Half of V-Half's leave for nothing; the numbers have every copy."""
+    words = ("schedule", "v-half", "-p", 3, "-m", 6, "--offload", 0.5, "--copy", 0.3)
+    result = mpp(*words, "--json", tmp_path / "a.json")
+    assert "on the host: 50.0% of activations; peak memory " in result.output
+    assert "↓" in result.output and "↑" in result.output
+    copies = json.loads((tmp_path / "a.json").read_text())["copies"]
+    assert len(copies) == 18 and set(copies[0]) == {"stage", "microbatch", "back_before"}
+    assert mpp("compare", "-p", 2, "-m", 2, "--offload", "auto", "--copy", 0.1).output.count("+H") > 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--offload", 0.5), "--offload is given without --copy"),
+        (("--copy", 0.5), "--copy is given without --offload"),
+        (("--offload", 1.5, "--copy", 0.5), "--offload is 1.5: give a share above 0"),
+        (("--offload", "most", "--copy", 0.5), "--offload is most: give a share above 0"),
+        (("--offload", 1, "--copy", -1), "--copy is -1, but must be 0 or more"),
+        (("--offload", 1, "--copy", 0.1, "--csv", "a.csv"), "--csv and --offload do not go together"),
+    ],
+)
+def test_options_of_copies_that_contradict_each_other(words, message, mpp):
+    result = mpp("schedule", "1f1b", *words)
+    assert result.exit_code != 0 and message in " ".join(result.output.split())
