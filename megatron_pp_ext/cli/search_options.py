@@ -10,6 +10,7 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
+from megatron_pp_ext.schedule.names import AUTO
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
@@ -106,10 +107,10 @@ class Tried:
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
-        if asked.pipeline_offload is not None:
+        if asked.pipeline_offload not in (None, AUTO):
             raise ValueError(
-                f"--pipeline-offload {asked.pipeline_offload} is not searched with: leave it out, and ask "
-                "mpp estimate what it changes about a result"
+                f"--pipeline-offload is {asked.pipeline_offload}, but a search chooses a share itself where "
+                f"memory asks for it: give {AUTO}, or ask mpp estimate"
             )
         names, compiles = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline_costs is not None

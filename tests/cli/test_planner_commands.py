@@ -96,10 +96,10 @@ def test_estimate_of_activations_on_the_host(mpp, model, tmp_path):
     assert f"on the host: {max(offloaded['host_bytes']) / 1e9:.2f} GB of the rank with most" in result.output
 
 
-def test_a_search_does_not_drop_activations_on_the_host_in_silence(mpp, model):
-    result = mpp(*SEARCH, "--model", model(pipeline_offload="auto"))
+def test_a_search_chooses_the_share_on_the_host(mpp, model):
+    result = mpp(*SEARCH, "--model", model(pipeline_offload="0.5"))
     assert result.exit_code != 0
-    assert "--pipeline-offload auto is not searched with: leave it out" in " ".join(result.output.split())
+    assert "--pipeline-offload is 0.5, but a search chooses a share itself" in " ".join(result.output.split())
 
 
 SIZES = ("--global-batch-size", 16, "--seq-length", 512, "--schedules", "1f1b,v-half")

@@ -361,3 +361,23 @@ def test_flex_shares_within_the_memory(short_searches):
     assert best.estimate.step_seconds <= of_family.best[0].estimate.step_seconds
     flags = " ".join(best.candidate.flags())
     assert f"--pipeline-memory-limit {spelled(best.candidate.limit)} --pipeline-vocabulary shared" in flags
+
+
+def test_what_does_not_fit_is_tried_with_activations_on_the_host():
+    """The best is no slower with copies than without; each that has some needs them, as an estimate says."""
+    sizes = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "micro_batch_size": 4}
+    without = space(batch=64, fixed=tuple(sizes), **sizes)
+    where = replace(without, job=without.job.changed(pipeline_offload="auto"))
+    limit = 25e9
+    alone, found = (Search(one, A100, limit, top=8).run() for one in (without, where))
+    assert found.best[0].estimate.step_seconds <= alone.best[0].estimate.step_seconds
+    away = [one for one in found.named if one.candidate.offload is not None]
+    assert away
+    for one in away:
+        candidate, plain = one.candidate, replace(one.candidate, offload=None)
+        assert one.estimate.fullest.total <= limit < estimated(plain, where)[1].fullest.total
+        job = candidate.described(where.job)
+        told = estimate_request(job, A100, for_world(asked_of(job), where.gpus))
+        assert told.step_seconds == pytest.approx(one.estimate.step_seconds, rel=rounding.FLOAT64)
+        assert told.fullest == one.estimate.fullest
+        assert told.host_bytes == one.estimate.host_bytes and max(told.host_bytes) > 0

@@ -107,7 +107,8 @@ class Search:
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system)
-        self._replays = Replays(self._workloads, margin, space.is_uneven)
+        offloads = space.job.pipeline.pipeline_offload is not None
+        self._replays = Replays(self._workloads, margin, space.is_uneven, offloads)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}

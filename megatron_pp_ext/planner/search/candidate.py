@@ -43,7 +43,8 @@ class Candidate:
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
     ranks or for each (``job.memory_limit``).  ``is_paired`` says whether forwards and backwards run in pairs,
-    by a flag that the user gives.
+    by a flag that the user gives.  ``offload`` is the share of activations that waits on the host, None where
+    all stay on the device.
     """
 
     tensor: int
@@ -62,6 +63,7 @@ class Candidate:
     layout: str | None = None
     pattern: str | None = None
     is_paired: bool = False
+    offload: float | None = None
 
     @property
     def name(self) -> str:
@@ -79,6 +81,8 @@ class Candidate:
             words.append(self.recompute.name)
         if self.layout is not None:
             words.append("uneven")
+        if self.offload is not None:
+            words.append(f"host{self.offload:.0%}".rstrip("%"))
         return "-".join(words)
 
     @property
@@ -88,10 +92,10 @@ class Candidate:
 
     @property
     def apart_from_schedule(self) -> Self:
-        """The candidate without its schedule, and without the stages and the limit that go with it."""
+        """The candidate without its schedule, and without the stages, limit and copies that go with it."""
         recompute = Recompute(self.recompute.name)
         sizes = replace(self, schedule=NO_PIPELINE, chunks=1, limit=None, recompute=recompute)
-        return replace(sizes, layout=None, pattern=None)
+        return replace(sizes, layout=None, pattern=None, offload=None)
 
     @property
     def describes_stages(self) -> bool:
@@ -130,6 +134,7 @@ class Candidate:
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
             "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
+            "pipeline_offload": None if self.offload is None else f"{self.offload:g}",
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.micro_batch * self.data * self.microbatches,
             "use_distributed_optimizer": True,

@@ -29,7 +29,7 @@ _CHUNKS = 2
 def to_compile(best: Sequence[Evaluated], space: Space, workloads: Workloads) -> list[Candidate]:
     """Return the best candidates whose layers fill two chunks a rank, to be run under ``flex``."""
     candidates = dict.fromkeys(
-        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None))
+        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None, offload=None))
         for one in best
         if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
         if space.fills(one.candidate.pipeline, _CHUNKS)
@@ -42,7 +42,10 @@ def _laid_out(cut: Candidate, best: Sequence[Evaluated], workloads: Workloads) -
     """Return ``cut`` with the layout of a V of the same sizes among the best, or with equally long stages."""
     for one in best:
         other = one.candidate
-        if other.placement == cut.placement and replace(other, schedule=FLEX, layout=None) == cut:
+        if (
+            other.placement == cut.placement
+            and replace(other, schedule=FLEX, layout=None, offload=None) == cut
+        ):
             return replace(cut, layout=other.layout)
     stages = workloads.stages(cut, cut.placement)
     return replace(cut, layout=stages.layout(stages.start))
