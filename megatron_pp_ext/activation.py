@@ -40,6 +40,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_MEMORY_LIMIT": ("memory_limit", _limit),
     "MEGATRON_PP_COSTS": ("costs", Path),
     "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
+    "MEGATRON_PP_OFFLOAD": ("offload", str),
     "MEGATRON_PP_TRACE": ("trace", Path),
     "MEGATRON_PP_TIMEOUT": ("timeout", float),
 }

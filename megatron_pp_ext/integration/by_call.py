@@ -63,6 +63,7 @@ class _Call:
     vocabulary: str | None = None
     trace: str | Path | None = None
     timeout: float | timedelta | None = None
+    offload: float | str | None = None
 
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
         """Return what the call requests; ValueError, in one line, if it cannot be."""
@@ -80,7 +81,13 @@ class _Call:
                 "give costs, or a fraction of 1F1B's peak, such as 0.5"
             )
         request = call.requested(
-            self.schedule, self.ranks, self.microbatches, chunks, self.memory_limit, self.vocabulary
+            self.schedule,
+            self.ranks,
+            self.microbatches,
+            chunks,
+            self.memory_limit,
+            self.vocabulary,
+            self.offload,
         )
         costs_of = partial(_costs, given, self.ranks)
         source = requested_source(request, costs_of)
@@ -153,6 +160,7 @@ def install(
     vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
+    offload: float | str | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -165,14 +173,17 @@ def install(
     ``costs`` is a file, ``Costs``, or a number for each stage, which each F, I and W takes; without any,
     those of ``flex`` and ``auto`` follow from the model before its first step.  ``vocabulary`` is "shared" or
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
-    take, a timedelta or minutes (10).
+    take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
+    "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
 
     The same call again does nothing.  Another one replaces the schedule, unless a model was built for it.
 
     ValueError, in one line, for what cannot be.
     """
     global _installed
-    asked = _Call(schedule, ranks, microbatches, chunks, memory_limit, costs, vocabulary, trace, timeout)
+    asked = _Call(
+        schedule, ranks, microbatches, chunks, memory_limit, costs, vocabulary, trace, timeout, offload
+    )
     if _installed is not None and asked == _installed.call:
         return _installed.found
     pipeline, found = asked.pipeline()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import memory_limit, offloading
 from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.check import require_one_forward_order
@@ -19,6 +19,7 @@ def requested(
     chunks: int | None = None,
     limit: float | str | None = None,
     vocabulary: str | None = None,
+    offload: float | str | None = None,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
@@ -41,9 +42,13 @@ def requested(
     if can.file is not None:
         request = _from_file(schedule, can.file, ranks, microbatches, chunks, limit)
     else:
+        # Beside offload="auto" the limit is that of the copies, which any schedule has.
+        own = None if limit is None or (offload == AUTO and not can.takes_limit) else limit
         request = named(
-            schedule, ranks, microbatches, chunks, None if limit is None else memory_limit.read(limit, ranks)
+            schedule, ranks, microbatches, chunks, None if own is None else memory_limit.read(own, ranks)
         )
+    if offload is not None:
+        request = offloading.requested(request, offload, limit, "offload")
     return replace(request, vocabulary=vocabulary)
 
 

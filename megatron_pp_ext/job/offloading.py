@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.parts import Pipeline
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -22,12 +21,16 @@ PART_OF_FORWARD = 0.5
 """The part of a forward that a copy counts as where it is not known how many bytes a stage keeps."""
 
 
-def requested(request: Request, asked: Pipeline) -> Request:
-    """Return ``request`` with --pipeline-offload, and the memory limit that any schedule then takes.
+def requested(
+    request: Request,
+    given: float | str,
+    limit: float | str | None,
+    name: str = "--pipeline-offload",
+) -> Request:
+    """Return ``request`` with what is ``given`` as ``name``, and with the ``limit`` that copies have to keep.
 
     ValueError, in one line, for a share that is not above 0 and at most 1.
     """
-    given, limit = asked.pipeline_offload, asked.pipeline_memory_limit
     if given == AUTO:
         if limit is not None and request.limit is None:
             request = replace(request, limit=memory_limit.read(limit, request.ranks))
@@ -38,8 +41,7 @@ def requested(request: Request, asked: Pipeline) -> Request:
         share = 0.0
     if not 0 < share <= 1:
         raise ValueError(
-            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
-            "such as 0.5"
+            f"{name} is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, such as 0.5"
         )
     return replace(request, offload=share)
 
@@ -76,7 +78,7 @@ def planned(schedule: Schedule, request: Request, costs: Costs) -> Schedule:
         peaks = timeline.peak_memory
         rank = max(range(request.ranks), key=lambda rank: peaks[rank] - limits[rank])
         raise ValueError(
-            f"--pipeline-memory-limit: rank {rank} may keep {limits[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+            f"memory limit: rank {rank} may keep {limits[rank]:.4g}, but keeps {peaks[rank]:.4g} "
             f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
         )
     return timeline.schedule

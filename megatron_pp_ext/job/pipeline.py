@@ -57,8 +57,8 @@ def read(asked: Asked, data: int) -> Request:
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
     request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
-    if job.pipeline.pipeline_offload is not None:
-        request = offloading.requested(request, job.pipeline)
+    if (offload := job.pipeline.pipeline_offload) is not None:
+        request = offloading.requested(request, offload, job.pipeline.pipeline_memory_limit)
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))

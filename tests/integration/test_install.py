@@ -100,6 +100,12 @@ def test_the_vocabulary_is_shared(found) -> None:
         assert actual == pytest.approx(expected, rel=of_losses(len(COUNTS)))
 
 
+def test_activations_wait_on_the_host(found) -> None:
+    records, sent = zip(*(rank["offloaded"] for rank in found), strict=True)
+    assert_same(list(records), [rank["stock", False] for rank in found])
+    assert all(steps and steps[0] > 0 and sorted(set(steps)) == steps for steps in sent)
+
+
 def test_a_trace_is_written(found) -> None:
     assert found[0]["trace"]
 

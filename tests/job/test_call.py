@@ -33,6 +33,8 @@ from megatron_pp_ext.schedule.placement import loop
         ({"schedule": "flex", "memory_limit": 0.5, "costs": "no.json"}, "no.json"),
         ({"schedule": "csv:no.csv"}, "csv:no.csv: "),
         ({"vocabulary": "split"}, "vocabulary is 'split'; give 'shared' or 'auto', or leave it out"),
+        ({"offload": 1.5}, "offload is 1.5, but must be a share above 0 and at most 1, or auto; give one"),
+        ({"offload": "auto", "memory_limit": 0.01}, "memory limit"),
         ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),
         ({"timeout": timedelta(0)}, "but must be above 0; give minutes, such as 10"),
     ],

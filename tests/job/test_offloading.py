@@ -3,7 +3,6 @@
 import pytest
 
 from megatron_pp_ext.job import offloading
-from megatron_pp_ext.job.parts import Pipeline
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.schedule import catalog
@@ -20,8 +19,9 @@ def costs_of(stages, shares_vocabulary=False):
     return Costs.per_rank(RANKS, stages // RANKS)
 
 
-def built(name, **asked):
-    request = offloading.requested(named(name, RANKS, MICROBATCHES), Pipeline(**asked))
+def built(name, pipeline_offload, pipeline_memory_limit=None):
+    request = named(name, RANKS, MICROBATCHES)
+    request = offloading.requested(request, pipeline_offload, pipeline_memory_limit)
     source = requested_source(request, costs_of)
     schedule = source.build(MICROBATCHES, None)
     check(schedule)
@@ -47,7 +47,7 @@ def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
 def test_the_compiler_chooses_by_itself():
     """A quarter of what 1F1B keeps is one microbatch: an order alone that keeps it has hardly a pipeline."""
     request = named("flex", RANKS, MICROBATCHES, limit=0.375)
-    request = offloading.requested(request, Pipeline(pipeline_offload="auto", pipeline_memory_limit=0.375))
+    request = offloading.requested(request, "auto", 0.375)
     schedule = requested_source(request, costs_of).build(MICROBATCHES, None)
     check(schedule)
     assert schedule.name == "flex" and schedule.copies
@@ -56,9 +56,7 @@ def test_the_compiler_chooses_by_itself():
 
 
 def test_a_limit_that_no_copies_keep_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^--pipeline-memory-limit: rank 2 may keep 1, but keeps 4 under zb-h1"
-    ):
+    with pytest.raises(ValueError, match=r"^memory limit: rank 2 may keep 1, but keeps 4 under zb-h1"):
         built("zb-h1", pipeline_offload="auto", pipeline_memory_limit=0.25)
 
 
@@ -79,7 +77,7 @@ def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
     def unknown(stages, shares_vocabulary):
         raise ValueError("not modelled")
 
-    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), Pipeline(pipeline_offload=0.5))
+    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
     schedule = requested_source(request, unknown).build(MICROBATCHES, None)
     assert (
         len(schedule.copies.back)

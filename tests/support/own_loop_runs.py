@@ -32,9 +32,11 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa
 import megatron_pp_ext  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
+from megatron_pp_ext.integration.runners import host_activations  # noqa: E402
 from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
 from megatron_pp_ext.job.request import named  # noqa: E402
 from megatron_pp_ext.job.source import source_of  # noqa: E402
+from megatron_pp_ext.runtime.activations_away import ActivationsAway  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
 from tests.support import own_loop  # noqa: E402
@@ -76,6 +78,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
         found["shared"] = own_loop.train(own_loop.build(1, tied=True), own_loop.COUNTS)
+    found["offloaded"] = _offloaded()
     found["several"] = _several()
     found["refused"] = _refused()
     found["arrived"] = _arrived()
@@ -127,6 +130,20 @@ def _passes(model: list[Any]) -> list[Any]:
     losses = own_loop.run_step(model, iterators, 3, forward_only=True)
     collected = own_loop.run_step(model, iterators, 2, forward_only=True, collect_non_loss_data=True)
     return [[float(one["loss"]) for one in losses], collected]
+
+
+def _offloaded() -> tuple[own_loop.Record, list[int]]:
+    """Train with activations on the host; return the bytes that steps have sent there, too."""
+    sent: list[int] = []
+
+    class Telling(ActivationsAway):
+        def close(self) -> None:
+            super().close()
+            sent.append(self.sent_bytes)
+
+    host_activations.SMALLEST, host_activations.ActivationsAway = 1, Telling
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, offload=0.5):
+        return own_loop.train(own_loop.build(2), own_loop.COUNTS), sent
 
 
 def _several() -> dict[str, own_loop.Record]:
