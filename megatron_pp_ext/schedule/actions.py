@@ -96,11 +96,10 @@ class Schedule:
             )
             for order in self.orders
         )
-        launches = {
-            away: action._replace(kind=Kind.I) if action.kind is Kind.B else action
-            for away, action in self.copies.back.items()
-        }
-        return replace(self, orders=tuple(map(tuple, orders)), copies=Copies(launches))
+        copies = self.copies.with_actions(
+            lambda action: action._replace(kind=Kind.I) if action.kind is Kind.B else action
+        )
+        return replace(self, orders=tuple(map(tuple, orders)), copies=copies)
 
     @property
     def digest(self) -> str:

@@ -6,6 +6,7 @@ their end.  The last condition cannot be checked on any rank alone: it is proved
 run without a clock.
 """
 
+from collections.abc import Container, Mapping
 from itertools import pairwise, zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
@@ -168,7 +169,7 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_copies(schedule: Schedule) -> None:
-    """Raise unless every copy comes back between the F that it belongs to and its backward."""
+    """Raise unless every copy is given up and comes back, in this order, between its F and its backward."""
     if not schedule.copies:
         return
     back, placement = schedule.copies.back, schedule.placement
@@ -191,21 +192,24 @@ def _check_copies(schedule: Schedule) -> None:
                     raise InvalidSchedule(
                         f"rank {rank}: {forward} is copied to the host, but has no backward: remove the copy"
                     )
-                if action not in place:
-                    raise InvalidSchedule(
-                        f"rank {rank}: {forward} comes back before {action}, which the rank does not do: "
-                        f"choose an action between {forward} and {backward}"
-                    )
-                if not place[forward] < place[action] <= place[backward]:
-                    raise InvalidSchedule(
-                        f"rank {rank}: {forward} comes back before {action}, which does not stand between it "
-                        f"and {backward}: choose an action that does"
-                    )
-                if action in seconds:
-                    raise InvalidSchedule(
-                        f"rank {rank}: {forward} comes back before {action}, the second of a pair: choose "
-                        f"the first, {order[place[action] - 1]}"
-                    )
+                given_up = schedule.copies.gone.get((stage, microbatch), action)
+                for what, one, last in (("comes back", action, backward), ("is given up", given_up, action)):
+                    if wrong := _not_between(forward, one, last, place, seconds):
+                        raise InvalidSchedule(f"rank {rank}: {forward} {what} before {one}, {wrong}")
+
+
+def _not_between(
+    forward: Action, action: Action, last: Action, place: Mapping[Action, int], seconds: Container[Action]
+) -> str:
+    """Return what is wrong with ``action`` as one behind ``forward`` and not behind ``last``, and the fix."""
+    if action not in place:
+        return f"which the rank does not do: choose an action between {forward} and {last}"
+    if not place[forward] < place[action] <= place[last]:
+        return f"which does not stand between it and {last}: choose an action that does"
+    if action in seconds:
+        first = next(one for one, at in place.items() if at == place[action] - 1)
+        return f"the second of a pair: choose the first, {first}"
+    return ""
 
 
 def _deadlock(schedule: Schedule, walk: Walk) -> str:

@@ -6,7 +6,7 @@ actions.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,14 @@ class Copies:
     launched in front of the action: it waits for the end of the action before that one and of the copy to the
     host, and the first backward (I or B) waits for it.  The action stands behind the F, and it is this
     backward at the latest.  A pair is one launch, so that the action is never the second one of a pair.
+
+    ``gone`` has the action of the same rank in front of which the memory on the device is given up, behind
+    the F and at the latest where the copy back is launched; ``given_up_before`` says where that is for what
+    it leaves out.
     """
 
     back: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
+    gone: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
         """Whether anything is away."""
@@ -37,8 +42,16 @@ class Copies:
     def __str__(self) -> str:
         """All copies as text, in the same order whatever that of ``back``."""
         return ",".join(
-            f"{stage}.{microbatch}@{self.back[stage, microbatch]}" for stage, microbatch in sorted(self.back)
+            f"{stage}.{microbatch}-{self.gone.get((stage, microbatch), '')}@{self.back[stage, microbatch]}"
+            for stage, microbatch in sorted(self.back)
         )
+
+    def with_actions(self, change: "Callable[[Action], Action]") -> "Copies":
+        """Return the same copies at the actions that ``change`` makes of those here."""
+        back, gone = (
+            {kept: change(action) for kept, action in one.items()} for one in (self.back, self.gone)
+        )
+        return Copies(back, gone)
 
     def launched_before(self, order: "Iterable[Action]") -> "dict[Action, list[Kept]]":
         """Return the copies back of a rank with this ``order``, by the action before which they are launched.
@@ -56,8 +69,8 @@ class Copies:
 
         ``launches`` are the rank's actions in its order, the two of a pair together.  What is computed next
         waits for the copy to the host, so that the memory is free for it, however far the host runs ahead of
-        the device.  The copy runs beside at least one launch; the next one behind that which takes memory, a
-        forward or a copy back, comes after it.  The memory's own copy back does so in any case.
+        the device.  Where ``gone`` says nothing, the copy runs beside at least one launch; the next launch
+        behind that which takes memory, a forward or a copy back, comes after it, and so does its copy back.
         """
         places = {action: place for place, actions in enumerate(launches) for action in actions}
         brought = set(self.back.values())
@@ -71,6 +84,8 @@ class Copies:
             kept = action.stage, action.microbatch
             if action.kind == "F" and kept in self.back:
                 later = takers[bisect(takers, place + 1) :][:1]
+                if kept in self.gone:
+                    later = [places[self.gone[kept]]]
                 before = min([*later, places[self.back[kept]]])
                 found.setdefault(launches[before][0], []).append(kept)
         return found

@@ -8,16 +8,16 @@ activations wait for their backward.  Each rank chooses for itself:
 2. The copies to the host run one after the other, in the order of the forwards.
 3. A copy back ends as late as neither its backward waits nor a copy behind it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
-4. What would not be gone before its copy back is launched stays on the device: every other one of these,
+4. The memory is given up at the first start of an action behind the end of the copy, so that nothing waits.
+5. What would not be gone before its copy back is launched stays on the device: every other one of these,
    until none is left.
-
-5. What is back already at the rank's fullest moment stays as well, as long as that lowers the peak: before a
+6. What is back already at the rank's fullest moment stays as well, as long as that lowers the peak: before a
    long idle time a copy back is launched early.
 
 So no plan makes a step longer.  For a memory limit a rank sends away as little as keeps it.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -113,9 +113,13 @@ class _Wait(NamedTuple):
 
 
 class _Return(NamedTuple):
-    """A copy with its times, and the action before which it comes back; whether it is of any use."""
+    """A copy with its times, and the actions before which the memory is given up and comes back.
+
+    ``is_useful`` says whether there is any time between the two.
+    """
 
     times: Copied
+    gone: Action
     before: Action
     is_useful: bool
 
@@ -128,6 +132,7 @@ class _Rank:
         order, events = timeline.schedule.orders[rank], timeline.events[rank]
         begins = [0, *accumulate(map(len, together(order, timeline.schedule.paired)))][:-1]
         self._steps = [order[place] for place in begins]
+        self._starts = [events[place].start for place in begins]
         self._launches = [events[place - 1].end if place else timeline.start for place in begins]
         forwards: dict[Kept, tuple[int, float]] = {}
         self.waits: list[_Wait] = []
@@ -207,8 +212,10 @@ class _Rank:
             launch = bisect_right(self._launches, start + rounding) - 1
             launch = min(max(launch, wait.earliest), wait.latest)
             times = Copied(*wait.kept, out[wait.kept], self._launches[launch], (start, start + wait.seconds))
-            is_useful = out[wait.kept][1] < self._launches[launch] - rounding
-            found.append(_Return(times, self._steps[launch], is_useful))
+            away = out[wait.kept][1]
+            gone = self._steps[min(bisect_left(self._starts, away - rounding), launch)]
+            is_useful = away < self._launches[launch] - rounding
+            found.append(_Return(times, gone, self._steps[launch], is_useful))
         return found[::-1]
 
 
@@ -241,5 +248,6 @@ def _alone(schedule: Schedule, costs: Costs) -> Timeline:
 
 def _timed(alone: Timeline, copies: Iterable[Iterable[_Return]]) -> Timeline:
     """Return the step ``alone`` with ``copies``, simulated."""
-    back = {one.times[:2]: one.before for rank in copies for one in rank}
-    return simulate(replace(alone.schedule, copies=Copies(back)), alone.costs)
+    found = [one for rank in copies for one in rank]
+    gone, back = ({one.times[:2]: getattr(one, name) for one in found} for name in ("gone", "before"))
+    return simulate(replace(alone.schedule, copies=Copies(back, gone)), alone.costs)

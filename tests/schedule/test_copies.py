@@ -44,6 +44,16 @@ def test_other_copies_are_refused(copies, message):
     assert message in refusal(away(WHOLE, **copies))
 
 
+def test_memory_is_given_up_between_forward_and_copy_back():
+    back = {(0, 1): parse("0F4")}
+    check(replace(WHOLE, copies=Copies(back, {(0, 1): parse("0F3")})))
+    wrong = replace(WHOLE, copies=Copies(back, {(0, 1): parse("0F5")}))
+    assert "rank 0: 0F1 is given up before 0F5, which does not stand between it and 0F4" in refusal(wrong)
+    launches = [(action,) for action in WHOLE.orders[0]]
+    assert Copies(back, {(0, 1): parse("0F2")}).given_up_before(launches) == {parse("0F2"): [(0, 1)]}
+    assert Copies(back).given_up_before(launches) == {parse("0F3"): [(0, 1)]}
+
+
 def test_a_copy_is_not_launched_within_a_pair():
     paired = catalog.build("1f1b", 4, 6, paired=True)
     first = min(paired.paired)
