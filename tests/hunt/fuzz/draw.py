@@ -26,7 +26,8 @@ def draw(seed: int, number: int) -> Row:
     """Return case ``number`` of ``seed``, counted from 0: a level for each factor, and a schedule.
 
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
-    measured (``measures``), and the schedule under which it goes on from a checkpoint (``resume``).
+    measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), and the share
+    of activations that waits on the host (``host``).
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -38,12 +39,13 @@ def draw(seed: int, number: int) -> Row:
     if measures == "profile" and unmeasured:
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
-    return {**row, "schedule": schedule, "measures": measures, "resume": resume}
+    host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
+    return {**row, "schedule": schedule, "measures": measures, "resume": resume, "host": host}
 
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    none = {"seed": "1", "schedule": "v-half", "measures": "none", "resume": "none"}
+    none = {"seed": "1", "schedule": "v-half", "measures": "none", "resume": "none", "host": "none"}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 
 

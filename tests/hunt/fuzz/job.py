@@ -62,7 +62,8 @@ def stock(row: Row, data: Path) -> list[str]:
 def trained(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of the job under its schedule; ``folder`` is for what it writes."""
     measures = _MEASURES[row["measures"]].format(folder=folder).split()
-    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures]
+    host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
+    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host]
 
 
 def saving(checkpoint: str, folder: Path) -> list[str]:

@@ -12,8 +12,9 @@ from tests.hunt.fuzz.job import has_checkpoint
 
 def shrunk(row: Row, still_differs: Callable[[Row], bool]) -> Row:
     """Return the row in which none of its unusual choices can be made plain alone."""
-    if row["measures"] != "none" and still_differs({**row, "measures": "none"}):
-        row = {**row, "measures": "none"}
+    for one in ("measures", "host"):
+        if row[one] != "none" and still_differs({**row, one: "none"}):
+            row = {**row, one: "none"}
     size = len(list(unusual(row)))
     while size:
         names = list(unusual(row))
