@@ -8,7 +8,7 @@ from megatron_pp_ext.schedule.actions import Kind
 _HUES = {Kind.F: "#5b9bd5", Kind.I: "#5fc8c8", Kind.W: "#7fb858", Kind.S: "#e0a24a", Kind.T: "#c9c04d"}
 
 COPIES = {"out": "#c0504d", "back": "#d99694"}
-"""Those of copies to the host and back: dark and light red."""
+"""The colours of copies to the host and back: dark and light red."""
 
 _DARKER = 0.72
 """The ratio of the lightness of one chunk to that of the chunk before."""

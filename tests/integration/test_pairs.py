@@ -184,7 +184,7 @@ def test_megatron_runs_both_halves_of_a_pair_by_one_plan(schedule: str) -> None:
 
 
 def test_weight_gradients_come_where_plans_have_a_place() -> None:
-    """Of two experts with two products each, then the attention's two; the output layer's with the first."""
+    """The products of two experts, two each, then the attention's two; the output layer's with the first."""
     schedule, seen, _ = watched("1f1b")
     for rank, order in enumerate(schedule.orders):
         pairs = len(schedule.paired.intersection(order))

@@ -35,7 +35,7 @@ CHUNKS = {
 """Schedules to compare, and their chunks a rank."""
 
 TIED = ("zb-h1", "v-half")
-"""Those under which a tied embedding is trained, too: its copies are on two ranks, and on one."""
+"""The schedules under which a tied embedding is trained, too: its copies are on two ranks, and on one."""
 
 COUNTS = (8, 3, 5)
 """The microbatches of the steps of a run."""
