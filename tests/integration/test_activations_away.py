@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pp_ext.integration.core import host_memory
 from megatron_pp_ext.integration.runners import host_activations, sources
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.schedule.copies import Kept
@@ -106,7 +107,7 @@ def test_flags(flags: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_the_host_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_activations, "host_bytes", lambda: 1000)
+    monkeypatch.setattr(host_memory, "host_bytes", lambda: 1000)
     expected = (
         "--pipeline-offload-host-bytes is 1001, but this machine has 1000 bytes free for each of its ranks"
     )

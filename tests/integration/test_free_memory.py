@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_pp_ext.integration.core import host_memory
 from megatron_pp_ext.integration.runners import free_memory
 from tests.support.ranks import run_ranks
 
@@ -29,7 +30,7 @@ def test_the_fullest_device_of_a_pipeline_rank_decides() -> None:
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=12 * 2**30))
-    monkeypatch.setattr(free_memory, "psutil", memory)
+    monkeypatch.setattr(host_memory, "psutil", memory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory.free_bytes() == 3 * GIB
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

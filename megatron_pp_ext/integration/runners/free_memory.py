@@ -1,12 +1,12 @@
 """The memory that the devices of a job have free."""
 
 import math
-import os
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from megatron_pp_ext.integration.core.host_memory import host_bytes
 
 DEVICE_MARGIN = 0.9
 """The part of the free memory that ``auto`` uses: allocators fragment, and kernels need room."""
@@ -32,8 +32,3 @@ def free_bytes() -> int:
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return host_bytes()
-
-
-def host_bytes() -> int:
-    """Return this rank's share of the memory that its machine has free."""
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -5,6 +5,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from megatron_pp_ext.integration.core.host_memory import usable_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
@@ -20,11 +21,13 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
     """Return the settings of the run that ``args`` describe, with ``pipeline``.
 
     Megatron goes on changing ``args`` while it starts and trains, so what changes is read when it is needed.
+    ValueError for bytes of the host that cannot be had.
     """
 
     def advice(costs: Costs, schedule: Schedule, name: str, free: float) -> tuple[str, Shortest] | None:
         return advised(Job.of(args), args.data_parallel_size, costs, schedule, name, free)
 
+    offload, host_bytes = args.pipeline_offload, args.pipeline_offload_host_bytes
     communicators = args.nccl_communicator_config_path
     return Settings(
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -35,6 +38,6 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
         advice=advice,
-        offload_host_bytes=args.pipeline_offload_host_bytes,
+        offload_host_bytes=None if offload is None else usable_bytes(host_bytes),
         caveat=partial(caveat, pipeline, args),
     )
