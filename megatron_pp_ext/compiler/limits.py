@@ -20,6 +20,11 @@ LARGEST_FRACTION = 8.0
 """The largest limit that is read as a fraction; a larger one is an amount of memory."""
 
 
+def of_each_rank(limit: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    """Return ``limit`` as one for each rank."""
+    return (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
+
+
 def requested_limit(limit: Limit, ranks: int, microbatches: int, costs: Costs) -> tuple[Limit, Costs]:
     """Return a requested ``limit`` as an amount of memory, or as one a rank, and the costs to compile with.
 

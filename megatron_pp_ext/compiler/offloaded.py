@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit, Turn, compile_schedule
+from megatron_pp_ext.compiler.limits import of_each_rank
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
@@ -40,7 +41,7 @@ def compile_with_copies(
     from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
 
     families = [schedule for where in placements for schedule in published(where, microbatches)]
-    limits = (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
+    limits = of_each_rank(limit, ranks)
     found = shortest_within(families, costs, limits)
     trials = trials if found is None else trials // _FEWER
     try:

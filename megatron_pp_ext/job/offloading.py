@@ -5,7 +5,7 @@ All ranks plan them from the same costs, so that they agree without a message.
 
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.limits import Limit
+from megatron_pp_ext.compiler.limits import of_each_rank
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import catalog
@@ -72,7 +72,7 @@ def planned(schedule: Schedule, request: Request, costs: Costs) -> Schedule:
         share = 1.0 if request.offload in (None, AUTO) else float(request.offload)
         return with_share(schedule, costs, share).schedule
     limit, counted = request.limited(costs)
-    limits = each(limit, request.ranks)
+    limits = of_each_rank(limit, request.ranks)
     timeline = within(schedule, counted, limits)
     if over(timeline, limits):
         peaks = timeline.peak_memory
@@ -82,8 +82,3 @@ def planned(schedule: Schedule, request: Request, costs: Costs) -> Schedule:
             f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
         )
     return timeline.schedule
-
-
-def each(limit: Limit, ranks: int) -> tuple[float, ...]:
-    """Return ``limit`` as one for each rank."""
-    return limit if isinstance(limit, tuple) else (limit,) * ranks

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
-from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.compiler.limits import least_limits, of_each_rank
 from megatron_pp_ext.job import offloading
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.source import FreeBytes, Source, compile_once, source_of
@@ -110,7 +110,7 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
     """
     is_auto = catalog.abilities(request.schedule).measures_memory
     limit, counted = (math.inf, costs) if is_auto else request.limited(whole)
-    limits = limit if isinstance(limit, tuple) else (limit,) * request.ranks
+    limits = of_each_rank(limit, request.ranks)
     compiler = _Beside(replace(costs, message=counted.message), request.ranks, trials)
     if is_auto:
         placement, ordinary = request.placement, None
