@@ -5,9 +5,9 @@ from functools import cached_property, lru_cache, partial
 
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
@@ -54,8 +54,7 @@ def scheduled(
     have proved every one of the catalogue.
     """
     if ranks == 1:
-        alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
-        return Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),))
+        return one_f_one_b.alone(microbatches, is_paired)
     build = catalog.entry(catalog.abilities(name).order or name).build
     if shares_vocabulary:
         return share(lambda count: build(ranks, count, chunks), microbatches)
