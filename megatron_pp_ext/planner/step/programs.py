@@ -8,6 +8,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import one_f_one_b
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
@@ -54,7 +55,10 @@ def scheduled(
     have proved every one of the catalogue.
     """
     if ranks == 1:
-        return one_f_one_b.alone(microbatches, is_paired)
+        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
+        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
+        alone = one_f_one_b.build_paired if is_paired else one_f_one_b.build
+        return replace(alone(1, microbatches), name=NO_PIPELINE)
     build = catalog.entry(catalog.abilities(name).order or name).build
     if shares_vocabulary:
         return share(lambda count: build(ranks, count, chunks), microbatches)

@@ -11,53 +11,30 @@ that the two of a pair do not need each other: Megatron-LM's own warm-up for int
 overlap_moe_expert_parallel_comm), with one chunk.  Rank r keeps 2(p - r) microbatches.
 """
 
-from collections.abc import Sequence
-
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.families.phases import alternating
 from megatron_pp_ext.schedule.placement import linear
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
     """1F1B for any ranks >= 2 and microbatches >= 1; makespan 3(m + p - 1) at unit cost, peak min(p, m)."""
-    require_pipeline("1f1b", ranks, microbatches)
-    return _schedule("1f1b", [ranks - rank - 1 for rank in range(ranks)], microbatches, is_paired=False)
+    orders = tuple(_order(rank, ranks - rank - 1, microbatches) for rank in range(ranks))
+    return Schedule("1f1b", linear(ranks), microbatches, orders)
 
 
 def build_paired(ranks: int, microbatches: int) -> Schedule:
     """1F1B with pairs for any ranks >= 2 and microbatches >= 1; peak min(2p, m)."""
-    require_pipeline("1f1b", ranks, microbatches)
-    return _schedule("1f1b", [2 * (ranks - rank) - 1 for rank in range(ranks)], microbatches, is_paired=True)
-
-
-def alone(microbatches: int, is_paired: bool = False) -> Schedule:
-    """Return what Megatron-LM does without a pipeline: every backward is behind its forward.
-
-    With pairs, one of the microbatch before runs with the forward
-    (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
-    """
-    return _schedule(NO_PIPELINE, [int(is_paired)], microbatches, is_paired)
-
-
-def _schedule(name: str, warm_ups: Sequence[int], microbatches: int, is_paired: bool) -> Schedule:
-    """Return the schedule in which each rank begins with so many forwards, and may pair the others."""
+    warm_ups = [2 * (ranks - rank - 1) + 1 for rank in range(ranks)]
     orders = tuple(_order(rank, warm_up, microbatches) for rank, warm_up in enumerate(warm_ups))
     paired = frozenset(
         Action(rank, Kind.F, microbatch)
         for rank, warm_up in enumerate(warm_ups)
-        for microbatch in range(warm_up if is_paired else microbatches, microbatches)
+        for microbatch in range(warm_up, microbatches)
     )
-    return Schedule(name, linear(len(warm_ups)), microbatches, orders, paired)
+    return Schedule("1f1b", linear(ranks), microbatches, orders, paired)
 
 
 def _order(rank: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
     forwards = [Action(rank, Kind.F, microbatch) for microbatch in range(microbatches)]
     backwards = [Action(rank, Kind.B, microbatch) for microbatch in range(microbatches)]
-    warm_up = min(warm_up, microbatches)
-
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    order += backwards[microbatches - warm_up :]
-    return tuple(order)
+    return tuple(alternating(forwards, backwards, warm_up))
