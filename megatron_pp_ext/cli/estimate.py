@@ -61,20 +61,18 @@ def estimate(
     asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.job.pipeline import for_world
-    from megatron_pp_ext.job.sizes import fewest_ranks
-    from megatron_pp_ext.job.smallest_world import smallest_world
+    from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
-    copy, parallel = fewest_ranks(asked.job), asked.job.parallel
-    gpus = world_size or smallest_world(copy, parallel.pipeline_model_parallel_size, parallel.expert_ranks)
+    gpus = world_size or smallest_world(asked.job)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
         request = for_world(asked, gpus)
         estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    if gpus > copy and world_size is None:
-        ways = parallel.expert_ranks
+    if gpus > fewest_ranks(asked.job) and world_size is None:
+        ways = asked.job.parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
     sizes = entries(asked.job)
     if sizes:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.rehearse import smallest_world
 from megatron_pp_ext.cli.report import console, folding
+from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import words_of
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def verify(
     words = words_of(flags)
     name = reference_runs.schedule_of(flags)
     path = _path(script)
-    world = _ranks(words, ranks)
+    world = _ranks(flags, ranks)
     on_cpu = cpu or not _has_gpus(world)
     arithmetic = Arithmetic.of_flags(words, world)
     runs = reference_runs.planned(
@@ -122,8 +124,8 @@ def _path(script: str) -> Path | None:
     return path
 
 
-def _ranks(words: list[str], ranks: int | None) -> int:
-    fewest = smallest_world(words)
+def _ranks(flags: list[str], ranks: int | None) -> int:
+    fewest = smallest_world(Job.of(flag_table.parse(flags, {}, has_others=True)))
     if ranks is not None and (ranks < 1 or ranks % fewest):
         raise ValueError(f"--ranks {ranks} is not a multiple of {fewest}, which one copy of the model needs")
     return ranks or fewest

@@ -41,11 +41,6 @@ def read(job: Job) -> Costs:
     return costs
 
 
-def from_file(job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
-    """Return the costs of ``stages`` stages from the file of --pipeline-costs; see ``cut``."""
-    return cut(read(job), job, stages, shares_vocabulary)
-
-
 def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
     """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
 

@@ -131,11 +131,6 @@ class Asked:
         return "-" in model.pattern if model.pattern else not (model.num_experts and all(model.has_experts))
 
     @property
-    def recomputes_selectively(self) -> bool:
-        """Whether parts of layers are computed again."""
-        return self.job.memory.recompute_granularity == "selective"
-
-    @property
     def gathers_weights(self) -> bool:
         """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
         return (self.tensor_parallel_num_weight_shards or 0) > self.job.parallel.tensor_model_parallel_size

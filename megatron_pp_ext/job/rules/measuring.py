@@ -92,7 +92,7 @@ def _unknown_to_costs(what: str, fix: str) -> Iterator[Rule]:
         value = f" {{{name}}}" if flag_effects.takes_value(name) else ""
         is_asked = partial(lambda name, asked: flag_effects.is_asked(asked, name), name)
         yield Rule(f"{flag_effects.flag(name)}{value}", reason, fix, is_asked)
-    for name, values in flag_effects.known_values(what).items():
+    for name, values in flag_effects.table()["values"][what].items():
         is_other = partial(lambda name, known, asked: asked[name] not in (None, *known), name, values)
         reason = f"only {', '.join(values[:-1])} and {values[-1]} are modelled"
         yield Rule(f"{flag_effects.flag(name)} {{{name}}}", reason, fix, is_other)

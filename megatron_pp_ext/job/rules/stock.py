@@ -23,10 +23,7 @@ _ENDLESS = Rules(
             "with biases calls itself without end in Megatron's backward",
             "add --disable-bias-linear, or recompute others, such as core_attn",
             lambda asked: (
-                asked.recomputes_selectively
-                and "mlp" in (asked.recompute_modules or ())
-                and asked.add_bias_linear
-                and asked.has_dense_layer
+                "mlp" in asked.job.memory.recomputed and asked.add_bias_linear and asked.has_dense_layer
             ),
         ),
         Rule(
