@@ -58,9 +58,3 @@ def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) ->
         return costs.joined(layers.by_stage(job, stages))
     with naming(pipeline.pipeline_costs):
         return costs.merged(stages)
-
-
-def lacks_parameters(job: Job) -> bool:
-    """Whether the file of --pipeline-costs is without the parameters of some stage."""
-    file = job.pipeline.pipeline_costs
-    return file is not None and not costs_file.read(file).has_parameters
