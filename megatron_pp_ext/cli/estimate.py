@@ -76,7 +76,8 @@ def estimate(
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
     sizes = entries(asked.job)
     if sizes:
-        show_parameters(**sizes)
+        whole, active = (sizes[name] / 1e9 for name in ("parameters", "active_parameters"))
+        console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -112,12 +113,6 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
         word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
     ]
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
-
-
-def show_parameters(parameters: int, active_parameters: int) -> None:
-    """Say how large the model is."""
-    whole, active = parameters / 1e9, active_parameters / 1e9
-    console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
 
 
 def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

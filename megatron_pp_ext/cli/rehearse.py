@@ -57,7 +57,7 @@ def rehearse(
         bool, typer.Option("--accept-noise", help="Take seconds that a busy machine has disturbed, too.")
     ] = False,
     script: ask.Script = None,
-    json: Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")] = None,
+    json: ask.Json = None,
     costs: Annotated[
         Path | None,
         typer.Option(help="Write the costs of every stage, for --pipeline-costs.", metavar="FILE"),

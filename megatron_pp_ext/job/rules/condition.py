@@ -11,6 +11,7 @@ not ...       the opposite
 """
 
 from functools import reduce
+from typing import Any
 
 from megatron_pp_ext.job import flag_effects
 from megatron_pp_ext.job.rules.asked import Asked
@@ -25,7 +26,8 @@ def _is_true(part: str, asked: Asked) -> bool:
     name, *words = part.split()
     if name == "not":
         return not _is_true(" ".join(words), asked)
-    found = reduce(lambda one, attribute: getattr(one, attribute, None), name.split("."), asked)
+    start: Any = asked
+    found = reduce(lambda one, attribute: getattr(one, attribute, None), name.split("."), start)
     match words:
         case []:
             return bool(found)
@@ -37,5 +39,5 @@ def _is_true(part: str, asked: Asked) -> bool:
             values_found = found if isinstance(found, list | tuple | frozenset) else [found]
             return not set(values).isdisjoint(map(str, values_found))
         case ["above", number]:
-            return (found or 0) > float(number)
+            return bool((found or 0) > float(number))
     raise ValueError(f"a rule asks for {part!r}: write it as job/rules/condition.py says")
