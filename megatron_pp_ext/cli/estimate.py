@@ -9,7 +9,7 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
+from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_json
@@ -50,7 +50,7 @@ def estimate(
     from megatron_pp_ext.planner.search.launch_lines import Launch
 
     if print_only:
-        print_flags(words_of(flags, model))
+        print_flags(to_be_started(flags, model).words)
         return
     ask.require_at_least("--margin", margin, 0)
     if world_size is not None and world_size < 1:
