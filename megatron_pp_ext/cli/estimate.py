@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, show_by_rank
 from megatron_pp_ext.files import require_folder, write_json
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
     names = [
         name for name, _ in estimated.fullest.components() if any(getattr(r, name) for r in estimated.ranks)
     ]
-    rank_table.show(
+    show_by_rank(
         "GB on rank",
         {
             name: [f"{getattr(rank, name) / 1e9:.2f}" for rank in estimated.ranks]

@@ -56,7 +56,7 @@ def described(
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     asked = job.counted()
-    if not asked.vocab_size and tokenizer_vocabulary.is_from_hugging_face(asked):
+    if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.vocab_size:
         import warnings

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, show_by_rank
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
@@ -190,7 +189,7 @@ def _show_bytes(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> 
     if device:
         peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
         rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]
-    rank_table.show("MiB on rank", rows)
+    show_by_rank("MiB on rank", rows)
 
 
 def _show_seconds(rehearsal: Rehearsal) -> None:

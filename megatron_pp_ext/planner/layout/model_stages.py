@@ -6,7 +6,7 @@ from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
-from megatron_pp_ext.planner.layout.layer_row import Seconds
+from megatron_pp_ext.planner.layout.rows import Seconds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, StageSeconds
 from megatron_pp_ext.schedule.placement import Placement
 
