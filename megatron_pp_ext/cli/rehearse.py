@@ -23,6 +23,7 @@ from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
+from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.schedule import costs_file, csv_file
 
 _WARM_UP = 1
@@ -73,8 +74,6 @@ def rehearse(
 
     mpp rehearse --model llama3-8b -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...
     """
-    from megatron_pp_ext.planner.search import launch_lines  # which imports numpy
-
     described = to_be_started(flags, model, script)
     job = described.words
     if print_only:
