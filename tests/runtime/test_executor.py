@@ -69,6 +69,15 @@ def results_of(ranks: int, microbatches: int) -> dict[tuple[str, bool], tuple[di
     return dict(zip(ORDERS, plain_stages.on_ranks(run_schedule, schedules), strict=True))
 
 
+def assert_equals_one_process(schedule: Schedule, results: Sequence[dict]) -> None:
+    expected, losses = plain_stages.in_one_process(schedule.placement.stages, schedule.microbatches)
+    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    for result in results:
+        assert result["left"] == (0, 0)
+        for stage, gradients in result["gradients"].items():
+            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+
+
 @pytest.mark.parametrize(("name", "paired"), ORDERS)
 @pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
 def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
@@ -76,15 +85,10 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
 ) -> None:
     schedule = catalog.build(name, ranks, microbatches, paired=paired)
     results = results_of(ranks, microbatches)[name, paired]
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    assert_equals_one_process(schedule, results)
     peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
     assert tuple(result["peak"] for result in results) == peaks
-    for rank, result in enumerate(results):
-        assert tuple(result["order"]) == schedule.orders[rank]
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+    assert tuple(tuple(result["order"]) for result in results) == schedule.orders
 
 
 @pytest.mark.parametrize(
@@ -103,14 +107,10 @@ def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
 ) -> None:
     schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, 5)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    assert_equals_one_process(schedule, results)
     for rank, result in enumerate(results):
         count = sum(schedule.placement.rank_of(stage) == rank for stage, _ in schedule.copies.back)
         assert result["copies"] == {"out": count, "back": count}
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
 
 
 class Known(torch.nn.Module):

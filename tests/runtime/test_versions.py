@@ -27,17 +27,13 @@ OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
 CASES = [
-    ("1-1", 1, Weights.LATEST),
     ("1-1-1", 1, Weights.LATEST),
-    ("1-1-1-1", 1, Weights.LATEST),
     ("1-1-1-1", 2, Weights.LATEST),
     ("1-1-1", 1, Weights.SAME),
     ("1-1-1-1", 3, Weights.SAME),
     ("1-1", 2, Weights.PREVIOUS),
     ("1-1-1-1", 4, Weights.PREVIOUS),
-    ("1-1-1", 5, Weights.PREVIOUS),
     ("2-1", 2, Weights.LATEST),
-    ("3-1", 3, Weights.LATEST),
     ("1-2-1", 2, Weights.LATEST),
     ("1-2", 2, Weights.SAME),
     ("2-1", 4, Weights.PREVIOUS),
