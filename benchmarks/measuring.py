@@ -17,11 +17,14 @@ from megatron_pp_ext.jobs import command, process
 from megatron_pp_ext.jobs.failure import reason
 
 RANKS, TOKENS = 2, 256
-COMMON = shlex.split(
+MADE_UP = shlex.split(
+    "--attention-dropout 0 --hidden-dropout 0 --lr-decay-style constant --tokenizer-type NullTokenizer "
+    "--make-vocab-size-divisible-by 1 --mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1"
+)
+"""Training on made-up data without anything random."""
+COMMON = MADE_UP + shlex.split(
     f"--pipeline-model-parallel-size {RANKS} --micro-batch-size 1 --num-layers 8 --num-attention-heads 8 "
-    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --attention-dropout 0 --hidden-dropout 0 "
-    "--lr 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 "
-    "--mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1"
+    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --lr 1e-3"
 )
 """A GPT on two ranks, without its hidden size, vocabulary, batch and schedule."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, keep_freed_memory, sleep_precisely, stay_on_a_core
+from benchmarks.runtime.machine import cores_awake, settle
 from benchmarks.runtime.stages import SleepingLayer, Times, loss_of
 from benchmarks.runtime.systems import World
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
@@ -77,10 +77,7 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:
     """Return the seconds of every step of each timeline, and the bytes that this rank had at most."""
-    torch.set_num_threads(1)
-    sleep_precisely()
-    keep_freed_memory()
-    stay_on_a_core(rank)
+    settle(rank)
     world = World.join(timelines[0].schedule.ranks)
     gc.collect()
     gc.freeze()
