@@ -108,15 +108,6 @@ def test_files_of_one_name_are_told_apart(trace, tmp_path, mpp):
     assert output.count("a step of 16,000.00 ms") == 2
 
 
-def test_clock_errors_are_in_the_file(trace):
-    assert [record.clock_error for record in trace_file.read(trace).records] == [0, 1e-5]
-
-
-def test_what_devices_held(trace, mpp):
-    held = [record.device_bytes for record in trace_file.read(trace).records]
-    assert held == [2_000_000_000_000, 2_000_000_000_001]
-
-
 def test_with_a_core_for_every_rank(trace, mpp):
     """Every action takes 1 s and messages none: each rank does 6, and each end of the pipeline adds 1."""
     output = mpp("trace", trace, "--processor-time").output

@@ -40,14 +40,14 @@ def judged(placement, microbatches, costs, limit):
         (linear(3), 4, 2, UNIT),
         (linear(4), 6, 3, UNEQUAL),
         (v(2), 4, 3, UNEQUAL),
-        (v(3), 3, 3, UNIT),
+        (v(2), 4, 2, UNIT),
         *first(
             0,
             [
                 (linear(4), 6, 3, UNIT),
                 (linear(4), 6, 5, UNEQUAL),
-                (v(2), 4, 2, UNIT),
                 (v(2), 4, 2, UNEQUAL),
+                (v(3), 3, 3, UNIT),
                 (v(2), 6, 4, UNEQUAL),
                 (v(3), 3, 3, UNEQUAL),
                 (v(3), 3, 4, UNEQUAL),

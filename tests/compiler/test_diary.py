@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +23,7 @@ def said() -> Iterator[list[str]]:
         yield lines
 
 
-def test_a_search_says_what_it_compiles_and_what_that_took(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]
-) -> None:
+def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path, said):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
     for limits in (3.0, (3.0, 3.0, 4.0)):
@@ -44,9 +41,7 @@ def test_a_search_says_what_it_compiles_and_what_that_took(
     assert all(map(re.fullmatch, expected, said)), said
 
 
-def test_a_long_search_says_now_and_then_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
+def test_a_long_search_says_now_and_then_how_far_it_is(monkeypatch, said):
     clock = iter((100.0, 105.0, 111.0, 112.0, 121.0, 122.0, 122.5))
     monkeypatch.setattr(diary.time, "monotonic", lambda: next(clock))
     what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"

@@ -6,7 +6,7 @@ import os
 import signal
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +23,6 @@ from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
-from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
@@ -102,9 +101,7 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
         ],
     ),
 )
-def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
-    name: str, paired: bool, leaves: Callable[[Kept], bool]
-) -> None:
+def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(name, paired, leaves):
     schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])
     assert_equals_one_process(schedule, results)
@@ -128,9 +125,7 @@ class Known(torch.nn.Module):
     ("name", "paired"), first(1, [("v-half", False), *(order for order in ORDERS if order[0] != "v-half")])
 )
 @pytest.mark.parametrize("leaves", first(1, [half, everything]))
-def test_peaks_are_those_of_the_plan(
-    name: str, paired: bool, leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_are_those_of_the_plan(name, paired, leaves, monkeypatch):
     monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
     schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])

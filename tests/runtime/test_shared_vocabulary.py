@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -139,9 +138,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str,
     }
 
 
-def in_one_process(
-    stages: int, microbatches: int, scale: float
-) -> tuple[dict, torch.Tensor, torch.Tensor, dict]:
+def in_one_process(stages, microbatches, scale):
     """Return the gradients of every stage, of the output weight and of the embedding, and the losses."""
     modules = [plain_stages.make_module(stage) for stage in range(stages)]
     output = (weight().detach() * scale).requires_grad_()
@@ -164,9 +161,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * size)
 
 
-def assert_equals_one_process(
-    schedule: Schedule, results: Sequence[dict], scale: float = 1.0, frozen: tuple[str, ...] = ()
-) -> None:
+def assert_equals_one_process(schedule, results, scale=1.0, frozen=()):
     stages, output, lookup, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
     for part, told, expected in (("output", "vocabulary", output), ("embedding", "embedding", lookup)):

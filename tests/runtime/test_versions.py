@@ -74,9 +74,7 @@ def train_pipeline(rank: int, replicas: Replicas, interval: int, weights: Weight
     }
 
 
-def train_alone(
-    counts: list[int], interval: int, weights: Weights, optimizer: str
-) -> list[list[torch.Tensor]]:
+def train_alone(counts, interval, weights, optimizer):
     """The same by the formula: every version of every stage is kept, and looked up by its age."""
     modules = [make_module(stage) for stage in range(len(counts))]
     steps = [OPTIMIZERS[optimizer](module.parameters()) for module in modules]

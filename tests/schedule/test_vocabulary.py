@@ -34,9 +34,7 @@ def part(kind: Kind, rank: int = 0, microbatch: int = 0) -> Action:
     return Action(rank, kind, microbatch)
 
 
-def of_model(
-    schedule: Schedule, layers: int = 32, hidden: int = 4096, sequence: int = 4096, rows: int = 131072
-) -> Costs:
+def of_model(schedule, layers=32, hidden=4096, sequence=4096, rows=131072):
     """The costs of a GPT in products alone, times in layers' forwards: [ZB] section 2 has the formulas.
 
     The output layer is in the vocabulary where the schedule shares it, and in the last stage elsewhere.
