@@ -55,7 +55,7 @@ def pipelines(draw):
     hop, message = (draw(st.one_of(st.just(0.0), st.floats(0.001, 5))) for _ in range(2))
     costs = Costs(tuple(stages), hop, message)
     placement = draw(st.sampled_from(placements_of(ranks, costs)))
-    least = least_limits(ranks, costs, placement, microbatches)
+    least = least_limits(costs, placement, microbatches)
     if draw(st.booleans()):
         return ranks, microbatches, costs, max(least) * draw(st.floats(1, 5))
     return ranks, microbatches, costs, tuple(limit * draw(st.floats(1, 5)) for limit in least)
@@ -149,7 +149,7 @@ def test_makespans(p, m, limit, times, goal):
 @given(pipelines())
 def test_more_memory_is_never_worse(pipeline):
     ranks, microbatches, costs, _ = pipeline
-    least = min(max(least_limits(ranks, costs, at, microbatches)) for at in placements_of(ranks, costs))
+    least = min(max(least_limits(costs, at, microbatches)) for at in placements_of(ranks, costs))
     limits = [least * more for more in (1, 1.3, 1.6, 2, 3)]
     found = frontier(ranks, microbatches, costs, limits, trials=6)
     for limit, compiled in zip(limits, found, strict=True):

@@ -186,7 +186,7 @@ def test_one_microbatch_at_a_time_needs_the_least(placement: Placement) -> None:
         costs = Costs(stages, message=message)
         problem = problem_of(placement, microbatches, costs, [100.0] * placement.ranks)
         timeline = simulate(problem.schedule(one_at_a_time(problem), "one"), costs)
-        least = least_limits(placement.ranks, costs, placement, microbatches)
+        least = least_limits(costs, placement, microbatches)
         assert timeline.peak_memory == pytest.approx(least)
         for name, entry in catalog.ENTRIES.items():
             if entry.shape is placement.shape and placement.chunks == entry.chunks:
