@@ -9,11 +9,7 @@ import pytest
 
 from megatron_pp_ext import activation
 
-ASKED = {
-    "MEGATRON_PP_SCHEDULE": "v-half",
-    "MEGATRON_PP_RANKS": "4",
-    "MEGATRON_PP_MICROBATCHES": "32",
-}
+ASKED = {"MEGATRON_PP_SCHEDULE": "v-half", "MEGATRON_PP_RANKS": "4", "MEGATRON_PP_MICROBATCHES": "32"}
 
 
 @pytest.fixture(autouse=True)

@@ -49,13 +49,6 @@ ESTIMATED = {
         "--vocab-size 32000",
         32,
     ),
-    "ModelZoo qwen3-30b-a3b": (
-        f"{COMMON} {QWEN3} "
-        f"--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-        f"{SIZES} --moe-ffn-hidden-size 768 --moe-router-topk 8 {DROPLESS} --expert-model-parallel-size 8 "
-        "--expert-tensor-parallel-size 1 --global-batch-size 256 --vocab-size 151936",
-        8,
-    ),
     "ModelZoo qwen3-235b-a22b": (
         f"{COMMON} {QWEN3} "
         f"--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "

@@ -12,13 +12,8 @@ from megatron_pp_ext.view import trace_file
 
 def recorded(path, ranks=2, microbatches=3, seconds=1.0):
     schedule = catalog.build("1f1b", ranks, microbatches)
-    unit = Costs.uniform(
-        schedule.placement,
-        forward=seconds,
-        input_gradient=seconds,
-        weight_gradient=seconds,
-        hop=0.5 * seconds,
-    )
+    each = dict.fromkeys(("forward", "input_gradient", "weight_gradient"), seconds)
+    unit = Costs.uniform(schedule.placement, **each, hop=0.5 * seconds)
     records = [
         RankRecord(
             tuple(Measured(*event, 0, processor_seconds=seconds) for event in row),

@@ -32,10 +32,7 @@ def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path
     expected = [
         rf"{word} a schedule for p = 3, m = 5, v placement, {limit}{took}"
         for limit in ("limit 3", "limits from 3 to 4")
-        for word, took in (
-            ("compiling", ""),
-            ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"),
-        )
+        for word, took in (("compiling", ""), ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"))
     ]
     assert len(said) == len(expected)
     assert all(map(re.fullmatch, expected, said)), said

@@ -62,10 +62,7 @@ def test_messages_between_nodes_are_slower_than_rings():
     [
         ({"memory_bytes": -1}, "memory_bytes is -1, but must be a number above 0"),
         ({"memory_byte": 1}, "'memory_byte' is unknown: did you mean 'memory_bytes'"),
-        (
-            {"node": {"bytes_per_second": 1, "latency_seconds": -1}},
-            "node: latency_seconds is -1, but",
-        ),
+        ({"node": {"bytes_per_second": 1, "latency_seconds": -1}}, "node: latency_seconds is -1, but"),
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
         ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
@@ -75,10 +72,7 @@ def test_messages_between_nodes_are_slower_than_rings():
         ({"around_loop": {"bf16": -1}}, "around_loop: bf16 is -1, but must be a number of 0 or more"),
         ({"matrix_rates": {}}, "neither bf16 nor fp32"),
         ({"matrix_rates": {"bf16": [[1, 2]]}}, r"matrix_rates bf16: 0 is \[1, 2\], but must be a list of 4"),
-        (
-            {"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}},
-            "give one of bf16, fp32, fp8",
-        ),
+        ({"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}}, "give one of bf16, fp32, fp8"),
     ],
 )
 def test_what_is_no_description_is_refused(changed, message):

@@ -102,12 +102,7 @@ def test_a_backward_waits_for_its_copy_back_and_a_forward_for_memory():
         if isinstance(entry, Wait) and isinstance(launches[entry.on], Copy):
             kernel = next(later for later in launches[at:] if isinstance(later, Kernel))
             waits.setdefault(kernel.name, []).append(launches[entry.on].way)
-    assert waits == {
-        "0F2": ["out"],
-        "0B0": ["out", "back"],
-        "0B1": ["out", "back"],
-        "0B2": ["back"],
-    }
+    assert waits == {"0F2": ["out"], "0B0": ["out", "back"], "0B1": ["out", "back"], "0B2": ["back"]}
 
 
 @pytest.mark.parametrize("name", first(0, ["v-min", "v-half", "v-zb"]))

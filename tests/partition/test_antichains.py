@@ -86,13 +86,7 @@ BRANCHES = {
         "merge layers that follow each other without a branch into one: a to c, d to e",
     ),
     "one by one": (
-        [
-            ("a", "ab"),
-            ("b", "ab"),
-            ("ab", "out"),
-            ("c", "out"),
-            *(("in", to) for to in ("a", "b", "c")),
-        ],
+        [("a", "ab"), ("b", "ab"), ("ab", "out"), ("c", "out"), *(("in", to) for to in ("a", "b", "c"))],
         "merge layers with those that only they read into one: a to out",
     ),
     "read by all": ([(a, b) for a in "abc" for b in "def"], "merge layers of its branches into one"),

@@ -55,12 +55,7 @@ def test_a_file_keeps_it_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [
-        ("first,middle,last", [0, 4, 7]),
-        ("all", list(range(8))),
-        ("3,0", [0, 3]),
-        ("last,7", [7]),
-    ],
+    [("first,middle,last", [0, 4, 7]), ("all", list(range(8))), ("3,0", [0, 3]), ("last,7", [7])],
 )
 def test_chosen(words: str, ranks: list[int]) -> None:
     assert chosen_ranks(words, 8) == ranks

@@ -83,10 +83,7 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
     job = arguments(name)
     shared = work(name)
-    plain, separate = (
-        work(name, shares=False),
-        model_parts(job, SystemKernelSeconds(H100, job), V),
-    )
+    plain, separate = (work(name, shares=False), model_parts(job, SystemKernelSeconds(H100, job), V))
     first, *inner, last = plain.costs.stages
     output = separate.output
     less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)

@@ -11,13 +11,7 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, n
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import (
-    Message,
-    RankOf,
-    incoming_message,
-    launch_line,
-    outgoing_message,
-)
+from megatron_pp_ext.schedule.messages import Message, RankOf, incoming_message, launch_line, outgoing_message
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear
 from megatron_pp_ext.schedule.program import Orders
 from tests.support.receives import posted_receives

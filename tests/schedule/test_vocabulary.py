@@ -184,10 +184,7 @@ def test_a_frozen_output_layer_has_no_weight_gradients(name: str) -> None:
         (lambda order: [*order, part(Kind.T)], r"rank 0: 0T0 is doubled"),
         (lambda order: [*order, part(Kind.T, 1)], r"rank 0: 1T0 puts stage 1 on two ranks"),
         (lambda order: [*order, part(Kind.S, 3)], r"rank 0: 3S0 is unknown, ranks are 0\.\.1"),
-        (
-            lambda order: [part(Kind.T), *(a for a in order if a != part(Kind.T))],
-            r"rank 0: 0T0 waits for",
-        ),
+        (lambda order: [part(Kind.T), *(a for a in order if a != part(Kind.T))], r"rank 0: 0T0 waits for"),
     ],
 )
 def test_what_is_wrong_is_named(change, message) -> None:
