@@ -24,7 +24,7 @@ from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
-from megatron_pp_ext.job.chunks import chunks_requested
+from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
@@ -171,7 +171,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
 def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
     if asked.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
-    return stage_costs.from_file(asked.job, stages, shares_vocabulary)
+    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:
