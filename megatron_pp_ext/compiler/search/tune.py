@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_makespan
 from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
@@ -226,5 +227,5 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
 
 
-def _with_rules(plan: Plan, **changes: int) -> Plan:
+def _with_rules(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, rules=plan.rules._replace(**changes))
