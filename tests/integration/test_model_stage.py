@@ -8,7 +8,7 @@ import torch
 
 from megatron_pp_ext.integration.runners import model_stage
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
-from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs
+from megatron_pp_ext.integration.runners.planned_stage import run_pair
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 TOKENS = (3, 5, 4)
@@ -110,6 +110,6 @@ class Half:
 
 def test_megatron_answers_for_the_chunk_of_the_forward_while_a_pair_runs() -> None:
     """A loss is that of the forward, whose chunk may be another one than the backward's."""
-    pairs = PlannedPairs({0: Half("first"), 3: Half("last")})
-    output, _ = pairs.run(Action(3, Kind.F, 1), None, Action(0, Kind.B, 0), None)
+    stages = {0: Half("first"), 3: Half("last")}
+    output, _ = run_pair(stages, Action(3, Kind.F, 1), None, Action(0, Kind.B, 0), None)
     assert output == "last" and Half.answers is None
