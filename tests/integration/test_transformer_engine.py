@@ -276,8 +276,9 @@ def all_schedules():
             StageCosts(draw(1, 3), draw(1, 3), draw(0.1, 3), 1, draw(0, 1)) for _ in range(placement.stages)
         )
         costs = Costs(tuple(stages), draw(0, 0.5))
-        limit = 1.5 * max(least_limits(placement.ranks, costs, placement))
-        yield compile_schedule(placement.ranks, 7, costs, limit, placements=[placement]).timeline.schedule
+        limit = 1.5 * max(least_limits(costs, placement))
+        found = compile_schedule(placement.ranks, 7, costs, limit, placements=[placement])
+        yield found.timeline.schedule
 
 
 def test_every_schedule_that_is_built_begins_with_microbatch_0_and_goes_back_in_order():
