@@ -1,5 +1,7 @@
 """--pipeline-layer-seeds: a fresh run starts from the same weights under every placement."""
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -62,7 +64,7 @@ def _draw_part(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     """Draw a chunk without layers, and require that all generators are put back to where they were."""
     tracker, drawn = get_cuda_rng_tracker(), []
 
-    def build_chunk() -> torch.nn.Module:
+    def build_chunk(**unused: Any) -> torch.nn.Module:
         with tracker.fork():
             drawn.append(torch.rand(3))
         drawn.append(torch.rand(3))
@@ -70,7 +72,7 @@ def _draw_part(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
     before, states, seeds = torch.get_rng_state(), tracker.get_states(), set(tracker.seeds_)
     with pytest.raises(SystemExit, match="this script builds another model"):  # no layers
-        draw_chunks(lambda build: build())(build_chunk)
+        draw_chunks(lambda build: build(None, vp_stage=0))(build_chunk)
     assert torch.equal(before, torch.get_rng_state())
     assert tracker.seeds_ == seeds
     assert tracker.get_states().keys() == states.keys()

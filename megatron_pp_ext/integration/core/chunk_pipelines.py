@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.around import around
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import patching, requested
+from megatron_pp_ext.integration.core.one_chunk_pairs import check_as_one_virtual_stage
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 
 _chunks: WeakKeyDictionary[torch.nn.Module, Pipeline | None] = WeakKeyDictionary()
@@ -41,20 +42,25 @@ class Mark:
 
 
 def _arrived(name: str) -> Mark:
-    """Return what a mark is in a process into which its config was copied."""
-    # The seams, which it puts in place, import this module.
-    import_module("megatron_pp_ext.integration.arrival").guard()
+    """Return what a mark is in a process into which its config was copied.
+
+    Steps in this process ask ``of_model`` from now on, which refuses the config.  Nothing else is put in
+    place, so that a schedule can still be installed here.
+    """
+    # It imports this module.
+    patching.apply(import_module("megatron_pp_ext.integration.runners.choose").choose_runner.seams)
     _arrivals.append(name)
     return Mark(None, name)
 
 
-@around
+@hook(
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    "self",
+    "pairs under schedules of one chunk a rank; the pipeline of the models of a config",
+)
 def mark_config(stock: Callable[[Any], None], config: Any) -> None:
-    """Mark a config that is made while a pipeline of its own is in force.
-
-    Seam: ``TransformerConfig.__post_init__`` in ``megatron.core.transformer.transformer_config``.
-    """
-    stock(config)
+    """Mark a config that is made while a pipeline of its own is in force, once it has passed its checks."""
+    check_as_one_virtual_stage(stock)(config)
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))

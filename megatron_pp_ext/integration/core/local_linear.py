@@ -12,15 +12,29 @@ import torch
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19, CORE_0_20
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 
+_LINEAR = (
+    "ctx input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel grad_output_buffer "
+    "wgrad_deferral_limit tp_group"
+)
 
+
+@substitute(
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
+    {
+        CORE_0_17: _LINEAR,
+        CORE_0_19: f"{_LINEAR} gtp_remat_size",
+        CORE_0_20: f"{_LINEAR} gtp_remat_size output_dtype",
+    },
+    "the backward in two halves",
+)
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Derive from Megatron's linear function one that can leave its weight gradient for later.
 
-    Seam: ``LinearWithGradAccumulationAndAsyncCommunication`` in
-    ``megatron.core.tensor_parallel.layers``, looked up by that name at every call.  What is added
-    to the gradients, and in which order, is what stock adds: the numbers are the same.
+    What is added to the gradients, and in which order, is what stock adds: the numbers are the same.
     """
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
