@@ -1,6 +1,7 @@
 """How benchmarks measure: in turns, in processes of their own, and with training runs on two CPU cores."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -92,6 +93,11 @@ def call(
 def pretrain(flags: Sequence[str], ranks: int = RANKS) -> str:
     """Train with ``flags`` on CPU ranks, and return the log."""
     return call(command.training(flags, ranks, cpu=True))
+
+
+def logged_seconds(log: str) -> list[float]:
+    """Return the seconds of the steps of a training run, by its log."""
+    return [float(ms) / 1e3 for ms in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", log)]
 
 
 class Use(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.measuring import COMMON, RANKS, in_turns, pretrain, two_cores
+from benchmarks.measuring import COMMON, RANKS, in_turns, logged_seconds, pretrain, two_cores
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -104,12 +104,6 @@ def model(hidden: int, vocabulary: int, steps: int) -> list[str]:
     ]
 
 
-def step_seconds(log: str, steps: int) -> list[float]:
-    """Return the seconds of the last ``steps``."""
-    found = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", log)
-    return [float(milliseconds) / 1e3 for milliseconds in found[-steps:]]
-
-
 def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
     """Return a row for each way to train a model of this size."""
     flags, output = model(hidden, vocabulary, steps + 1), head(hidden, vocabulary)
@@ -118,7 +112,8 @@ def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
     title = f"hidden {hidden}, vocabulary {vocabulary >> 10}k"
     logs = in_turns(ways, rounds, title=title)
     times = {
-        system: [step for log in found for step in step_seconds(log, steps)] for system, found in logs.items()
+        system: [step for log in found for step in logged_seconds(log)[-steps:]]
+        for system, found in logs.items()
     }
     stock = median(times["1f1b", STOCK])
     rows: list[Row] = []

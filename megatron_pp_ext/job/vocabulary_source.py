@@ -183,7 +183,7 @@ class _Beside:
 
     def least(self, microbatches: int, placement: Placement) -> Schedule:
         """Return the schedule whose stages keep least on every rank."""
-        return self._shared(least_limits(self.ranks, self.costs, placement), microbatches, placement)
+        return self._shared(least_limits(self.costs, placement), microbatches, placement)
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
         """Return the memory of each rank."""
@@ -195,6 +195,6 @@ class _Beside:
 
     def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
-            return compile_once(self.ranks, count, self.costs, rooms, [placement], self.trials)
+            return compile_once(count, self.costs, rooms, [placement], self.trials)
 
         return share(build, microbatches)

@@ -277,7 +277,7 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     for done in range(8):
         if done == 6:
             guide._durations.wait_for(1)
-        guide.step(None, SimpleNamespace(model=[], forward_only=False, training_steps=done))
+        guide.step(SimpleNamespace(group=None, model=[], forward_only=False, training_steps=done))
         guide._measured_steps += 2 <= done + 1 <= 4
         if guide._durations.is_waiting:
             guide._durations.add_after(8, 0.1)

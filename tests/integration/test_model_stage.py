@@ -38,6 +38,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 def stage(forwards: Forwards, forward_only: bool = False) -> ModelStage:
     inputs = StepInputs(
         forward_step_func=None,
+        group=None,
+        shape=(),
         model=[None, None],
         iterators=[None, None],
         microbatches=len(TOKENS),

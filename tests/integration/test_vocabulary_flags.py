@@ -33,9 +33,9 @@ def test_a_limit_without_room_for_the_parts_is_refused(monkeypatch):
 def test_autocast_in_the_model_s_config_is_refused():
     """The forward step, which it surrounds, has no logits."""
     config = SimpleNamespace(enable_autocast=True)
-    inputs = SimpleNamespace(collect_non_loss_data=False, config=config)
+    inputs = SimpleNamespace(collect_non_loss_data=False, config=config, shape=(1, 1, 1))
     with pytest.raises(ValueError, match=r"config has enable_autocast, .* leave one of the two out"):
-        ModelVocabulary(inputs, None, None, None, (1, 1, 1))
+        ModelVocabulary(inputs, None, None, None)
 
 
 @pytest.mark.parametrize("schedule", first(2, ["1f1b", "v-zb", "flex --pipeline-memory-limit 2"]))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
@@ -79,7 +80,7 @@ def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Calla
 
     def add_weight_gradient() -> None:
         # The gathered input is not stashed: under sequence parallelism only the shard outlives I.
-        whole = _gather(input, tp_group) if sequence_parallel else input
+        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
         gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(gradient, whole)
         if fused:
             _accumulate_fused(input_2d, gradient_2d, weight)
@@ -87,12 +88,6 @@ def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Calla
         add_gradient(weight, gradient_2d.t().matmul(input_2d))
 
     return add_weight_gradient
-
-
-def _gather(shard: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    whole = shard.new_empty((shard.size(0) * group.size(), *shard.shape[1:]))
-    torch.distributed.all_gather_into_tensor(whole, shard.contiguous(), group=group)
-    return whole
 
 
 def _accumulate_fused(input: torch.Tensor, gradient: torch.Tensor, weight: Any) -> None:

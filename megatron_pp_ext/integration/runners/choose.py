@@ -20,7 +20,7 @@ from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLast
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
 from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
+from megatron_pp_ext.integration.runners.sources import Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
@@ -122,17 +122,16 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    evaluations, host_bytes = Evaluations(pipeline), pipeline.settings.offload_host_bytes
+    host_bytes = pipeline.settings.offload_host_bytes
     flushed = functools.partial(FlushedSteps, pipeline.placement, host_bytes=host_bytes)
     if pipeline.rehearsal is not None:
         source, others = Requested(pipeline), MadeUp()
-        rehearsed = flushed(source, evaluations, others)
-        return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
+        return PipelineRunner(flushed(source, others), Rehearsal(pipeline, source, others), MadeUpLosses())
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)
         return PipelineRunner(endless, FlushFreeTracing(endless), losses)
     if pipeline.profile_steps is not None:
         guide = ProfileGuide(pipeline)
-        return PipelineRunner(flushed(guide, evaluations, transport), guide, losses)
-    return PipelineRunner(flushed(Requested(pipeline), evaluations, transport), Tracing(), losses)
+        return PipelineRunner(flushed(guide, transport), guide, losses)
+    return PipelineRunner(flushed(Requested(pipeline), transport), Tracing(), losses)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, last_actions
@@ -24,10 +25,13 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``training_steps`` is the number of training steps that this process has run before.
+    ``group`` is the pipeline's, and ``shape`` that of its messages.  ``training_steps`` is the number of
+    training steps that this process has run before.
     """
 
     forward_step_func: ForwardStep
+    group: dist.ProcessGroup
+    shape: Any
     model: list[torch.nn.Module]
     iterators: list[Any]
     microbatches: int
