@@ -42,18 +42,18 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
         source = source_of(request, lambda stages: costs_of(stages, False))
     if request.offload is None:
         return source
-
-    def planned(schedule: Schedule) -> Schedule:
-        try:
-            costs = costs_of(request.finest.stages, source.placement.shares_vocabulary)
-        except ValueError:  # any model may train, also one that the estimate does not know
-            costs = Costs.unit(request.finest)
-        return offloading.planned(schedule, request, costs.merged(schedule.placement.stages))
+    placement = source.placement
+    try:  # before the first step, since Megatron completes its flags, whose costs are then no longer known
+        costs = costs_of(request.finest.stages, placement.shares_vocabulary)
+    except ValueError:  # any model may train, also one that the estimate does not know
+        costs = Costs.unit(placement)
+    costs = costs.merged(placement.stages)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return planned(source.build(microbatches, free_bytes))
+        return offloading.planned(source.build(microbatches, free_bytes), request, costs)
 
-    return replace(source, build=build, known=None if source.known is None else planned(source.known))
+    known = source.known
+    return replace(source, build=build, known=known and offloading.planned(known, request, costs))
 
 
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
