@@ -59,14 +59,8 @@ def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
 def with_copies(request: Request, costs: Costs, trials: int | None) -> Timeline:
     """The best step found where activations may wait on the host; see ``compiler.offloaded``."""
     limit, counted = request.limited(costs)
-    return compile_with_copies(
-        request.ranks,
-        request.microbatches,
-        counted,
-        limit,
-        request.placements,
-        TRIALS if trials is None else trials,
-    )
+    trials = TRIALS if trials is None else trials
+    return compile_with_copies(request.microbatches, counted, limit, request.placements, trials)
 
 
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Compiled]:
@@ -79,7 +73,7 @@ def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Comp
 
 def _least(ranks: int, costs: Costs) -> float:
     """The least memory that every rank must have, in the placement that needs least."""
-    return min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
+    return min(max(least_limits(costs, where)) for where in placements_of(ranks, costs))
 
 
 def undominated(timelines: Sequence[Timeline]) -> list[Timeline]:

@@ -24,7 +24,6 @@ _FEWER = 8
 
 
 def compile_with_copies(
-    ranks: int,
     microbatches: int,
     costs: Costs,
     limit: float | Sequence[float],
@@ -41,6 +40,7 @@ def compile_with_copies(
     from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
 
     families = [schedule for where in placements for schedule in published(where, microbatches)]
+    ranks = placements[0].ranks
     limits = of_each_rank(limit, ranks)
     found = shortest_within(families, costs, limits)
     trials = trials if found is None else trials // _FEWER

@@ -59,7 +59,7 @@ def pipelines(draw):
     costs = Costs(tuple(stages), draw(st.one_of(st.just(0.0), st.floats(0, 5))))
     placements = placements_of(ranks, costs)
     placement = draw(st.sampled_from(placements))
-    least = least_limits(ranks, costs, placement)
+    least = least_limits(costs, placement)
     if draw(st.booleans()):
         return ranks, microbatches, costs, max(least) * draw(st.floats(1, 5))
     return ranks, microbatches, costs, tuple(limit * draw(st.floats(1, 5)) for limit in least)
@@ -163,7 +163,7 @@ def test_makespans(p, m, limit, times, goal):
 @given(pipelines())
 def test_more_memory_is_never_worse(pipeline):
     ranks, microbatches, costs, _ = pipeline
-    least = min(max(least_limits(ranks, costs, where)) for where in placements_of(ranks, costs))
+    least = min(max(least_limits(costs, where)) for where in placements_of(ranks, costs))
     limits = [least * more for more in (1, 1.3, 1.6, 2, 3)]
     found = frontier(ranks, microbatches, costs, limits, trials=6)
     for limit, compiled in zip(limits, found, strict=True):

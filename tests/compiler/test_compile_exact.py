@@ -88,7 +88,7 @@ def test_no_optimum_is_below_the_bound(seed):
     one = stage()
     stages = [one if seed % 3 else stage() for _ in range(placement.stages)]
     costs = Costs(tuple(stages), random.choice([0, 1, 2]))
-    least = least_limits(placement.ranks, costs, placement, microbatches)
+    least = least_limits(costs, placement, microbatches)
     limits = [ceil(limit) + random.choice([0, 0, 1, 2, 4]) for limit in least]
     _, reached = shortest(placement, microbatches, costs, limits, effort=1)
     assert lower_bound(placement, microbatches, costs, limits) <= reached * (1 + 1e-9)

@@ -50,7 +50,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compiled(microbatches: int = 4) -> Schedule:
-    return source.compile_once(2, microbatches, COSTS, 2.0, [v(2)])
+    return source.compile_once(microbatches, COSTS, 2.0, [v(2)])
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_a_first_rank_without_layers_does_not_set_the_limit():
 def test_the_least_limit_holds_all_stages_of_a_rank(placement):
     costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (3, 5, 7, 11)))
     held = {"linear": (3, 5, 7, 11), "loop": (10, 16), "v": (14, 12)}
-    assert least_limits(placement.ranks, costs, placement) == held[placement.shape]
+    assert least_limits(costs, placement) == held[placement.shape]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_one_microbatch_at_a_time_needs_the_least(placement: Placement, microbat
         costs = Costs(stages, message=message)
         problem = problem_of(placement, microbatches, costs, [100.0] * placement.ranks)
         timeline = simulate(problem.schedule(one_at_a_time(problem), "one"), costs)
-        least = least_limits(placement.ranks, costs, placement, microbatches)
+        least = least_limits(costs, placement, microbatches)
         assert timeline.peak_memory == pytest.approx(least)
         for name in catalog.NAMES:
             entry = catalog.entry(name)
@@ -217,7 +217,7 @@ def pipelines(draw):
         for activation in draw(st.lists(st.floats(0.01, 9), min_size=2 * ranks, max_size=2 * ranks))
     ]
     costs = Costs(tuple(stages), draw(st.floats(0, 5)), draw(st.floats(0.001, 5)))
-    least = [least_limits(ranks, costs, where, microbatches) for where in placements_of(ranks, costs)]
+    least = [least_limits(costs, where, microbatches) for where in placements_of(ranks, costs)]
     if draw(st.booleans()):
         return ranks, microbatches, costs, min(map(max, least)) * draw(st.floats(1, 4))
     return (

@@ -77,7 +77,7 @@ def test_auto_takes_what_is_free_and_never_less_than_it_needs(monkeypatch: pytes
     """In the first step it takes the least; a device that is nearly full gets that schedule again."""
     auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
     costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
-    needed = least_limits(4, costs, auto.placement)
+    needed = least_limits(costs, auto.placement)
     first = auto.build(8, None)
     assert auto.build(8, lambda: [1.0] * 4).digest == first.digest
     assert auto.limits(costs, first, lambda: [1.0] * 4) == (needed, costs)
@@ -94,7 +94,7 @@ def test_auto_uses_what_each_rank_has_free(monkeypatch: pytest.MonkeyPatch) -> N
     """One rank with little memory does not hold back what the others may keep."""
     auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
     costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
-    needed = least_limits(4, costs, auto.placement)
+    needed = least_limits(costs, auto.placement)
     free = (4 * needed[0], 1.5 * needed[1], 4 * needed[2], 4 * needed[3])
     mixed = simulate(auto.build(8, lambda: free), costs)
     assert all(map(at_most, mixed.peak_memory, free))

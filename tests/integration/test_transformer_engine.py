@@ -278,7 +278,7 @@ def all_schedules():
             StageCosts(draw(1, 3), draw(1, 3), draw(0.1, 3), 1, draw(0, 1)) for _ in range(placement.stages)
         )
         costs = Costs(tuple(stages), draw(0, 0.5))
-        least = max(least_limits(placement.ranks, costs, placement))
+        least = max(least_limits(costs, placement))
         for limit in (least, 2 * least):
             yield compile_schedule(
                 placement.ranks, 7, costs, limit, placements=[placement], trials=50

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from benchmarks.gpu import archive, away, check, layers, parts, runs, shared_device, sharing
+from benchmarks.gpu import archive, check, layers, one_rank, parts, runs, shared_device, sharing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Rows
 from megatron_pp_ext.jobs import process
@@ -112,7 +112,7 @@ def test_each_test_of_a_gpu_is_a_row(rows: Rows, bench: Bench, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", parts.PROFILED)
 def test_gaps_are_those_between_kernels(name: str) -> None:
-    found = layers.gaps(name, 16, torch.autograd.DeviceType.CPU)
+    found = one_rank.gaps(name, 16, torch.autograd.DeviceType.CPU)
     assert int(str(found["kernels"])) > 500
     longest = [float(gap.split()[0]) for gap in str(found["longest us, before kernel"]).split(", ")]
     assert longest == sorted(longest, reverse=True)
@@ -132,7 +132,7 @@ def test_work_is_measured_beside_copies(name: str) -> None:
 
 def test_steps_with_activations_on_the_host_are_measured() -> None:
     """It compares gradients, and sees that something moves."""
-    found = away.away("v-half", 32, 8)
+    found = one_rank.away("v-half", 32, 8)
     assert float(str(found["all away: ms"])) > 0
 
 

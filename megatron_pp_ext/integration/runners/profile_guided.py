@@ -157,7 +157,7 @@ class ProfileGuide(Requested):
         limits, counted = source.limits(costs, current, free_bytes_by_rank)
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = compile_once(current.ranks, current.microbatches, counted, limits, [current.placement])
+            found = compile_once(current.microbatches, counted, limits, [current.placement])
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
             return current
