@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.job import layers, memory_limit, offloading, replicas, sizes, updates
-from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
