@@ -48,3 +48,13 @@ def test_files_of_the_real_run_are_left_alone() -> None:
         "--bf16",
     ]
     assert list(command.without(flags)) == ["--lr", "1", "--bf16"]
+
+
+def test_full_recomputation_needs_more_than_its_name() -> None:
+    """Megatron refuses it without a method and a number of layers."""
+    again = ["--recompute-granularity", "full"]
+    stand_ins = " ".join(command.missing(again))
+    assert "--recompute-method uniform --recompute-num-layers 1" in stand_ins
+    given = [*again, "--recompute-method", "block", "--recompute-num-layers", "3"]
+    for flags in (given, ["--recompute-granularity", "selective"]):
+        assert not any(word.startswith("--recompute") for word in command.missing(flags))
