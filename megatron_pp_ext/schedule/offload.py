@@ -206,17 +206,26 @@ class _Rank:
             free = start + wait.seconds
             out[wait.kept] = start, free
         rounding = _ROUNDING * self._timeline.end
-        start, found = float("inf"), []
+        start = float("inf")
+        launches: dict[Kept, int] = {}
+        returns: dict[Kept, tuple[float, float]] = {}
         for wait in reversed(waits):
             start = min(start, wait.until) - wait.seconds
             launch = bisect_right(self._launches, start + rounding) - 1
-            launch = min(max(launch, wait.earliest), wait.latest)
-            times = Copied(*wait.kept, out[wait.kept], self._launches[launch], (start, start + wait.seconds))
-            away = out[wait.kept][1]
-            gone = self._steps[min(bisect_left(self._starts, away - rounding), launch)]
-            is_useful = away < self._launches[launch] - rounding
-            found.append(_Return(times, gone, self._steps[launch], is_useful))
-        return found[::-1]
+            launches[wait.kept] = min(max(launch, wait.earliest), wait.latest)
+            returns[wait.kept] = start, start + wait.seconds
+        launching, found = set(launches.values()), []
+        for wait in waits:
+            launch, away = launches[wait.kept], out[wait.kept][1]
+            gone = bisect_left(self._starts, away - rounding)
+            if gone in launching and self._launches[gone] < away - rounding:
+                gone += 1  # no copy back has to wait for this one to the host
+            gone = min(gone, launch)
+            given_up = max(away, self._launches[gone])
+            times = Copied(*wait.kept, out[wait.kept], given_up, self._launches[launch], returns[wait.kept])
+            is_useful = given_up < self._launches[launch] - rounding
+            found.append(_Return(times, self._steps[gone], self._steps[launch], is_useful))
+        return found
 
 
 def _chosen(waits: Sequence[_Wait], count: int) -> list[_Wait]:
