@@ -15,7 +15,6 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
 
@@ -108,10 +107,10 @@ def schedule(
                 report(timeline, bound_of(timeline), times.units, files)
                 return
             compiled = flex.compiled(request, costs, trials)
-            found = compiled.timeline
+            alone = found = compiled.timeline
             if offload.offload:
-                found = with_share(found.schedule, found.costs, offload.share)
-            report(found, compiled.lower_bound, times.units, files)
+                found = offload.planned(found.schedule, found.costs)
+            report(found, compiled.lower_bound, times.units, files, alone)
         console.print(f"found by: {compiled.origin}")
         return
     if can.file is not None:
@@ -129,10 +128,11 @@ def schedule(
         build = partial(
             catalog.build, request.schedule, ranks, chunks=request.placement.chunks, paired=paired
         )
-        timeline = simulate((share(build, microbatches) if shared_vocabulary else build(microbatches)), costs)
+        built = share(build, microbatches) if shared_vocabulary else build(microbatches)
+        alone = timeline = simulate(built, costs)
         if offload.offload:
-            timeline = with_share(timeline.schedule, costs, offload.share)
-        report(timeline, bound_of(timeline), times.units, files)
+            timeline = offload.planned(built, costs)
+        report(timeline, bound_of(timeline), times.units, files, alone)
 
 
 @app.command("simulate")
@@ -186,7 +186,7 @@ def compare(
             built = catalog.build(name, ranks, microbatches)
             timelines[name] = simulate(built, halves.merged(built.placement.stages))
             if offload.offload:
-                timelines[f"{name} +H"] = with_share(built, timelines[name].costs, offload.share)
+                timelines[f"{name} +H"] = offload.planned(built, timelines[name].costs)
             if times.pair_time is not None and catalog.entry(name).make_paired:
                 pairs = catalog.build(name, ranks, microbatches, paired=True)
                 timelines[f"{name} +P"] = simulate(pairs, halves.merged(built.placement.stages))

@@ -43,7 +43,7 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
     if request.offload is None:
         return source
 
-    def planned(schedule: Schedule) -> Schedule:
+    def planned(schedule: Schedule) -> tuple[Schedule, float]:
         try:
             costs = costs_of(request.finest.stages, source.placement.shares_vocabulary)
         except ValueError:  # any model may train, also one that the estimate does not know
@@ -51,9 +51,19 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
         return offloading.planned(schedule, request, costs.merged(schedule.placement.stages))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return planned(source.build(microbatches, free_bytes))
+        return planned(source.build(microbatches, free_bytes))[0]
 
-    return replace(source, build=build, known=None if source.known is None else planned(source.known))
+    if catalog.abilities(request.schedule).measures_memory:
+        return replace(source, build=build)
+    ordinary, growth = planned(source.build(request.microbatches, None))
+
+    def build_once(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return ordinary if microbatches == request.microbatches else build(microbatches, free_bytes)
+
+    note = f"copies to the host make steps {growth:.1%} longer by prediction" if growth > 5e-4 else ""
+    known = None if source.known is None else ordinary
+    notes = "; ".join(filter(None, (source.note, note)))
+    return replace(source, build=build_once, known=known, note=notes)
 
 
 def _without_copies(request: Request, costs_of: CostsOf) -> Source:
