@@ -199,6 +199,10 @@ def compare(
             f"flex {fraction:.2f}": compiled.timeline
             for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
         }
+    if offload.offload:
+        with waiting("planning flex with activations on the host"):
+            for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
+                timelines[f"flex {fraction:.2f} +H"] = timeline
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines | frontier))

@@ -1,6 +1,7 @@
 """Descriptions of machines: look-ups, links, files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -116,3 +117,11 @@ def test_what_is_no_json_is_refused_with_what_writes_it():
 def test_unknown_hardware_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--system h10 is neither .* \(did you mean 'h100'\?\)"):
         system.read("h10")
+
+
+def test_gpus_behind_one_switch_have_a_part_of_the_host_link_each():
+    h100 = system.read("h100")
+    shared = replace(h100, gpus_per_host_link=2).host_beside_others
+    assert shared.bytes_per_second == h100.host.bytes_per_second / 2
+    assert h100.host_beside_others == h100.host
+    assert replace(h100, host=None).host_beside_others is None
