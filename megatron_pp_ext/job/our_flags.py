@@ -56,7 +56,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         metavar="X",
         help="Let activations wait for their backward on the host: this share of them, as in 0.5, or under "
         f"{AUTO} as few as keep --pipeline-memory-limit, which any schedule then takes, and without a limit "
-        "as many as cost no time. What would come back late stays.",
+        "as many as cost no time. A share may make steps longer, by what the first lines say.",
     )
     group.add_argument(
         "--pipeline-offload-host-bytes",
