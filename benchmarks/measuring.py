@@ -1,6 +1,7 @@
 """How benchmarks measure: in turns, in processes of their own, and with training runs on two CPU cores."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,11 +18,14 @@ from megatron_pp_ext.jobs import command, process
 from megatron_pp_ext.jobs.failure import reason
 
 RANKS, TOKENS = 2, 256
-COMMON = shlex.split(
+MADE_UP = shlex.split(
+    "--attention-dropout 0 --hidden-dropout 0 --lr-decay-style constant --tokenizer-type NullTokenizer "
+    "--make-vocab-size-divisible-by 1 --mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1"
+)
+"""Training on made-up data without anything random."""
+COMMON = MADE_UP + shlex.split(
     f"--pipeline-model-parallel-size {RANKS} --micro-batch-size 1 --num-layers 8 --num-attention-heads 8 "
-    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --attention-dropout 0 --hidden-dropout 0 "
-    "--lr 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 "
-    "--mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1"
+    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --lr 1e-3"
 )
 """A GPT on two ranks, without its hidden size, vocabulary, batch and schedule."""
 
@@ -89,6 +93,11 @@ def call(
 def pretrain(flags: Sequence[str], ranks: int = RANKS) -> str:
     """Train with ``flags`` on CPU ranks, and return the log."""
     return call(command.training(flags, ranks, cpu=True))
+
+
+def logged_seconds(log: str) -> list[float]:
+    """Return the seconds of the steps of a training run, by its log."""
+    return [float(ms) / 1e3 for ms in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", log)]
 
 
 class Use(NamedTuple):

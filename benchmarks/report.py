@@ -5,8 +5,10 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,9 @@ import typer
 RESULTS = Path(__file__).parent / "results"
 Row = Sequence[object]
 Out = Annotated[Path, typer.Option(help="The page to write; - prints it.", metavar="FILE")]
+Keep = Annotated[
+    Path | None, typer.Option(help="A folder that keeps what was measured: a later command goes on with it.")
+]
 
 _LOAD = os.getloadavg()[0]
 
@@ -37,6 +42,20 @@ def publish(out: Path, title: str, about: str, *sections: str) -> None:
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
+
+
+def picture_of(out: Path, name: str) -> Path:
+    """Return where the picture of a page goes: beside ``out``, and into the results if that is printed."""
+    return (RESULTS / name if str(out) == "-" else out).with_suffix(".png")
+
+
+@contextmanager
+def kept_in(keep: Path | None) -> Iterator[Path]:
+    """Yield the folder ``keep``, or one that is gone at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = keep or Path(folder)
+        place.mkdir(exist_ok=True)
+        yield place
 
 
 def sections(parts: Mapping[str, Callable[[], str]]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Single layers and single ranks on a GPU: the cost of a split backward, gaps between kernels, and copies.
+"""Single layers and single ranks on a GPU: the cost of a split backward, copies, and what ``one_rank`` has.
 
 python -m benchmarks.gpu.layers split plain [--dry]
-python -m benchmarks.gpu.layers gaps v-half [--dry]
 python -m benchmarks.gpu.layers copies products [--dry]
+python -m benchmarks.gpu.layers gaps v-half [--dry]
+python -m benchmarks.gpu.layers away v-half [--dry]
 """
 
 import json
@@ -10,26 +11,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.gpu.one_rank import TOKENS, WIDE, Block, away, gaps
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.calibration.measure import HOST_BYTES, copies_both_ways
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
-from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
-from tests.support.module_stage import ModuleStage
 from tests.support.split_linear import SplitLinear
 
 HIDDEN = 4096
@@ -37,29 +29,7 @@ REPEATS = 20
 REPEATED = 8
 """Products in a row, which take less time than the copies beside them."""
 
-LONGEST_GAP = 20.0
-"""The microseconds from which on a gap counts."""
-
-HEAD_START = 20_000_000
-"""The device's cycles, some ten milliseconds, for which it waits while the host launches a step."""
-
-SHOWN_GAPS, SHOWN = 3, 40
-"""The gaps that a table shows, and the characters of a kernel's name."""
-
 GOAL = 1.02
-
-
-class Block(torch.nn.Module):
-    """The feed-forward part of a transformer layer."""
-
-    def __init__(self, hidden: int, linear: type[torch.nn.Linear]) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(hidden)
-        self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` [tokens, hidden] to the same shape."""
-        return input + self.down(torch.nn.functional.gelu(self.up(self.norm(input))))
 
 
 class EngineBlock(torch.nn.Module):
@@ -135,77 +105,6 @@ def _seconds(module: torch.nn.Module, input: torch.Tensor, backward: Callable[[t
     return time.perf_counter() - start
 
 
-def gaps(name: str, hidden: int, kernels: torch.autograd.DeviceType) -> dict[str, object]:
-    """Return the gaps between ``kernels`` of rank 1 of 4, with made-up neighbours."""
-    ranks, microbatches = 4, 8
-    schedule = catalog.build(name, ranks, microbatches)
-    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
-    try:
-        work = _work(schedule, hidden, kernels)
-    finally:
-        dist.destroy_process_group()
-    between = [after.start - before.end for before, after in pairwise(work)]
-    longest = sorted(enumerate(between, 1), key=lambda gap: -gap[1])
-    long = sum(gap > LONGEST_GAP for gap in between)
-    return {
-        "hidden, tokens": hidden,
-        "kernels": len(work),
-        "median gap us": f"{median(between):.1f}",
-        "longest us, before kernel": ", ".join(
-            f"{gap:.1f} {place} ({work[place].name})" for place, gap in longest[:SHOWN_GAPS]
-        ),
-        f"over {LONGEST_GAP:.0f} us": long,
-        "goal: none": "not met" if long else "met",
-    }
-
-
-class Kernel(NamedTuple):
-    """What the device ran, and when it started and ended, in microseconds."""
-
-    start: float
-    end: float
-    name: str
-
-
-def _work(schedule: Schedule, hidden: int, kernels: torch.autograd.DeviceType) -> list[Kernel]:
-    """Return the kernels of a step in the order of their starts.
-
-    The steps before it load modules, and set the profiler's buffers up, which stops the device.  A kernel
-    that only waits goes before the step, as an optimizer's do in training, so that the host is ahead.
-    """
-    group, everyone = dist.group.WORLD, list(range(schedule.placement.ranks))
-    assert group is not None
-
-    def module() -> torch.nn.Module:
-        blocks = torch.nn.Sequential(Block(hidden, SplitLinear), Block(hidden, SplitLinear))
-        return blocks.to(device="cuda", dtype=torch.bfloat16)
-
-    stages = {stage: ModuleStage(stage, module()) for stage in schedule.placement.stages_of(1)}
-    channels = (everyone, group, group, (hidden, hidden), torch.bfloat16, torch.device("cuda"))
-
-    is_gpu = kernels is torch.autograd.DeviceType.CUDA
-
-    def step() -> None:
-        if is_gpu:
-            torch.cuda._sleep(HEAD_START)
-        execute(plan_rank(schedule, 1), Rank(stages, MadeUpChannels(*channels)))
-        torch.cuda.synchronize()
-
-    step()
-    activity = getattr(torch.profiler.ProfilerActivity, kernels.name)
-    phases = torch.profiler.schedule(wait=0, warmup=2, active=1, repeat=1)
-    with torch.profiler.profile(activities=[activity], schedule=phases) as profile:
-        for _ in range(3):
-            step()
-            profile.step()
-    found = sorted(
-        Kernel(event.time_range.start, event.time_range.end, event.name[:SHOWN])
-        for event in profile.events()
-        if event.device_type == kernels and not event.name.startswith("ProfilerStep")
-    )
-    return found[is_gpu:]
-
-
 def copies(what: str, hidden: int) -> dict[str, object]:
     """Return what products take beside copies to the host and back, against what they take alone.
 
@@ -245,19 +144,24 @@ def copies(what: str, hidden: int) -> dict[str, object]:
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="split, gaps or copies.")],
+    what: Annotated[str, typer.Argument(help="split, copies, gaps or away.")],
     name: Annotated[str, typer.Argument(help="The kind of layers, or the schedule.")],
     dry: Annotated[bool, typer.Option("--dry", help="Small, on CPUs that stand in for a GPU.")] = False,
 ) -> None:
     """Print one row as JSON."""
-    hidden, kernels = HIDDEN, torch.autograd.DeviceType.CUDA
+    hidden, kernels, wide = HIDDEN, torch.autograd.DeviceType.CUDA, (WIDE, TOKENS)
     if dry:
         from megatron_pp_ext import cpu
 
         cpu.install()
-        hidden, kernels = 64, torch.autograd.DeviceType.CPU
-    ways = {"split": split, "gaps": partial(gaps, kernels=kernels), "copies": copies}
-    print(json.dumps(ways[what](name, hidden)))
+        hidden, kernels, wide = 64, torch.autograd.DeviceType.CPU, (64, 16)
+    ways: dict[str, Callable[[str], dict[str, object]]] = {
+        "split": partial(split, hidden=hidden),
+        "copies": partial(copies, hidden=hidden),
+        "gaps": partial(gaps, hidden=hidden, kernels=kernels),
+        "away": partial(away, hidden=wide[0], tokens=wide[1]),
+    }
+    print(json.dumps(ways[what](name)))
 
 
 if __name__ == "__main__":

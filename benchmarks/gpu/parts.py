@@ -79,15 +79,10 @@ def tests(bench: Bench, rows: Rows) -> None:
         rows.measure("all", all_have_ended)
 
 
-def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows) -> None:
+def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows, title: str = "{}") -> None:
     for name in names:
-        rows.measure(name, partial(bench.module, f"{what}-{name}", "benchmarks.gpu.layers", what, name))
-
-
-def away(bench: Bench, rows: Rows) -> None:
-    """Add steps with none, half and all of the activations on the host."""
-    for name in PROFILED:
-        rows.measure(name, partial(bench.module, f"away-{name}", "benchmarks.gpu.away", name))
+        measure = partial(bench.module, f"{what}-{name}", "benchmarks.gpu.layers", what, name)
+        rows.measure(title.format(name), measure)
 
 
 def rates(bench: Bench, rows: Rows) -> None:
@@ -103,9 +98,7 @@ def rates(bench: Bench, rows: Rows) -> None:
         for name, (found, planned) in _figures(here, known).items():
             cells = {"measured": f"{found:.4g}", f"planner's ({LIKE})": f"{planned:.4g}"}
             rows.add(name, {**cells, "measured over planner's": f"{found / planned:.3f}"})
-    for name in BESIDE:
-        measure = partial(bench.module, f"copies-{name}", "benchmarks.gpu.layers", "copies", name)
-        rows.measure(f"{name} beside copies to the host", measure)
+    _layers("copies", BESIDE, bench, rows, "{} beside copies to the host")
 
 
 def _figures(here: system.System, known: system.System) -> dict[str, tuple[float, float]]:
@@ -153,7 +146,7 @@ PARTS = {
     "away": Part(
         "Steps with activations on the host, rank 1 of 4 with made-up neighbours",
         120,
-        away,
+        partial(_layers, "away", PROFILED),
         PROFILED,
     ),
     "rates": Part("Rates of the device, and the planner's", 120, rates),

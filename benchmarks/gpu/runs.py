@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from benchmarks.gpu.bench import UNCOMPILED, Bench
 from benchmarks.gpu.rows import FAILED, Cells, Rows
-from benchmarks.measuring import MPP
+from benchmarks.measuring import COMMON, MADE_UP, MPP
 from reference.published_runs import LLAMA
 
 LOSS = re.compile(r"lm loss: (\S+)")
@@ -24,15 +24,9 @@ bits of gradients, some weights round to the other bf16, and losses drift apart.
 twenty steps with its last bits changed so in every step: losses differed by up to 3e-3, and by up to 4e-2
 with the gradients of one of its matrices left out.
 """
-DATA = shlex.split(
-    "--attention-dropout 0 --hidden-dropout 0 --lr-decay-style constant --tokenizer-type NullTokenizer "
-    "--make-vocab-size-divisible-by 1 --mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1 "
-    "--distributed-timeout-minutes 3"
-)
-SMALL = shlex.split(
-    "--pipeline-model-parallel-size 4 --num-layers 8 --hidden-size 256 --num-attention-heads 8 "
-    "--seq-length 256 --max-position-embeddings 256 --vocab-size 1000 --micro-batch-size 1 "
-    "--global-batch-size 8 --lr 1e-3"
+DATA = [*MADE_UP, "--distributed-timeout-minutes", "3"]
+SMALL = COMMON + shlex.split(
+    "--pipeline-model-parallel-size 4 --hidden-size 256 --vocab-size 1000 --global-batch-size 8"
 )
 BASELINE = "1f1b"
 SCHEDULES = {

@@ -7,7 +7,6 @@ results/rehearse.md; with the defaults in about half an hour on two idle cores.
 """
 
 import json
-import re
 import sys
 import tempfile
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.measuring import COMMON, MPP, RANKS, call, in_turns, pretrain, two_cores
+from benchmarks.measuring import COMMON, MPP, RANKS, call, in_turns, logged_seconds, pretrain, two_cores
 from benchmarks.report import RESULTS, Out, Row, publish, table
 
 MICROBATCHES = 8
@@ -29,14 +28,12 @@ SCHEDULES = {
     "interleaved": "--pipeline-schedule interleaved",
     "flex": "--pipeline-schedule flex --pipeline-memory-limit 0.9",
 }
-LINE = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 WARM_UP = 2
 
 
 def train(flags: list[str], steps: int) -> float:
     """Return the median seconds of the steps of a real run, as Megatron logs them, without the first ones."""
-    log = pretrain([*flags, "--train-iters", str(WARM_UP + steps)])
-    return median(float(ms) / 1e3 for ms in LINE.findall(log)[WARM_UP:])
+    return median(logged_seconds(pretrain([*flags, "--train-iters", str(WARM_UP + steps)]))[WARM_UP:])
 
 
 def rehearse(flags: list[str], steps: int) -> float:

@@ -1,4 +1,4 @@
-"""The losses of a training run of Megatron on the CPU, with the seconds of its updates."""
+"""A small GPT that learns text on the CPU: its flags, and the losses and seconds of its updates."""
 
 import time
 from statistics import mean
@@ -7,11 +7,27 @@ from typing import NamedTuple
 import torch
 
 from megatron_pp_ext.integration import install
+from megatron_pp_ext.text_data import VOCAB_SIZE
 from tests.support import training
 from tests.support.delayed import Reference
 
 LAST = 0.15
 """The part of the samples over which a run's last losses are averaged."""
+
+
+LAYERS, MICROBATCH = 4, 4
+
+
+def model(hidden: int, tokens: int) -> list[str]:
+    """Return the flags of a GPT of this hidden size that learns samples of ``tokens`` at a constant rate."""
+    return (
+        f"--untie-embeddings-and-output-weights --num-layers {LAYERS} --hidden-size {hidden} "
+        f"--num-attention-heads 4 --seq-length {tokens} --max-position-embeddings {tokens} "
+        f"--micro-batch-size {MICROBATCH} --attention-dropout 0 --hidden-dropout 0 --clip-grad 0 "
+        f"--lr-decay-style constant --eval-iters 0 --eval-interval 100000 --log-interval 100000 "
+        f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0 "
+        "--distributed-timeout-minutes 5"
+    ).split()
 
 
 class Curve(NamedTuple):

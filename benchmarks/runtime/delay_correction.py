@@ -10,34 +10,25 @@ The best settings then run with more seeds.  Writes results/delay_correction.md 
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.curves import LAST, learning_curve
+from benchmarks.report import RESULTS, Keep, Out, Row, kept_in, picture_of, publish, table
+from benchmarks.runtime.curves import LAST, LAYERS, MICROBATCH, learning_curve, model
 from benchmarks.runtime.settings import MOMENTA, RATES, Settings, search
 from megatron_pp_ext import cpu
-from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
+from megatron_pp_ext.text_data import prepare
 from megatron_pp_ext.view import figure
 from tests.support.ranks import run_ranks
 
-LAYERS, MICROBATCH = 4, 4
 FIRST, NESTEROVS_FIRST = Settings("1e-3", "0.9"), Settings("1e-3", "0.99")
 """Where the search begins; 0.99 is the value of Nesterov's paper."""
 SEEDS = (1234, 1, 2)
 """The first is Megatron's own, with which the search is done."""
 CORRECTIONS = {"adam": ("error-feedback", "nesterov"), "muon": ("error-feedback",)}
-MODEL = (
-    f"--untie-embeddings-and-output-weights --num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 "
-    f"--seq-length 64 --max-position-embeddings 64 --micro-batch-size {MICROBATCH} --attention-dropout 0 "
-    "--hidden-dropout 0 --lr-decay-style constant --clip-grad 0 --eval-iters 0 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0 --eval-interval 100000 "
-    "--log-interval 100000 --distributed-timeout-minutes 5"
-).split()
 
 
 class Way(NamedTuple):
@@ -91,10 +82,11 @@ CASES = (
 
 
 class Bench:
-    """The last losses of single processes on ``samples`` of ``data``; ``folder`` keeps them."""
+    """The last losses of single processes on ``samples`` of a text; ``folder`` keeps both."""
 
-    def __init__(self, data: str, samples: int, folder: Path) -> None:
-        self._data, self._samples = data, samples
+    def __init__(self, samples: int, folder: Path) -> None:
+        prepare(None, folder / "text")
+        self._data, self._samples = f"{folder}/text", samples
         self._file = folder / f"{samples}.json"
         known = json.loads(self._file.read_text()) if self._file.exists() else []
         self._losses = {(Way(*way), Settings(*settings), seed): loss for way, settings, seed, loss in known}
@@ -123,7 +115,7 @@ class Bench:
 
     def _learn(self, way: Way, settings: Settings, seed: int) -> float:
         batch = MICROBATCH * way.interval
-        flags = [*MODEL, "--data-path", self._data, "--train-iters", str(self._samples // batch)]
+        flags = [*model(64, 64), "--data-path", self._data, "--train-iters", str(self._samples // batch)]
         flags += ["--global-batch-size", str(batch), "--seed", str(seed), *way.flags(settings)]
         straight = "-".join("1" * way.stages)
         reference = (straight, way.interval, way.rule, way.correction) if way.rule else None
@@ -201,17 +193,12 @@ def draw(found: dict[Case, dict[Way, Reached]], path: Path) -> None:
 def main(
     out: Out = RESULTS / "delay_correction.md",
     samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 2400,
-    keep: Annotated[
-        Path | None, typer.Option(help="A folder that keeps the losses: a later command goes on with them.")
-    ] = None,
+    keep: Keep = None,
 ) -> None:
     """Search the settings of all ways, and write the page and the picture."""
-    picture = RESULTS / "delay_correction.png" if str(out) == "-" else out.with_suffix(".png")
-    if keep:
-        keep.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(None, Path(folder) / "text")
-        bench = Bench(f"{folder}/text", samples, keep or Path(folder))
+    picture = picture_of(out, "delay_correction")
+    with kept_in(keep) as folder:
+        bench = Bench(samples, folder)
         known = len(bench)
         found = {case: measure(bench, case) for case in CASES}
     draw(found, picture)

@@ -5,10 +5,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from threading import Thread
+
+import torch
 
 _PARENT_DEATH_SIGNAL, _TIMER_SLACK = 1, 29
 """Options of Linux's prctl(2): the signal at the parent's end, nanoseconds by which a sleep is prolonged."""
@@ -65,10 +67,23 @@ def cores_awake() -> Iterator[None]:
             spinner.join()
 
 
-def stay_on_a_core(rank: int) -> None:
-    """Bind this process to one of its cores, round robin by rank."""
+def settle(rank: int) -> None:
+    """Let this rank sleep precisely and keep freed memory, with one thread on one core, round robin."""
+    torch.set_num_threads(1)
+    sleep_precisely()
+    keep_freed_memory()
     cores = _cores()
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def step_seconds(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Return the seconds of every step, from the starts and the ends that each of the ranks saw.
+
+    All ranks read the machine's one monotonic clock.
+    """
+    return [
+        max(end for _, end in step) - min(start for start, _ in step) for step in zip(*of_ranks, strict=True)
+    ]
 
 
 def _cores() -> list[int]:

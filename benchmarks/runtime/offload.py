@@ -17,9 +17,9 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, keep_freed_memory, sleep_precisely, stay_on_a_core
-from benchmarks.runtime.stages import SleepingLayer, Times, loss_of
-from benchmarks.runtime.systems import World
+from benchmarks.runtime.machine import cores_awake, settle
+from benchmarks.runtime.stages import SleepingLayer, Times
+from benchmarks.runtime.systems import World, module_stages
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
@@ -30,7 +30,6 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.offload import share_away, with_share
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.copy_engines import Threads
-from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks
 
 TIMES = Times(0.050, 0.050, 0.050, 8 << 10)
@@ -77,26 +76,14 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:
     """Return the seconds of every step of each timeline, and the bytes that this rank had at most."""
-    torch.set_num_threads(1)
-    sleep_precisely()
-    keep_freed_memory()
-    stay_on_a_core(rank)
+    settle(rank)
     world = World.join(timelines[0].schedule.ranks)
     gc.collect()
     gc.freeze()
     found = []
     for timeline in timelines:
         schedule = timeline.schedule
-        chunks, last = schedule.placement.chunks, schedule.placement.stages - 1
-        stages = {
-            stage: ModuleStage(
-                stage,
-                SavingLayer(TIMES, chunks),
-                first_inputs=(lambda _: torch.empty(TIMES.shape)) if stage == 0 else None,
-                loss=loss_of if stage == last else None,
-            )
-            for stage in schedule.placement.stages_of(rank)
-        }
+        stages = module_stages(schedule, TIMES, SavingLayer)
         engines = Threads(timeline.costs.stages[0].copy / SAVED)
         away = ActivationsAway(HostBuffers(float("inf")), engines, SAVED)
         plan, seconds, recorder = plan_rank(schedule, rank), [], StepRecorder()

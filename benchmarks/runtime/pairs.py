@@ -22,7 +22,6 @@ from tests.support import training
 from tests.support.ranks import run_ranks
 
 # isort: split
-import torch
 import torch.distributed as dist
 import typer
 
@@ -45,7 +44,7 @@ from benchmarks.runtime.expert_layers import (
     Times,
     costs,
 )
-from benchmarks.runtime.machine import cores_awake, keep_freed_memory, sleep_precisely, stay_on_a_core
+from benchmarks.runtime.machine import cores_awake, settle, step_seconds
 from benchmarks.runtime.systems import Gloo, World, walk
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import install, requested
@@ -97,14 +96,6 @@ SYSTEMS = (
         for has_pairs in (False, True)
     ),
 )
-
-
-def settle(rank: int) -> None:
-    """Let this process sleep precisely, on a core that it shares with three others."""
-    torch.set_num_threads(1)
-    sleep_precisely()
-    keep_freed_memory()
-    stay_on_a_core(rank)
 
 
 def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list[Step], Schedule | None]:
@@ -159,9 +150,7 @@ def measured(system: System, share: float, steps: int) -> list[Run]:
             found = run_ranks(train, WORLD, system.flags(share, Path(folder)), times)
         ranks = [steps for steps, _ in found]
         schedule = found[0][1] or schedule
-    seconds = [
-        max(step.end for step in same) - min(step.start for step in same) for same in zip(*ranks, strict=True)
-    ]
+    seconds = step_seconds(ranks)
     name = str(system)
     expected = simulate(schedule, costs(times[-1], schedule.placement.chunks)).makespan
     runs = [Run(name, share, expected, taken) for taken in seconds[-steps:]]

@@ -17,9 +17,8 @@ from rich.progress import track
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.stages import SleepingStage, Times
-from megatron_pp_ext.runtime.channels import Channels
+from benchmarks.runtime.systems import World
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -86,13 +85,11 @@ CASES = (
 def sleep_through(rank: int, one: Case, updates: int) -> float:
     """Run all updates on one rank, and return its milliseconds a microbatch behind the first ones."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     replicas = one.replicas
-    everyone, number = list(range(replicas.ranks)), replicas.stage_of(rank)
+    number, world = replicas.stage_of(rank), World.join(replicas.ranks)
     groups = [dist.new_group(list(replicas.ranks_of(stage))) for stage in range(replicas.stages)]
     times = one.times(number)
-    channels = Channels(everyone, *direction_groups(everyone), times.shape, torch.float, torch.device("cpu"))
-    stage, ends = SleepingStage(times, chunks=1), []
+    channels, stage, ends = world.channels(times), SleepingStage(times, chunks=1), []
     total = FILLING + updates
     dist.barrier()
     for update in range(total):

@@ -12,7 +12,6 @@ Writes results/slow_links.md and .png.
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,8 +26,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.curves import LAST, Curve, learning_curve
+from benchmarks.report import RESULTS, Keep, Out, Row, kept_in, picture_of, publish, table
+from benchmarks.runtime.curves import LAST, LAYERS, MICROBATCH, Curve, learning_curve, model
 from benchmarks.runtime.machine import sleep_precisely
 from benchmarks.runtime.settings import best, cells
 from megatron_pp_ext import cpu
@@ -37,21 +36,14 @@ from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Level
-from megatron_pp_ext.text_data import VOCAB_SIZE, prepare
+from megatron_pp_ext.text_data import prepare
 from megatron_pp_ext.view import figure
 
-RANKS, LAYERS, HIDDEN, TOKENS, MICROBATCH = 2, 4, 256, 32, 4
+RANKS, HIDDEN, TOKENS = 2, 256, 32
 RATES = ("5e-4", "1e-3")
 BANDWIDTHS = "1e10,6.4e7"
 """Bytes a second, the fastest link first."""
 
-MODEL = (
-    f"--untie-embeddings-and-output-weights --num-layers {LAYERS} --hidden-size {HIDDEN} "
-    f"--num-attention-heads 4 --seq-length {TOKENS} --max-position-embeddings {TOKENS} "
-    f"--micro-batch-size {MICROBATCH} --attention-dropout 0 --hidden-dropout 0 --lr-decay-style constant "
-    f"--clip-grad 0 --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} "
-    "--split 100,0,0 --eval-interval 100000 --log-interval 100000 --distributed-timeout-minutes 5"
-).split()
 DATA_PARALLEL = "data parallelism"
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "500000")
 HALF, ONE, TWO = (str(MICROBATCH * parts // 2) for parts in (1, 2, 4))
@@ -151,8 +143,18 @@ class Bench(NamedTuple):
         updates = self.samples // batch(flags)
         return run_ranks(train, RANKS, self._argv(updates, rate, *flags, *stages), bandwidth)[-1]
 
-    def profile(self) -> Profile:
+    def at_all_rates(self, layout: str, bandwidth: float) -> dict[str, dict[str, Curve]]:
+        """Train every way at each of ``RATES``."""
+        return {way: {rate: self.learn(way, layout, rate, bandwidth) for rate in RATES} for way in self.ways}
+
+    def cut(self, bandwidth: float) -> tuple[Profile, str]:
+        """Return the profile, and the layout of the best stages for links of ``bandwidth``."""
+        profile = self._profile()
+        return profile, layout_of(partition(profile, [Level(RANKS, bandwidth)], straight=True), profile)
+
+    def _profile(self) -> Profile:
         """Measure every layer on one rank, or read what an earlier run has measured."""
+        prepare(None, self.folder / "text")
         file = self.folder / "profile.json"
         if not file.exists():
             flags = ("--global-batch-size", str(MICROBATCH), "--profile-pipeline", str(file))
@@ -160,8 +162,8 @@ class Bench(NamedTuple):
         return profile_file.read(file)
 
     def _argv(self, updates: int, rate: str, *flags: str) -> list[str]:
-        length = ("--train-iters", str(updates), "--lr", rate)
-        return cpu.with_cpu_flags([*MODEL, "--data-path", f"{self.folder}/text", *length, *flags])
+        text = ("--data-path", f"{self.folder}/text", "--train-iters", str(updates), "--lr", rate)
+        return cpu.with_cpu_flags([*model(HIDDEN, TOKENS), *text, *flags])
 
 
 def batch(flags: Sequence[str]) -> int:
@@ -245,12 +247,9 @@ def style(way: str) -> str:
 
 def measure(bench: Bench, bandwidths: Sequence[float], picture: Path) -> list[str]:
     """Tune, train on all links, draw, and return the page's text."""
-    prepare(None, bench.folder / "text")
-    profile = bench.profile()
-    layout = layout_of(partition(profile, [Level(RANKS, bandwidths[-1])], straight=True), profile)
-    tuned = {
-        way: {rate: bench.learn(way, layout, rate, bandwidths[0]).last for rate in RATES} for way in WAYS
-    }
+    profile, layout = bench.cut(bandwidths[-1])
+    curves = bench.at_all_rates(layout, bandwidths[0])
+    tuned = {way: {rate: curve.last for rate, curve in of.items()} for way, of in curves.items()}
     links = {
         bandwidth: {way: bench.learn(way, layout, best(losses), bandwidth) for way, losses in tuned.items()}
         for bandwidth in bandwidths
@@ -280,15 +279,12 @@ def main(
     out: Out = RESULTS / "slow_links.md",
     samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 800,
     bandwidths: Annotated[str, typer.Option(help="Bytes a second, the fastest link first.")] = BANDWIDTHS,
-    keep: Annotated[
-        Path | None, typer.Option(help="A folder that keeps what was measured: a later run goes on with it.")
-    ] = None,
+    keep: Keep = None,
 ) -> None:
     """Train every way on every link and write the page and the picture."""
-    picture = RESULTS / "slow_links.png" if str(out) == "-" else out.with_suffix(".png")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(keep or Path(folder), samples)
-        bench.folder.mkdir(exist_ok=True)
+    picture = picture_of(out, "slow_links")
+    with kept_in(keep) as folder:
+        bench = Bench(folder, samples)
         about, *sections = measure(bench, [float(one) for one in bandwidths.split(",")], picture)
     publish(out, "Time to a loss on slow links", about, *sections)
 

@@ -21,13 +21,7 @@ from rich.progress import track
 
 from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import (
-    core_seconds,
-    cores_awake,
-    keep_freed_memory,
-    sleep_precisely,
-    stay_on_a_core,
-)
+from benchmarks.runtime.machine import core_seconds, cores_awake, settle, step_seconds
 from benchmarks.runtime.stages import Times, calibrated
 from benchmarks.runtime.systems import SYSTEMS, RunStep, System, World
 from megatron_pp_ext.schedule import catalog
@@ -56,14 +50,8 @@ def predicted(family: str, ranks: int, microbatches: int, times: Times, hop: flo
 def measure(
     rank: int, systems: Sequence[System], ranks: int, microbatches: int, times: Times, repeats: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Run all systems in turns on one rank, and return start and end of every step of each.
-
-    All ranks read the machine's one monotonic clock.
-    """
-    torch.set_num_threads(1)
-    sleep_precisely()
-    keep_freed_memory()
-    stay_on_a_core(rank)
+    """Run all systems in turns on one rank, and return start and end of every step of each."""
+    settle(rank)
     world = World.join(ranks)
     shorter = [{chunks: calibrated(times, chunks) for chunks in (1, 2)} if rank == 0 else {}]
     dist.broadcast_object_list(shorter)
@@ -95,8 +83,7 @@ def rows_of(systems: Sequence[System], ranks: int, setting: str, repeats: int) -
     rows: list[Row] = []
     for system in systems:
         expected = predicted(system.family, ranks, microbatches, times)
-        rounds = zip(*(spans[system.name] for spans in found), strict=True)
-        steps = [max(end for _, end in step) - min(start for start, _ in step) for step in rounds]
+        steps = step_seconds([spans[system.name] for spans in found])
         ratio = median(steps) / expected
         met = "met" if ratio <= goal else f"goal {goal}"
         milliseconds = (f"{1e3 * seconds:.1f}" for seconds in (expected, median(steps), min(steps)))

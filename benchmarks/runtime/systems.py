@@ -147,17 +147,23 @@ def executor(world: World, schedule: Schedule, times: Times) -> RunStep:
 
 def ours(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Build a step of our executor on ``ModuleStage``."""
+    return _execution(world, schedule, times, module_stages(schedule, times))
+
+
+def module_stages(
+    schedule: Schedule, times: Times, layer: type[SleepingLayer] = SleepingLayer
+) -> Mapping[int, Stage]:
+    """Return the stages of this rank, of one ``layer`` each."""
     chunks, last = schedule.placement.chunks, schedule.placement.stages - 1
-    stages = {
+    return {
         stage: ModuleStage(
             stage,
-            SleepingLayer(times, chunks),
+            layer(times, chunks),
             first_inputs=(lambda _: torch.empty(times.shape)) if stage == 0 else None,
             loss=loss_of if stage == last else None,
         )
         for stage in schedule.placement.stages_of(dist.get_rank())
     }
-    return _execution(world, schedule, times, stages)
 
 
 def _execution(world: World, schedule: Schedule, times: Times, stages: Mapping[int, Stage]) -> RunStep:

@@ -10,23 +10,17 @@ runs of all ways in turns, and is the median over their updates.  Writes results
 
 import math
 import sys
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.report import RESULTS, Out, Row, publish, table
+from benchmarks.report import RESULTS, Keep, Out, Row, kept_in, publish, table
 from benchmarks.runtime import slow_links
-from benchmarks.runtime.curves import LAST, Curve
+from benchmarks.runtime.curves import LAST, LAYERS, MICROBATCH, Curve
 from benchmarks.runtime.settings import best
 from benchmarks.runtime.slow_links import NO_FLUSH, PIPELINE, RANKS, RATES, Bench, batch
-from megatron_pp_ext.partition.layout import layout_of
-from megatron_pp_ext.partition.partitioner import partition
-from megatron_pp_ext.partition.recurrence import Level
-from megatron_pp_ext.text_data import prepare
 
 SHORT = 160
 """Samples of a run that is timed."""
@@ -78,10 +72,8 @@ class Timed(NamedTuple):
 
 def measure(bench: Bench, bandwidth: float, rounds: int) -> tuple[str, dict[str, Timed]]:
     """Return the layout of the stages, and what each way took."""
-    prepare(None, bench.folder / "text")
-    profile = bench.profile()
-    layout = layout_of(partition(profile, [Level(RANKS, bandwidth)], straight=True), profile)
-    curves = {way: {rate: bench.learn(way, layout, rate, bandwidth) for rate in RATES} for way in bench.ways}
+    _, layout = bench.cut(bandwidth)
+    curves = bench.at_all_rates(layout, bandwidth)
     rates = {way: best({rate: curve.last for rate, curve in of.items()}) for way, of in curves.items()}
     updates: dict[str, list[float]] = {way: [] for way in bench.ways}
     short = bench._replace(samples=min(SHORT, bench.samples))
@@ -123,15 +115,11 @@ def main(
     samples: Annotated[int, typer.Option(help="Samples that each run learns from.")] = 800,
     bandwidth: Annotated[float, typer.Option(help="Bytes a second of the link of each rank.")] = 6.4e7,
     rounds: Annotated[int, typer.Option(help="Short runs of each way that are timed.")] = 5,
-    keep: Annotated[
-        Path | None, typer.Option(help="A folder that keeps the losses: a later command goes on with them.")
-    ] = None,
+    keep: Keep = None,
 ) -> None:
     """Train every way at every rate, time the best ones in turns, and write the page."""
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(keep or Path(folder), samples, WAYS)
-        bench.folder.mkdir(exist_ok=True)
-        layout, found = measure(bench, bandwidth, rounds)
+    with kept_in(keep) as folder:
+        layout, found = measure(Bench(folder, samples, WAYS), bandwidth, rounds)
     goals = {name: found[way].curve.last for name, way in GOALS.items()}
     head = ["way", "rate", "samples an update", "last loss", "ms a sample"]
     for name, loss in goals.items():
@@ -139,8 +127,8 @@ def main(
     publish(
         out,
         "Time to 1F1B's loss",
-        f"A GPT of {slow_links.LAYERS} layers learns from {samples:,} samples of text on {RANKS} ranks, "
-        f"{slow_links.MICROBATCH} a microbatch, in the stages `{layout}`, on links of "
+        f"A GPT of {LAYERS} layers learns from {samples:,} samples of text on {RANKS} ranks, "
+        f"{MICROBATCH} a microbatch, in the stages `{layout}`, on links of "
         f"{slow_links.megabytes(bandwidth)}; [slow_links.md](slow_links.md) describes both. Without a note "
         "the optimizer is Adam. Muon updates the matrices of the layers, with Nesterov's momentum of 0.9; "
         f"beta1 of nesterov is 0.99. Each way has the better of the rates {', '.join(RATES)}. A last loss is "

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.measuring import COMMON, RANKS, in_turns, pretrain, two_cores
+from benchmarks.measuring import COMMON, RANKS, in_turns, logged_seconds, pretrain, two_cores
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -93,28 +93,27 @@ def flags_of(name: str, how: str, layers: tuple[int, ...]) -> list[str]:
     return [*flags, "--pipeline-vocabulary", "shared"] if how == SHARED else flags
 
 
-def step_seconds(log: str, steps: int) -> list[float]:
-    """Return the seconds of the last ``steps``."""
-    found = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", log)
-    return [float(milliseconds) / 1e3 for milliseconds in found[-steps:]]
+def model(hidden: int, vocabulary: int, steps: int) -> list[str]:
+    """Return the flags of a run of ``steps`` steps."""
+    return [
+        *COMMON,
+        *f"--num-layers {LAYERS} --hidden-size {hidden} --vocab-size {vocabulary}".split(),
+        *f"--seq-length {TOKENS} --max-position-embeddings {TOKENS}".split(),
+        *f"--global-batch-size {MICROBATCHES} --train-iters {steps}".split(),
+        "--untie-embeddings-and-output-weights",
+    ]
 
 
 def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
     """Return a row for each way to train a model of this size."""
-    model = [
-        *COMMON,
-        *f"--num-layers {LAYERS} --hidden-size {hidden} --vocab-size {vocabulary}".split(),
-        *f"--seq-length {TOKENS} --max-position-embeddings {TOKENS}".split(),
-        *f"--global-batch-size {MICROBATCHES} --train-iters {steps + 1}".split(),
-        "--untie-embeddings-and-output-weights",
-    ]
-    output = head(hidden, vocabulary)
+    flags, output = model(hidden, vocabulary, steps + 1), head(hidden, vocabulary)
     layers = {system: layers_of(*system, output) for system in SYSTEMS}
-    ways = {system: partial(pretrain, [*model, *flags_of(*system, layers[system])]) for system in SYSTEMS}
+    ways = {system: partial(pretrain, [*flags, *flags_of(*system, layers[system])]) for system in SYSTEMS}
     title = f"hidden {hidden}, vocabulary {vocabulary >> 10}k"
     logs = in_turns(ways, rounds, title=title)
     times = {
-        system: [step for log in found for step in step_seconds(log, steps)] for system, found in logs.items()
+        system: [step for log in found for step in logged_seconds(log)[-steps:]]
+        for system, found in logs.items()
     }
     stock = median(times["1f1b", STOCK])
     rows: list[Row] = []
@@ -129,17 +128,12 @@ def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
 def memory_rows() -> list[Row]:
     """Return a row for each rank of four under V-Half: MiB of state and of activations, even and shared."""
     ranks, columns = 4, []
-    model = [
-        *COMMON,
-        *f"--num-layers {LAYERS} --hidden-size 256 --vocab-size {32 << 10} --seq-length {TOKENS}".split(),
-        *f"--max-position-embeddings {TOKENS} --pipeline-model-parallel-size {ranks}".split(),
-        *f"--global-batch-size {MICROBATCHES} --train-iters 2 --pipeline-schedule v-half".split(),
-        "--untie-embeddings-and-output-weights",
-    ]
-    for flags in ([], ["--pipeline-vocabulary", "shared"]):
+    v_half = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule v-half".split()
+    for shared in ([], ["--pipeline-vocabulary", "shared"]):
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
-            log = pretrain([*model, *flags, "--pipeline-trace", str(trace)], ranks)
+            traced = [*v_half, *shared, "--pipeline-trace", str(trace)]
+            log = pretrain([*model(256, 32 << 10, 2), *traced], ranks)
             peaks = [record.peak_bytes for record in trace_file.read(trace).records]
         found = re.findall(r"parameters on .*model parallel rank \(([0-9, ]+)\): (\d+)", log)
         parameters = {int(place.split(",")[-1]): int(count) for place, count in found}

@@ -1,10 +1,7 @@
-"""What the tables of compiled schedules share: costs, verdicts, and a schedule beside the compiled one."""
+"""What the tables of compiled schedules share: costs and verdicts."""
 
-from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, v
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.placement import Placement
 
 Times = tuple[float, float, float, float]
 """F, I, W and hop of every stage."""
@@ -26,16 +23,3 @@ def verdict(found: float, goal: float) -> str:
     if found < goal * (1 - 1e-9):
         return f"{100 * (1 - found / goal):.1f}% shorter"
     return "met" if found <= goal * (1 + 1e-9) else f"**{100 * (found / goal - 1):.1f}% longer**"
-
-
-def beside_compiled(schedule: Schedule, times: Times) -> tuple[object, ...]:
-    """Return peak and makespan of ``schedule``, and makespan, bound and verdict of one compiled for its peak.
-
-    ``times`` are those of half a stage.
-    """
-    costs = costs_of(v(schedule.ranks), times)
-    timeline = simulate(schedule, costs.merged(schedule.placement.stages))
-    peak = max(timeline.peak_activations)
-    compiled = compile_schedule(schedule.ranks, schedule.microbatches, costs, peak, trials=FEWER_TRIALS)
-    found = compiled.timeline.makespan
-    return peak, timeline.makespan, found, compiled.lower_bound, verdict(found, timeline.makespan)

@@ -14,11 +14,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.measuring import use_of
-from benchmarks.report import RESULTS, Out, Row, publish, sections, table
+from benchmarks.report import RESULTS, Out, Row, picture_of, publish, sections, table
 from benchmarks.schedules.comparison import UNEQUAL
 from benchmarks.schedules.frontier import frontiers
-from benchmarks.schedules.known import best_known, closed_forms, published
-from benchmarks.schedules.other_costs import memory_limited, table5, torchs, unequal_costs
+from benchmarks.schedules.known import best_known, memory_limited
 from benchmarks.schedules.proved import optima
 
 
@@ -45,12 +44,7 @@ PARTS = {
     "Speed": speed,
     "Best known makespans": best_known,
     "Proved optima": optima,
-    "Published schedules at unit cost": published,
-    "Closed forms at unit cost, p = 2..16, m = p..8p": closed_forms,
-    "Other costs": unequal_costs,
-    "torch.distributed.pipelining, p = 8, m = 16": torchs,
-    "Bubble rates of arXiv 2401.10241, table 5": table5,
-    "The same pipelines under a memory limit": memory_limited,
+    "The pipelines of arXiv 2401.10241, table 5, under a memory limit": memory_limited,
 }
 
 
@@ -64,7 +58,7 @@ def main(
         os.environ["MEGATRON_PP_EXT_CACHE"] = folder
         text = sections(parts)
         if only in "Frontier":
-            picture = RESULTS / "schedules.png" if str(out) == "-" else out.with_suffix(".png")
+            picture = picture_of(out, "schedules")
             text += ["## Frontier", f"![frontier]({picture.name})", frontiers(picture)]
     about = (
         "One core is used. Lengths are makespans, first start to last end over all ranks, unless a column "

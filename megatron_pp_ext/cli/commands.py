@@ -12,6 +12,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
+from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
@@ -101,6 +102,7 @@ def schedule(
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
         require_size(request, files)
         costs = offload.costs(times.costs(ranks, request.finest.chunks), ranks)
+        trials = TRIALS if trials is None else trials
         with waiting("compiling flex"):
             if offload.offload == AUTO:
                 timeline = flex.with_copies(request, costs, trials)
@@ -208,12 +210,13 @@ def compare(
         console.print(terminal.summary_table(timelines | frontier))
     print_units(times.units)
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
-    if times.output_layer:
-        console.print("+S: all ranks share the output layer, else the last stage has it", style="dim")
-    if times.pair_time is not None:
-        console.print("+P: forwards and backwards in pairs", style="dim")
-    if offload.offload:
-        console.print("+H: activations wait on the host", style="dim")
+    for is_shown, note in (
+        (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
+        (times.pair_time is not None, "+P: forwards and backwards in pairs"),
+        (offload.offload, "+H: activations wait on the host"),
+    ):
+        if is_shown:
+            console.print(note, style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

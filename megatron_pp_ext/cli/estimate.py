@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
+from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, show_by_rank
+from megatron_pp_ext.costs import system as systems
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_json
+from megatron_pp_ext.job.flag_effects import not_counted
+from megatron_pp_ext.job.flag_words import by_name
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.request import Request
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
+from megatron_pp_ext.jobs.command import missing
+from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.costs.system import System
-    from megatron_pp_ext.job.request import Request
-    from megatron_pp_ext.job.rules.asked import Asked
-    from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
@@ -45,12 +50,8 @@ def estimate(
 
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
-    from megatron_pp_ext.costs import system as systems
-    from megatron_pp_ext.jobs.command import missing
-    from megatron_pp_ext.planner.search.launch_lines import Launch
-
     if print_only:
-        print_flags(words_of(flags, model))
+        print_flags(to_be_started(flags, model).words)
         return
     ask.require_at_least("--margin", margin, 0)
     if world_size is not None and world_size < 1:
@@ -59,26 +60,22 @@ def estimate(
     machine = systems.read(system)
     asked, words = described(flags, model)
     asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
-    from megatron_pp_ext.job.flag_effects import not_counted
-    from megatron_pp_ext.job.pipeline import for_world
-    from megatron_pp_ext.job.sizes import fewest_ranks
-    from megatron_pp_ext.job.smallest_world import smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
-    copy, parallel = fewest_ranks(asked.job), asked.job.parallel
-    gpus = world_size or smallest_world(copy, parallel.pipeline_model_parallel_size, parallel.expert_ranks)
+    gpus = world_size or smallest_world(asked.job)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
         request = for_world(asked, gpus)
         estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    if gpus > copy and world_size is None:
-        ways = parallel.expert_ranks
+    if gpus > fewest_ranks(asked.job) and world_size is None:
+        ways = asked.job.parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
     sizes = entries(asked.job)
     if sizes:
-        show_parameters(**sizes)
+        whole, active = (sizes[name] / 1e9 for name in ("parameters", "active_parameters"))
+        console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -100,10 +97,8 @@ def estimate(
         write_json(json, content)
 
 
-def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[str], Asked, str]":
+def with_layout(words: Sequence[str], asked: Asked, gpus: int) -> tuple[list[str], Asked, str]:
     """Return flags with a layout in the place of ``auto``, what they ask, and words about the layout."""
-    from megatron_pp_ext.job.flag_words import by_name
-    from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
 
     if not asked.finds_layout:
@@ -116,13 +111,7 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
 
 
-def show_parameters(parameters: int, active_parameters: int) -> None:
-    """Say how large the model is."""
-    whole, active = parameters / 1e9, active_parameters / 1e9
-    console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
-
-
-def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
+def show(estimated: "Estimate", request: Request, machine: System, gpus: int) -> None:
     """Time in a few lines, memory as a table."""
     tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None
@@ -151,7 +140,7 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
     names = [
         name for name, _ in estimated.fullest.components() if any(getattr(r, name) for r in estimated.ranks)
     ]
-    rank_table.show(
+    show_by_rank(
         "GB on rank",
         {
             name: [f"{getattr(rank, name) / 1e9:.2f}" for rank in estimated.ranks]
@@ -175,10 +164,8 @@ def show_not_counted(lines: Sequence[str]) -> None:
         console.print(f"a step may be other than estimated, which is made without {'; '.join(lines)}")
 
 
-def show_launch(title: str, launch: "Launch", filled_in: Sequence[str]) -> None:
+def show_launch(title: str, launch: Launch, filled_in: Sequence[str]) -> None:
     """Print the command that starts training, and which of its flags are stand-ins for the user's."""
-    from megatron_pp_ext.job.flag_words import by_name
-
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.
     typer.echo(launch.text)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.limits import at_most, cut_for, least_limits, rooms_beside_messages
+from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.pairing import in_pairs
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
@@ -86,8 +86,11 @@ def compile_schedule(
         raise ValueError("no placements to choose from: name one, or leave them out for all")
     if placements is None:
         placements = placements_of(ranks, costs)
-    cuts = [(placement, cut_for(placement, ranks, costs)) for placement in placements]
-    least = [least_limits(ranks, costs, placement, microbatches) for placement in placements]
+    for placement in placements:
+        if placement.ranks != ranks:
+            raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
+    cuts = [(placement, costs.merged(placement.stages)) for placement in placements]
+    least = [least_limits(costs, placement, microbatches) for placement in placements]
     feasible = [cut for cut, needs in zip(cuts, least, strict=True) if all(map(at_most, needs, limits))]
     if not feasible:
         raise InfeasibleLimit(_infeasible(least, limits, costs))
@@ -164,9 +167,9 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
     else:
         limits = (float(memory_limit),) * ranks
     for limit in limits:
-        if not math.isfinite(limit) or limit <= 0:
+        if not math.isfinite(limit) or limit < 0:
             raise ValueError(
-                f"the memory limit is {limit:g}, but must be a finite number above 0: "
+                f"the memory limit is {limit:g}, but must be a finite number, 0 or more: "
                 "give it in the unit in which the costs count activations"
             )
     return limits

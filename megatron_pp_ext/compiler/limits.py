@@ -52,7 +52,7 @@ def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
 
 
 def least_limits(
-    ranks: int, costs: Costs, placement: Placement, microbatches: int = SENDS_AHEAD + 1
+    costs: Costs, placement: Placement, microbatches: int = SENDS_AHEAD + 1
 ) -> tuple[float, ...]:
     """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
@@ -60,11 +60,11 @@ def least_limits(
     for the forward of the last, and ``least_messages``, which are as many for more ``microbatches``.
     No order keeps less, and the one that does one microbatch at a time keeps no more.
     """
-    cut = cut_for(placement, ranks, costs)
+    cut = costs.merged(placement.stages)
     return tuple(
         math.fsum(cut.stages[stage].activation for stage in placement.stages_of(rank))
         + least_messages(placement, rank, microbatches) * cut.message
-        for rank in range(ranks)
+        for rank in range(placement.ranks)
     )
 
 
@@ -93,7 +93,7 @@ def rooms_beside_messages(
     placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]
 ) -> tuple[float, ...]:
     """Return what every limit leaves for activations at most; all of it where a rank keeps no activations."""
-    needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
+    needed = least_limits(replace(costs, message=0.0), placement)
     return tuple(
         limit - least_messages(placement, rank, microbatches) * costs.message if least else limit
         for rank, (limit, least) in enumerate(zip(limits, needed, strict=True))
@@ -103,10 +103,3 @@ def rooms_beside_messages(
 def at_most(amount: float, limit: float) -> bool:
     """Whether ``limit`` holds ``amount``, up to rounding."""
     return amount <= limit * (1 + 2 * TOLERANCE)
-
-
-def cut_for(placement: Placement, ranks: int, costs: Costs) -> Costs:
-    """Merge ``costs`` into the stages of ``placement``; ValueError where it has another number of ranks."""
-    if placement.ranks != ranks:
-        raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
-    return costs.merged(placement.stages)

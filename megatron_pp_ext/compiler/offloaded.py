@@ -26,7 +26,6 @@ _FEWER = 8
 
 
 def compile_with_copies(
-    ranks: int,
     microbatches: int,
     costs: Costs,
     limit: float | Sequence[float],
@@ -40,6 +39,7 @@ def compile_with_copies(
     (``StageCosts.copy``).  What is compiled without copies stays if nothing is shorter; where a family keeps
     the limit with them, it is searched for with fewer trials.  InfeasibleLimit where no order keeps it.
     """
+    ranks = placements[0].ranks
     limits = of_each_rank(limit, ranks)
     found = shortest_within(published_orders(placements, microbatches), costs, limits)
     trials = trials if found is None else trials // _FEWER

@@ -13,26 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_pp_ext.around import around
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenates the tensors of all ranks of a group along the first dimension; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (whole,) = gradients
-        part = whole.new_empty((whole.size(0) // ctx.group.size(), *whole.shape[1:]))
-        dist.reduce_scatter_tensor(part, whole.contiguous(), group=ctx.group)
-        return part, None
 
 
 @around
@@ -76,7 +59,8 @@ def attend_to_all_ranks(
     """
     group = getattr(self.pg_collection, "cp", None)
     if group is not None and group.size() > 1:
-        key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+        # Megatron's gather along the first dimension, whose gradients are summed over the ranks.
+        key, value = (gather_from_sequence_parallel_region(one, group=group) for one in (key, value))
         places = _places(query.size(0), group)
         attention_mask = (
             # A batch has the rows of this rank's queries, and a column for each key in its true place.

@@ -6,7 +6,7 @@ benchmarks measure on a CPU.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,32 +35,28 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
-def _redirect_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose device is the keyword argument ``device``, and which may take ``pin_memory``."""
+def redirected(
+    function: Callable[..., Any],
+    name: str,
+    translate: Callable[[Any], Any],
+    at: int | None = None,
+    drops: Collection[str] = (),
+) -> Callable[..., Any]:
+    """Wrap a function whose argument ``name``, which may also come at place ``at``, is to be translated.
+
+    It does not get the keyword arguments that it ``drops``.
+    """
 
     @functools.wraps(function)
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False  # pinning is a property of memory that a GPU reads
-        return function(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if at is not None and len(args) > at:
+            args = (*args[:at], translate(args[at]), *args[at + 1 :])
+        kept = {name: value for name, value in kwargs.items() if name not in drops}
+        if name in kept:
+            kept[name] = translate(kept[name])
+        return function(*args, **kept)
 
-    return redirected
-
-
-def _redirect_to(move: Callable[..., Any], first_device: int) -> Callable[..., Any]:
-    """Wrap ``Tensor.to`` or ``Module.to``, whose device may come first and without a name."""
-
-    @functools.wraps(move)
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > first_device:
-            args = (*args[:first_device], on_cpu(args[first_device]), *args[first_device + 1 :])
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return move(*args, **kwargs)
-
-    return redirected
+    return call
 
 
 def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,12 +84,13 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def install() -> None:
     """Wrap the factories, the moves and ``Tensor.type``."""
-    for name in FACTORIES:
-        setattr(torch, name, _redirect_keyword(getattr(torch, name)))
-    for name in TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _redirect_keyword(getattr(torch.Tensor, name)))
+    for names, holder in ((FACTORIES, torch), (TENSOR_FACTORIES, torch.Tensor)):
+        for name in names:
+            # Pinning is a property of memory that a GPU reads.
+            made = redirected(getattr(holder, name), "device", on_cpu, drops=("pin_memory",))
+            setattr(holder, name, made)
     replacements: dict[str, Any] = {
-        "to": _redirect_to(torch.Tensor.to, first_device=1),
+        "to": redirected(torch.Tensor.to, "device", on_cpu, at=1),
         "type": _type_as_on_gpu(torch.Tensor.type),
         "cuda": _stay,
         "pin_memory": _stay,
@@ -101,15 +98,6 @@ def install() -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.Tensor, name, replacement)
-    torch.nn.Module.to = _redirect_to(torch.nn.Module.to, first_device=1)  # type: ignore[method-assign]
-    torch.load = _load_on_cpu(torch.load)
-
-
-def _load_on_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.load``, whose device is called ``map_location``; a function there stays as it is."""
-
-    @functools.wraps(load)
-    def redirected(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return load(f, on_cpu(map_location), *args, **kwargs)
-
-    return redirected
+    module = torch.nn.Module
+    module.to = redirected(module.to, "device", on_cpu, at=1)  # type: ignore[method-assign]
+    torch.load = redirected(torch.load, "map_location", on_cpu, at=1)

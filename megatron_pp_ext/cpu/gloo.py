@@ -6,7 +6,6 @@ get here what Megatron gives them on a GPU: memory that stays until it is sent, 
 A third gathers parts of different sizes, as nccl does.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.around import around
+from megatron_pp_ext.cpu.devices import redirected
+
+_OF_NCCL = ("device_id", "pg_options")
+"""Arguments that bind a device, and nccl's options; gloo has none that Megatron sets."""
 
 
 def _as_gloo(backend: Any) -> Any:
     return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
-
-
-def _redirect_backend(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Wrap a function that takes the backend by name or at ``position``, and may bind a device."""
-
-    @functools.wraps(function)
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position:
-            args = (*args[:position], _as_gloo(args[position]), *args[position + 1 :])
-        if "backend" in kwargs:
-            kwargs["backend"] = _as_gloo(kwargs["backend"])
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)  # nccl's options; gloo has none that Megatron sets
-        return function(*args, **kwargs)
-
-    return redirected
 
 
 @around
@@ -95,8 +82,9 @@ def _gather_unequal_parts(
 def install() -> None:
     """Wrap the functions that make groups, the barrier, and three that exchange tensors."""
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group = _redirect_backend(dist.distributed_c10d.init_process_group, 0)  # type: ignore
-        module.new_group = _redirect_backend(dist.distributed_c10d.new_group, 2)  # type: ignore
+        for name, at in (("init_process_group", 0), ("new_group", 2)):
+            make = getattr(dist.distributed_c10d, name)
+            setattr(module, name, redirected(make, "backend", _as_gloo, at, drops=_OF_NCCL))
         module.barrier = _without_device_ids(dist.distributed_c10d.barrier)  # type: ignore
     dist.isend = dist.distributed_c10d.isend = _alias_what_is_sent(dist.isend)
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _count_by_numbers(

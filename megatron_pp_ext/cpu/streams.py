@@ -1,7 +1,7 @@
 """Streams, events, memory counters and ranges for a device that has none.
 
 A CPU finishes each operation before the next one starts, so there is never anything to wait for, and every
-stub below may return at once. Events hold the time, since Megatron measures with them.
+stub of torch.cpu and below may return at once. Events hold the time, since Megatron measures with them.
 """
 
 import collections
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """A queue that is always empty."""
 
     device = torch.device("cpu")
@@ -41,13 +41,7 @@ class Stream:
     def synchronize(self) -> None:
         """Return at once: nothing is under way."""
 
-    def wait_stream(self, stream: "Stream") -> None:
-        """Return at once: nothing is under way there either."""
-
-    def wait_event(self, event: "Event") -> None:
-        """Return at once: the event is over."""
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
+    def record_event(self, event: "Event | None" = None) -> "Event":  # type: ignore[override]
         """Record the present time in ``event`` or a new one, and return it."""
         event = event or Event()
         event.record(self)
@@ -62,7 +56,7 @@ class Stream:
         return False
 
 
-class Event:
+class Event(torch.cpu.Event):
     """A point in time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,28 +70,14 @@ class Event:
         """Return the milliseconds from this event to ``end``, as torch.cuda.Event does."""
         return 1000.0 * (end.seconds - self.seconds)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Return at once: the event is over."""
 
-    def query(self) -> bool:
-        """Return that the event is over."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once: the event is over."""
-
-
-class Device:
+class Device(contextlib.nullcontext[None]):
     """Stands in for ``torch.cuda.device(0)`` as a context: the one device is always the current one."""
 
+    idx = 0
+
     def __init__(self, device: Any = 0) -> None:
-        self.idx = 0
-
-    def __enter__(self) -> "Device":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
+        super().__init__()
 
 
 _STREAM = Stream()

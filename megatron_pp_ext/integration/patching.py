@@ -1,8 +1,8 @@
 """Replace names in Megatron, all of them or none, and put them back.
 
-``seams`` lists what is replaced and by what; this module knows how.  All seams are checked before the first
-is touched: a Megatron that has moved one of them is refused whole and stays stock.  A name is replaced in
-every module that has imported it, whichever package that is of.
+A hook says what it replaces, ``seams`` lists all hooks, and this module puts them in place.  All seams are
+checked before the first is touched: a Megatron that has moved one of them is refused whole and stays stock.
+A name is replaced in every module that has imported it, whichever package that is of.
 """
 
 import importlib
@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import ismodule
+from types import ModuleType
 from typing import Any
 
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import releases
+from megatron_pp_ext.integration.releases import OLDEST
 
 
 class SeamError(RuntimeError):
@@ -69,6 +72,47 @@ class Seam:
         if found != known:
             raise SeamError(f"{self.path} takes ({found}) where ({known}) was known; {_advice()}")
         return target
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What goes to the places of ``seams``."""
+
+    wrap: Callable[[Any], Any]
+    seams: tuple[Seam, ...]
+
+    def __call__(self, stock: Any) -> Any:
+        """Return what takes the place of ``stock``."""
+        return self.wrap(stock)
+
+
+Known = str | Mapping[releases.Number, str | None]
+"""The parameters of a place as in ``Seam``, or those that it has in all releases."""
+
+
+def hook(place: str, known: Known, why: str) -> Callable[[Callable[..., Any] | Hook], Hook]:
+    """Let the decorated ``call(stock, *arguments)`` be the calls of the function at ``place``; see ``Seam``.
+
+    A hook that is decorated again has more places.
+    """
+    return lambda call: substitute(place, known, why)(call if isinstance(call, Hook) else around(call))
+
+
+def substitute(place: str, known: Known, why: str) -> Callable[[Callable[[Any], Any] | Hook], Hook]:
+    """Let what the decorated function returns, called with what is there, go to ``place``; see ``Seam``."""
+    since = {OLDEST: known} if isinstance(known, str) else known
+
+    def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
+        made = wrap if isinstance(wrap, Hook) else Hook(wrap, ())
+        return Hook(made.wrap, (Seam(place, since, made.wrap, why), *made.seams))
+
+    return decorate
+
+
+def seams_of(*modules: ModuleType) -> tuple[Seam, ...]:
+    """Return the seams of the hooks that ``modules`` have, in their order."""
+    hooks = (value for module in modules for value in vars(module).values() if isinstance(value, Hook))
+    return tuple(seam for one in hooks for seam in one.seams)
 
 
 def require_known_release() -> None:

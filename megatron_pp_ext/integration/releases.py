@@ -55,6 +55,8 @@ RELEASES = (
 )
 """Every release on which the seams were tried, oldest first."""
 
+OLDEST = min(release.number for release in RELEASES)
+
 NEWEST = max(release.number for release in RELEASES if release.wheel)
 """The newest release that is in the package registry, on which everything is tested."""
 

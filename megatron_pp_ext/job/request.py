@@ -8,7 +8,7 @@ from megatron_pp_ext.compiler.limits import Limit, requested_limit
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.families.requirements import require_pipeline as require_ranks
+from megatron_pp_ext.schedule.entry import require_pipeline
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 
@@ -83,7 +83,7 @@ def named(
     ``chunks`` is the number of stages a rank; None leaves it to the schedule.  ValueError for an unknown
     name, for chunks that the schedule does not accept, and for a limit that it has no use for or lacks.
     """
-    require_ranks(name, ranks, microbatches)
+    require_pipeline(name, ranks, microbatches)
     can = catalog.abilities(name)
     if not can.takes_limit and limit is not None:
         raise ValueError(f"a memory limit has no meaning for {name}: leave it out, or choose {FLEX}")

@@ -89,8 +89,8 @@ def from_catalogue(name: str, placement: Placement, is_paired: bool = False) -> 
         return catalog.build(name, placement.ranks, microbatches, placement.chunks, is_paired)
 
     def limits(costs: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
-        """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""
-        return [max(1.0, peak) for peak in simulate(schedule, costs).peak_memory], costs
+        """Each rank's own peak, so that memory does not rise."""
+        return simulate(schedule, costs).peak_memory, costs
 
     return Source(name, placement, build, limits)
 
@@ -114,15 +114,14 @@ def _from_file(schedule: Schedule, name: str) -> Source:
 
 def _compiled(request: Request, costs: Costs) -> Source:
     """Return the source of ``flex``, whose placement is the one that suits an ordinary step best."""
-    ranks = request.ranks
     limit, counted = request.limited(costs)
     copies = request.offload == AUTO
-    ordinary = compile_once(ranks, request.microbatches, counted, limit, request.placements, copies=copies)
+    ordinary = compile_once(request.microbatches, counted, limit, request.placements, copies=copies)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         if microbatches == request.microbatches:
             return ordinary
-        return compile_once(ranks, microbatches, counted, limit, [ordinary.placement], copies=copies)
+        return compile_once(microbatches, counted, limit, [ordinary.placement], copies=copies)
 
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Limit, Costs]:
         return request.limited(measured)
@@ -135,21 +134,20 @@ def _automatic(request: Request, costs: Costs) -> Source:
 
     Ranks differ in what they have free: weights, optimizer state and the ends of the model are not alike.
     """
-    ranks, placement = request.ranks, request.placement
-    least = least_limits(ranks, costs, placement)
+    placement = request.placement
+    least = least_limits(costs, placement)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         limit = least if free_bytes is None else tuple(map(max, least, free_bytes()))
-        return compile_once(ranks, microbatches, costs, limit, [placement], copies=request.offload == AUTO)
+        return compile_once(microbatches, costs, limit, [placement], copies=request.offload == AUTO)
 
     def limits(measured: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
-        return tuple(map(max, least_limits(ranks, measured, placement), free_bytes())), measured
+        return tuple(map(max, least_limits(measured, placement), free_bytes())), measured
 
     return Source(AUTO, placement, build, limits)
 
 
 def compile_once(
-    ranks: int,
     microbatches: int,
     costs: Costs,
     limit: float | Sequence[float],
@@ -162,7 +160,8 @@ def compile_once(
     With ``copies`` activations may wait on the host; these each rank plans by itself.
     """
     if copies:
-        return compile_with_copies(ranks, microbatches, costs, limit, placements, trials, _in_turn).schedule
+        return compile_with_copies(microbatches, costs, limit, placements, trials, _in_turn).schedule
+    ranks = placements[0].ranks
     found = compile_schedule(
         ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=_in_turn
     )

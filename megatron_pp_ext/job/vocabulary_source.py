@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits, of_each_rank
@@ -27,11 +25,8 @@ _ATTEMPTS = 8
 """The limits tried for what a compiled schedule keeps beside its ranks' parts of the vocabulary."""
 
 
-class CostsOf(Protocol):
-    """The costs to compile from."""
-
-    def __call__(self, stages: int, shares_vocabulary: bool) -> Costs:
-        """Return those of ``stages`` stages; they may count a vocabulary that the ranks share."""
+CostsOf = Callable[[int, bool], Costs]
+"""(stages, whether ranks share the vocabulary) -> the costs of so many stages, to compile from."""
 
 
 def requested_source(request: Request, costs_of: CostsOf) -> Source:
@@ -39,40 +34,34 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
-    source = _without_copies(request, costs_of)
+    if request.vocabulary == SHARED:
+        source = _sharing(request, costs_of)
+    elif request.vocabulary == AUTO:
+        source = _shorter_of_both(request, costs_of)
+    else:
+        source = source_of(request, lambda stages: costs_of(stages, False))
     if request.offload is None:
         return source
-
-    def planned(schedule: Schedule) -> tuple[Schedule, float]:
-        try:
-            costs = costs_of(request.finest.stages, source.placement.shares_vocabulary)
-        except ValueError:  # any model may train, also one that the estimate does not know
-            costs = Costs.unit(request.finest)
-        return offloading.planned(schedule, request, costs.merged(schedule.placement.stages))
+    placement = source.placement
+    try:  # before the first step, since Megatron completes its flags, whose costs are then no longer known
+        costs = costs_of(request.finest.stages, placement.shares_vocabulary)
+    except ValueError:  # any model may train, also one that the estimate does not know
+        costs = Costs.unit(placement)
+    costs = costs.merged(placement.stages)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return planned(source.build(microbatches, free_bytes))[0]
+        return offloading.planned(source.build(microbatches, free_bytes), request, costs)[0]
 
     if catalog.abilities(request.schedule).measures_memory:
         return replace(source, build=build)
-    ordinary, growth = planned(source.build(request.microbatches, None))
+    ordinary, growth = offloading.planned(source.build(request.microbatches, None), request, costs)
 
     def build_once(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return ordinary if microbatches == request.microbatches else build(microbatches, free_bytes)
 
     note = f"copies to the host make steps {growth:.1%} longer by prediction" if growth > 5e-4 else ""
-    known = None if source.known is None else ordinary
     notes = "; ".join(filter(None, (source.note, note)))
-    return replace(source, build=build_once, known=known, note=notes)
-
-
-def _without_copies(request: Request, costs_of: CostsOf) -> Source:
-    """Return the source of ``request``'s schedules without copies, unless the compiler chose them."""
-    if request.vocabulary == SHARED:
-        return _sharing(request, costs_of)
-    if request.vocabulary == AUTO:
-        return _shorter_of_both(request, costs_of)
-    return source_of(request, partial(costs_of, shares_vocabulary=False))
+    return replace(source, build=build_once, known=source.known and ordinary, note=notes)
 
 
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
@@ -80,7 +69,7 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
     if catalog.abilities(request.schedule).is_compiled:
         whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
         return compiled_beside_vocabulary(request, whole, costs)
-    plain = source_of(request, partial(costs_of, shares_vocabulary=True))
+    plain = source_of(request, lambda stages: costs_of(stages, True))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return share(lambda count: plain.build(count, free_bytes), microbatches)
@@ -92,7 +81,7 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
 
 def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
-    alone = source_of(request, partial(costs_of, shares_vocabulary=False))
+    alone = source_of(request, lambda stages: costs_of(stages, False))
     try:
         sources = alone, _sharing(request, costs_of)
     except InfeasibleLimit:
@@ -125,11 +114,15 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
     if is_auto:
         placement, ordinary = request.placement, None
     else:
-        ordinary = _shortest_feasible(
-            request.placements,
-            lambda placement: compiler.within(limits, request.microbatches, placement),
-            compiler.costs,
-        )
+        found, reason = [], InfeasibleLimit()
+        for one in request.placements:
+            try:
+                found.append(compiler.within(limits, request.microbatches, one))
+            except InfeasibleLimit as error:
+                reason = error
+        if not found:
+            raise reason
+        ordinary = min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
         placement = replace(ordinary.placement, shares_vocabulary=False)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -164,7 +157,7 @@ class _Beside:
             return own
         with suppress(InfeasibleLimit):
             alike = self._keeping((min(limits),) * self.ranks, microbatches, placement)
-            return min(own, alike, key=lambda one: self._simulated(one).makespan)
+            return min(own, alike, key=lambda one: self.simulated(one).makespan)
         return own
 
     def _keeping(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
@@ -198,33 +191,18 @@ class _Beside:
 
     def least(self, microbatches: int, placement: Placement) -> Schedule:
         """Return the schedule whose stages keep least on every rank."""
-        return self._shared(least_limits(self.ranks, self.costs, placement), microbatches, placement)
+        return self._shared(least_limits(self.costs, placement), microbatches, placement)
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
         """Return the memory of each rank."""
-        return self._simulated(schedule).peak_memory
+        return self.simulated(schedule).peak_memory
 
-    def _simulated(self, schedule: Schedule) -> Timeline:
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Return the step of ``schedule``."""
         return simulate(schedule, self.costs.merged(schedule.placement.stages))
 
     def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
         def build(count: int) -> Schedule:
-            return compile_once(self.ranks, count, self.costs, rooms, [placement], self.trials)
+            return compile_once(count, self.costs, rooms, [placement], self.trials)
 
         return share(build, microbatches)
-
-
-def _shortest_feasible(
-    placements: Sequence[Placement], build: Callable[[Placement], Schedule], costs: Costs
-) -> Schedule:
-    """Return the shortest of the schedules that ``build`` returns; InfeasibleLimit where it never does."""
-    found, reason = [], InfeasibleLimit()
-    for placement in placements:
-        try:
-            schedule = build(placement)
-            found.append((simulate(schedule, costs.merged(placement.stages)).makespan, schedule))
-        except InfeasibleLimit as error:
-            reason = error
-    if not found:
-        raise reason
-    return min(found, key=lambda one: one[0])[1]

@@ -9,7 +9,7 @@ The answer is the best partition there is, not a good one: ``recurrence`` has th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -72,21 +72,16 @@ class Partition:
     def record(self, profile: Profile) -> dict[str, Any]:
         """Return the numbers for a JSON file; layers count from 0."""
         return {
+            **asdict(self),
             "stages": [
                 {
                     "first": min(stage.layers),
                     "last": max(stage.layers),
+                    **asdict(stage),
                     "layers": [profile.layers[at].name for at in stage.layers],
-                    "replicas": stage.replicas,
-                    "seconds": stage.seconds,
-                    "in_flight": stage.in_flight,
-                    "memory_bytes": stage.memory_bytes,
                 }
                 for stage in self.stages
             ],
-            "bottleneck_seconds": self.bottleneck_seconds,
-            "data_parallel_seconds": self.data_parallel_seconds,
-            "single_worker_seconds": self.single_worker_seconds,
             "speedup": self.speedup,
             "noam": self.noam,
         }

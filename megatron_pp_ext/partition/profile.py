@@ -15,6 +15,7 @@ in model order:
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -169,32 +170,20 @@ def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[
 
     ValueError for a cycle.
     """
-    inputs = [0] * count
-    readers: list[list[int]] = [[] for _ in range(count)]
+    sorter = TopologicalSorter[int]({number: () for number in range(count)})
     for a, b in edges:
-        inputs[b] += 1
-        readers[a].append(b)
-    ready, order = [number for number in range(count) if not inputs[number]], []
+        sorter.add(b, a)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        path = " -- ".join(names[number] for number in error.args[1])
+        raise ValueError(
+            f"the layers {path} form a cycle, but layers must only read earlier ones: drop an edge"
+        ) from None
+    ready, order = [*sorter.get_ready()], list[int]()
     while ready:
         ready.sort(reverse=True)
         order.append(number := ready.pop())
-        for reader in readers[number]:
-            inputs[reader] -= 1
-            if not inputs[reader]:
-                ready.append(reader)
-    if len(order) < count:
-        cycle = _cycle({number for number in range(count) if inputs[number]}, edges)
-        path = " -- ".join(names[number] for number in (*cycle, cycle[0]))
-        raise ValueError(
-            f"the layers {path} form a cycle, but layers must only read earlier ones: drop an edge"
-        )
+        sorter.done(number)
+        ready += sorter.get_ready()
     return order
-
-
-def _cycle(stuck: set[int], edges: list[tuple[int, int]]) -> list[int]:
-    """Return one cycle among the layers ``stuck``, each of which waits for another of them."""
-    waits_for = {b: a for a, b in edges if a in stuck and b in stuck}
-    walk = [next(iter(waits_for))]
-    while waits_for[walk[-1]] not in walk:
-        walk.append(waits_for[walk[-1]])
-    return walk[walk.index(waits_for[walk[-1]]) :][::-1]

@@ -33,8 +33,8 @@ class Parcels:
     """
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._sender, self._receiver, self._group, self._device = sender, receiver, group, device
-        self._wire = wire_of(group, device)
+        self.sender, self.receiver, self.group, self.wire = sender, receiver, group, wire_of(group, device)
+        self._device = device
         self._form = b""
         self._length = 0
 
@@ -47,8 +47,8 @@ class Parcels:
         except Exception as error:  # whatever the objects' own methods raise
             why = next(filter(None, (obstacle(name, part) for name, part in parts.items())), str(error))
             problem = (
-                f"{why}, and has to go from rank {self._sender}, which computes it, to rank "
-                f"{self._receiver}, where Megatron looks for it; let the loss function return tensors and "
+                f"{why}, and has to go from rank {self.sender}, which computes it, to rank "
+                f"{self.receiver}, where Megatron looks for it; let the loss function return tensors and "
                 "what pickle can copy"
             )
             self._send_packed(*pack(_Refused(problem)))
@@ -81,25 +81,25 @@ class Parcels:
         return dict(parts)
 
     def _send_packed(self, form: bytes, placed: list[Placed]) -> None:
-        numbers = [_bytes_of(tensor).to(self._wire) for _, tensor in placed]
+        numbers = [_bytes_of(tensor).to(self.wire) for _, tensor in placed]
         if form == self._form:
             self._send(self._announcement(0, 0), *numbers)
             return
         length = sum(map(len, numbers))
-        unused = torch.zeros(self._length, dtype=torch.uint8, device=self._wire)
+        unused = torch.zeros(self._length, dtype=torch.uint8, device=self.wire)
         self._send(self._announcement(len(form), length), unused)
-        self._send(torch.frombuffer(bytearray(form), dtype=torch.uint8).to(self._wire), *numbers)
+        self._send(torch.frombuffer(bytearray(form), dtype=torch.uint8).to(self.wire), *numbers)
         self._form, self._length = form, length
 
     def _announcement(self, form_length: int, length: int) -> torch.Tensor:
-        return torch.tensor([form_length, length], device=self._wire).view(torch.uint8)
+        return torch.tensor([form_length, length], device=self.wire).view(torch.uint8)
 
     def _send(self, *parts: torch.Tensor) -> None:
-        dist.send(torch.cat(parts), self._receiver, group=self._group)
+        dist.send(torch.cat(parts), self.receiver, group=self.group)
 
     def _receive(self, length: int) -> torch.Tensor:
-        message = torch.empty(length, dtype=torch.uint8, device=self._wire)
-        dist.recv(message, self._sender, group=self._group)
+        message = torch.empty(length, dtype=torch.uint8, device=self.wire)
+        dist.recv(message, self.sender, group=self.group)
         return message
 
 

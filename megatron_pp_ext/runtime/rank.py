@@ -1,6 +1,6 @@
 """What the operations of one rank work with: its stages, its channels, and what one leaves for the next."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -43,21 +43,13 @@ class Stage(Protocol):
         """Compute the gradient of the weights that ``backward_input`` left."""
 
 
-class Pairs(Protocol):
-    """Runs the two actions of a pair together."""
+type _Tensor = torch.Tensor | None
 
-    def run(
-        self,
-        forward: Action,
-        activation: torch.Tensor | None,
-        backward: Action,
-        gradient: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Do ``forward`` on ``activation`` and ``backward`` (I or B) with ``gradient``.
+Pairs = Callable[[Action, _Tensor, Action, _Tensor], tuple[torch.Tensor, _Tensor]]
+"""(forward, activation, backward, gradient) -> (output, input gradient): runs the actions of a pair together.
 
-        The tensors are those of ``Stage.forward``, ``Stage.backward`` and ``Stage.backward_input``.  Return
-        the output of the forward and the gradient of the input of the backward's stage.
-        """
+The tensors are those of ``Stage.forward``, ``Stage.backward`` and ``Stage.backward_input``.
+"""
 
 
 class Recorder(Protocol):

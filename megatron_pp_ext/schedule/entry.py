@@ -29,10 +29,10 @@ class Entry:
     """One schedule of the catalogue.
 
     ``chunks`` is the number of stages a rank, and with ``more_chunks`` only the fewest and the
-    default.  ``make`` takes (ranks, microbatches), and with ``more_chunks`` the chunks as a third
-    argument; it raises ValueError for sizes that it has no schedule for.  ``splits_backward`` is
-    whether any backward comes in two halves, so that weight gradients must be deferrable.
-    ``make_paired`` takes the same arguments as ``make`` and makes the schedule with pairs
+    default.  ``make`` takes (ranks, microbatches), 2 or more and 1 or more, and with ``more_chunks`` the
+    chunks as a third argument; it raises ValueError for sizes that it has no schedule for.
+    ``splits_backward`` is whether any backward comes in two halves, so that weight gradients must be
+    deferrable.  ``make_paired`` takes the same arguments as ``make`` and makes the schedule with pairs
     (``Schedule.paired``), which most schedules have no place for.
     """
 
@@ -70,15 +70,12 @@ class Entry:
     ) -> Schedule:
         """Build the schedule, with pairs if ``paired``, without checking it, which ``catalog.build`` does.
 
-        Raises ValueError for chunks that are not accepted, for sizes that it cannot be built for, and for
-        pairs of a schedule that has none.
+        Raises ValueError for chunks that are not accepted, and for sizes that it cannot be built for.
         """
         chunks = self._accepted(chunks)
         make = self.make_paired if paired else self.make
-        if make is None:
-            raise ValueError(
-                f"{self.name} has no order in which a forward and a backward run as a pair: leave pairs out"
-            )
+        assert make is not None
+        require_pipeline(self.name, ranks, microbatches)
         return make(ranks, microbatches, *([chunks] if self.more_chunks else []))
 
     def _accepted(self, chunks: int | None) -> int:
@@ -91,6 +88,14 @@ class Entry:
                 f"or use {other}"
             )
         return chunks
+
+
+def require_pipeline(name: str, ranks: int, microbatches: int) -> None:
+    """Raise ValueError unless there are at least 2 ranks and 1 microbatch, without which no schedule is."""
+    if ranks < 2:
+        raise ValueError(f"{name} got {ranks} rank(s), but a pipeline has at least 2: add ranks")
+    if microbatches < 1:
+        raise ValueError(f"{name} got {microbatches} microbatches, but a step has at least 1: add some")
 
 
 @cache

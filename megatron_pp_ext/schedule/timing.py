@@ -89,13 +89,10 @@ class ScheduleTimer:
         )
 
     @cached_property
-    def _places(self) -> list[int]:
-        return as_list(self.walk.steps.place)
-
-    @cached_property
     def _work(self) -> list[Counter[int]]:
         """How often each rank has which duration."""
-        return [Counter(map(self._places.__getitem__, dict.fromkeys(own))) for own in self.steps]
+        places = as_list(self.walk.steps.place)
+        return [Counter(map(places.__getitem__, dict.fromkeys(own))) for own in self.steps]
 
     def _durations(self, costs: Costs) -> list[float]:
         """The seconds of each stage's kinds of action, of the shared vocabulary, of pairs and of copies."""

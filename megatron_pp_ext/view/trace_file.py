@@ -146,9 +146,7 @@ def read(path: Path) -> RecordedStep:
             pipeline["schedule"],
             placement,
             tuple(
-                RankRecord(
-                    tuple(rank), size, count, tuple(reduced), error, held, tuple(exchanged), tuple(own)
-                )
+                RankRecord(tuple(rank), size, pairs, tuple(sums), error, held, tuple(exchanged), tuple(own))
                 for rank, (size, pairs, error, held), sums, exchanged, own in zip(
                     events, numbers, reductions, exchanges, copies, strict=True
                 )
@@ -160,12 +158,6 @@ def read(path: Path) -> RecordedStep:
             f"{path} is no trace that this package wrote ({error!r}): give a file of --pipeline-trace, or of "
             "mpp schedule or mpp rehearse --trace"
         ) from error
-
-
-def _measurements(event: Measured) -> dict[str, Any]:
-    """Return what is shown beside an action, with its processor time if that was measured."""
-    measured = {"live_bytes": event.live_bytes, "processor_seconds": event.processor_seconds}
-    return {name: value for name, value in measured.items() if value is not None}
 
 
 def _measured(event: dict[str, Any]) -> Measured:
@@ -207,7 +199,9 @@ def _write(
         for event in record.events:
             times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
             kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
-            shown = {**event.action._asdict(), **_measurements(event)}
+            shown = {**event.action._asdict(), "live_bytes": event.live_bytes}
+            if event.processor_seconds is not None:
+                shown["processor_seconds"] = event.processor_seconds
             events.append({**kind, **here, **times, "args": shown})
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]

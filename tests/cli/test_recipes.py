@@ -10,7 +10,8 @@ import socket
 
 import pytest
 
-from megatron_pp_ext.job.smallest_world import smallest_world
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.job.typed_job import Job
 
 GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --bf16"
 DROPLESS = (
@@ -49,22 +50,6 @@ ESTIMATED = {
         "--vocab-size 32000",
         32,
     ),
-    "ModelZoo mixtral-8x22b": (
-        f"{COMMON} "
-        f"--num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48 {SIZES} "
-        f"--group-query-attention --num-query-groups 8 --num-experts 8 --moe-router-topk 2 {DROPLESS} "
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --expert-model-parallel-size 8 "
-        "--num-layers-per-virtual-pipeline-stage 1 --expert-tensor-parallel-size 1 --global-batch-size 256 "
-        "--vocab-size 32000",
-        64,
-    ),
-    "ModelZoo qwen3-30b-a3b": (
-        f"{COMMON} {QWEN3} "
-        f"--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-        f"{SIZES} --moe-ffn-hidden-size 768 --moe-router-topk 8 {DROPLESS} --expert-model-parallel-size 8 "
-        "--expert-tensor-parallel-size 1 --global-batch-size 256 --vocab-size 151936",
-        8,
-    ),
     "ModelZoo qwen3-235b-a22b": (
         f"{COMMON} {QWEN3} "
         f"--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
@@ -100,13 +85,6 @@ OF_A_NAME = [
         512,
     ),
     (
-        "kimi-k2",
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 16 --sequence-parallel "
-        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --seq-length 131072 "
-        "--global-batch-size 128 --pipeline-model-parallel-layout Et|t|(tt|)*29tL",
-        128,
-    ),
-    (
         "qwen3-next-80b",
         "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 256 "
         "--expert-model-parallel-size 32 --recompute-granularity selective "
@@ -139,10 +117,14 @@ def test_other_numbers_of_gpus_are_taken_as_they_are_given(mpp):
 
 
 def test_experts_may_need_more_gpus_than_one_copy_of_the_model():
-    assert smallest_world(copy=4, pipeline=4, experts=8) == 32
-    assert smallest_world(copy=16, pipeline=8, experts=32) == 256
-    assert smallest_world(copy=16, pipeline=2, experts=4) == 16
-    assert smallest_world(copy=12, pipeline=2, experts=4) == 24
+    for tensor, pipeline, experts, world in ((1, 4, 8, 32), (2, 8, 32, 256), (8, 2, 4, 16), (6, 2, 4, 24)):
+        job = Job().changed(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=experts,
+            expert_tensor_parallel_size=1,
+        )
+        assert smallest_world(job) == world
 
 
 def said(result) -> str:

@@ -73,7 +73,7 @@ class Noting(PipelineRunner):
         super().__init__(self, SimpleNamespace(step=self._recorded, actions=self._recorded), self)
         self.act, self.done, self.inputs = act, [], []
 
-    def run(self, inputs, group, shape, recorder) -> None:
+    def run(self, inputs, recorder) -> None:
         self.inputs.append(inputs)
         self.done.append("run")
         self.act(inputs)
@@ -81,10 +81,10 @@ class Noting(PipelineRunner):
     def _recorded(self, *about):
         return nullcontext()
 
-    def tokens(self, inputs, group) -> torch.Tensor:
+    def tokens(self, inputs) -> torch.Tensor:
         return inputs.tokens
 
-    def losses(self, inputs, group) -> list:
+    def losses(self, inputs) -> list:
         self.done.append("losses")
         return ["loss"]
 
@@ -183,10 +183,8 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
     steps = choose.runner(pipeline).steps
 
     def plan(microbatches: int, forward_only: bool = False, training_steps: int = 0):
-        inputs = SimpleNamespace(
-            microbatches=microbatches, forward_only=forward_only, training_steps=training_steps, model=[]
-        )
-        return steps.plan(inputs, group)
+        about = {"forward_only": forward_only, "training_steps": training_steps, "model": []}
+        return steps.plan(SimpleNamespace(group=group, microbatches=microbatches, **about))
 
     first, evaluation = plan(4), plan(4, forward_only=True)
     assert {action.kind for action in evaluation.actions} == {Kind.F}

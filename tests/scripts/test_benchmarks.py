@@ -13,12 +13,11 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.away", "gpu.check", "gpu.layers", "gpu.machine",
+    "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.components", "planner.host_memory", "planner.layouts",
     "planner.partition_costs", "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
-    "runtime.delay_correction", "runtime.offload", "runtime.pairs",
-    "runtime.replicas", "runtime.slow_links", "runtime.start_up", "runtime.steps",
-    "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
+    "runtime.delay_correction", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slow_links",
+    "runtime.start_up", "runtime.steps", "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
     "schedules.copies_to_host", "schedules.limits_by_rank", "schedules.tables",
 }  # fmt: skip
 

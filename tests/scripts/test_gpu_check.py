@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from benchmarks.gpu import archive, away, check, layers, parts, runs, shared_device, sharing
+from benchmarks.gpu import archive, check, layers, one_rank, parts, runs, shared_device, sharing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Rows
 from megatron_pp_ext.jobs import process
@@ -68,9 +68,7 @@ def test_rows_that_the_time_does_not_reach_say_so_and_keep_those_before(rows: Ro
     assert "| one | 3 |" in rows.page.read_text()
 
 
-def test_a_run_that_hangs_leaves_half_of_the_time(
-    rows: Rows, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_hangs_leaves_half_of_the_time(rows, bench, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.bench.LEAST_SECONDS", 0)
     bench.begin(2)
     rows.measure("hangs", lambda: {"found": bench.run("hangs", ["sleep", "600"])})
@@ -112,7 +110,7 @@ def test_each_test_of_a_gpu_is_a_row(rows: Rows, bench: Bench, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", parts.PROFILED)
 def test_gaps_are_those_between_kernels(name: str) -> None:
-    found = layers.gaps(name, 16, torch.autograd.DeviceType.CPU)
+    found = one_rank.gaps(name, 16, torch.autograd.DeviceType.CPU)
     assert int(str(found["kernels"])) > 500
     longest = [float(gap.split()[0]) for gap in str(found["longest us, before kernel"]).split(", ")]
     assert longest == sorted(longest, reverse=True)
@@ -132,7 +130,7 @@ def test_work_is_measured_beside_copies(name: str) -> None:
 
 def test_steps_with_activations_on_the_host_are_measured() -> None:
     """It compares gradients, and sees that something moves."""
-    found = away.away("v-half", 32, 8)
+    found = one_rank.away("v-half", 32, 8)
     assert float(str(found["all away: ms"])) > 0
 
 
@@ -281,15 +279,7 @@ exec sleep 600
         ((2, 31, 2), "", ["sharing-mps", "sharing"], "gloo"),
     ],
 )
-def test_ranks_share_a_device_as_nccl_lets_them(
-    nccl: tuple[int, ...],
-    works: str,
-    tried: list[str],
-    backend: str,
-    bench: Bench,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_share_a_device_as_nccl_lets_them(nccl, works, tried, backend, bench, tmp_path, monkeypatch):
     """The service that lets their kernels run at once is a stand-in, and ends with the context."""
     control, ran = tmp_path / sharing.CONTROL, tmp_path / "ran"
     control.write_text(CONTROL.replace("RAN", str(ran)))

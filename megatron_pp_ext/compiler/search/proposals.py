@@ -101,7 +101,7 @@ def from_search(
     """
     placement, microbatches = problem.placement, problem.microbatches
     rooms = rooms_beside_messages(placement, microbatches, costs, limits)
-    needed = least_limits(placement.ranks, replace(costs, message=0.0), placement)
+    needed = least_limits(replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
     kept: list[Proposal] = []
     diary = Diary(problem, limits, bound)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.runtime.activation_meter import keep_shape
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -51,14 +51,14 @@ def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> It
         _chunk_of.clear()
 
 
-@around
+@hook(
+    "megatron.core.pipeline_parallel.utils:ScheduleNode.stream_acquire_context",
+    "self name",
+    "--pipeline-trace of exchanges of tokens",
+)
 @contextmanager
 def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = None) -> Iterator[None]:
-    """Report the exchanges of tokens in Megatron's plans of layers.
-
-    Seam: ``ScheduleNode.stream_acquire_context`` in ``megatron.core.pipeline_parallel.utils``, in which the
-    current stream is the exchange's.
-    """
+    """Report the exchanges of tokens in Megatron's plans of layers, each in its own stream."""
     recorded: AbstractContextManager[None] = nullcontext()
     if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
         recorded = _recorder.exchange(name)
@@ -66,9 +66,20 @@ def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = Non
         yield
 
 
-@around
+_STOCK = "megatron.core.pipeline_parallel.schedules"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_OF_STOCK, _OF_REDUCTION = "--pipeline-trace of stock's schedules", "--pipeline-trace of gradient reduction"
+
+
+@hook(
+    f"{_STOCK}:forward_step",
+    "forward_step_func data_iterator model num_microbatches input_tensor "
+    "forward_data_store config cp_group_size collect_non_loss_data "
+    "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage is_last_stage",
+    _OF_STOCK,
+)
 def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report stock's forwards.  Seam: ``forward_step`` in ``megatron.core.pipeline_parallel.schedules``."""
+    """Report stock's forwards."""
     recorder = _recorder_of_stock()
     if recorder is None:
         return stock(*args, **kwargs)
@@ -86,11 +97,11 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output, tokens
 
 
-@around
+@hook(f"{_STOCK}:backward_step", "input_tensor output_tensor output_tensor_grad config", _OF_STOCK)
 def record_backward(
     stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Report stock's backwards.  Seam: ``backward_step``, beside ``forward_step``."""
+    """Report stock's backwards."""
     recorder = _recorder_of_stock()
     if recorder is None:
         return stock(input_tensor, output_tensor, *args, **kwargs)
@@ -98,17 +109,17 @@ def record_backward(
         return stock(input_tensor, output_tensor, *args, **kwargs)
 
 
-@around
+@hook(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce", _OF_REDUCTION)
 def record_reduction_start(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Report when a reduction of gradients begins.  Seam: ``_ParamAndGradBucketGroup.start_grad_sync``."""
+    """Report when a reduction of gradients begins."""
     if _recorder is not None:
         _recorder.reduction_started(id(group))
     return stock(group, *args, **kwargs)
 
 
-@around
+@hook(f"{_BUCKETS}.finish_grad_sync", "self force_all_reduce", _OF_REDUCTION)
 def record_reduction_end(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Report when the step has waited for it.  Seam: ``_ParamAndGradBucketGroup.finish_grad_sync``."""
+    """Report when the step has waited for it."""
     result = stock(group, *args, **kwargs)
     if _recorder is not None:
         _recorder.reduction_ended(id(group), _chunk_of[id(group)])

@@ -8,20 +8,22 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
-from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.runtime.storages import plain_tensors
 
 
-@around
+@hook(
+    "megatron.core.dist_checkpointing.strategies.fully_parallel"
+    ":distribute_main_replicas_with_precomputed_distribution",
+    "sharded_state_dict parallelization_group precomputed_distribution",
+    "checkpoints of tied weights whose two copies are on one rank",
+)
 def write_copies_once(stock: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
     """Let a rank that holds a tensor twice write it once.
 
     Under a V both copies of a tied weight, and of its optimizer state, are on the first rank.  Stock
     shares the writing out among data-parallel ranks by the tensors' names and makes every copy on the
     chosen rank the one to write, then refuses to write a tensor twice.
-
-    Seam: ``distribute_main_replicas_with_precomputed_distribution`` in
-    ``megatron.core.dist_checkpointing.strategies.fully_parallel``.
     """
     stock(sharded_state_dict, *args, **kwargs)
     written = set()

@@ -14,17 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 
-@around
+@hook(
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+    "self param",
+    "reduction of a gradient once its second half is in",
+)
 def count_when_complete(stock: Callable[..., Any], ddp: Any, param: Any) -> Callable[..., None]:
     """Count a parameter only when no part of its gradient is left for W.
 
-    Seam: ``DistributedDataParallel._make_backward_post_hook``, whose hook runs when autograd is done with a
-    parameter, even if its layers returned None.  ``defer_weight`` counts the weights whose gradient W adds.
+    What stock returns runs when autograd is done with a parameter, even if its layers returned None.
+    ``defer_weight`` counts the weights whose gradient W adds.
     """
     accumulate = stock(ddp, param)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
 
 _late: list[Callable[[], None]] | None = None
 """The checks that wait for the end of the running step; None outside of one."""
@@ -33,7 +33,11 @@ def put_off() -> Iterator[None]:
         check()
 
 
-@around
+@hook(
+    "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+    "self result rejection_func message comparison_func tolerance fatal",
+    "checks of losses and gradients for which the host does not wait between two actions",
+)
 def check_late(
     stock: Callable[..., None],
     machine: Any,
@@ -42,10 +46,7 @@ def check_late(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put checks off where ``put_off`` says so; in a rehearsal, whose numbers are made up, all succeed.
-
-    Seam: ``RerunStateMachine.validate_result`` in ``megatron.core.rerun_state_machine``.
-    """
+    """Put checks off where ``put_off`` says so; in a rehearsal, whose numbers are made up, all succeed."""
     if _late is None:
         stock(machine, result, rejection_func, *args, **kwargs)
         return

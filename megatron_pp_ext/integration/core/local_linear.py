@@ -9,18 +9,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19, CORE_0_20
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 
+_LINEAR = (
+    "ctx input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel grad_output_buffer "
+    "wgrad_deferral_limit tp_group"
+)
 
+
+@substitute(
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
+    {
+        CORE_0_17: _LINEAR,
+        CORE_0_19: f"{_LINEAR} gtp_remat_size",
+        CORE_0_20: f"{_LINEAR} gtp_remat_size output_dtype",
+    },
+    "the backward in two halves",
+)
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Derive from Megatron's linear function one that can leave its weight gradient for later.
 
-    Seam: ``LinearWithGradAccumulationAndAsyncCommunication`` in
-    ``megatron.core.tensor_parallel.layers``, looked up by that name at every call.  What is added
-    to the gradients, and in which order, is what stock adds: the numbers are the same.
+    What is added to the gradients, and in which order, is what stock adds: the numbers are the same.
     """
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
@@ -65,7 +80,7 @@ def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Calla
 
     def add_weight_gradient() -> None:
         # The gathered input is not stashed: under sequence parallelism only the shard outlives I.
-        whole = _gather(input, tp_group) if sequence_parallel else input
+        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
         gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(gradient, whole)
         if fused:
             _accumulate_fused(input_2d, gradient_2d, weight)
@@ -73,12 +88,6 @@ def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Calla
         add_gradient(weight, gradient_2d.t().matmul(input_2d))
 
     return add_weight_gradient
-
-
-def _gather(shard: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    whole = shard.new_empty((shard.size(0) * group.size(), *shard.shape[1:]))
-    torch.distributed.all_gather_into_tensor(whole, shard.contiguous(), group=group)
-    return whole
 
 
 def _accumulate_fused(input: torch.Tensor, gradient: torch.Tensor, weight: Any) -> None:

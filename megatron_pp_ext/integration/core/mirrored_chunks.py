@@ -26,6 +26,7 @@ from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
+from megatron_pp_ext.integration.patching import hook
 
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
@@ -92,12 +93,7 @@ def as_chunk(vp_stage: int | None, pipeline: requested.Pipeline | None = None) -
 def build_chunks_placed(
     stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Build the mirrored chunks as the mirror image of this rank builds them.
-
-    Seams: ``get_model`` in ``megatron.training.training`` and ``build_virtual_pipeline_stages`` in
-    ``megatron.training.models.dist_utils``.  The first argument of both makes a chunk.  Megatron calls the
-    first for scripts that give it a model provider, the second for those that give it a model config.
-    """
+    """Build the mirrored chunks as the mirror image of this rank builds them; see ``layer_seeds``."""
     _require_chunk_argument(build_chunk)
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.is_per_model:  # then the models' classes place them (``placed_models``)
@@ -178,8 +174,8 @@ def tied_weights(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup) ->
 def embed_on_first_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
 
-    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, to which scripts may pass ranks
-    of their own for that group; with the last rank in it, the first would wait for it for ever.
+    Scripts may pass ranks of their own for that group to ``initialize_model_parallel``; with the last rank in
+    it, the first would wait for it for ever.
     """
     pipeline = requested.pipeline()
     call = bound(stock, *args, **kwargs)
@@ -194,16 +190,19 @@ def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted({pp_ranks[rank] for rank in (0, *predicting)})
 
 
-@around
+@hook(
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+    "model config embd_group pp_group",
+    "tied weights whose two copies are on one rank",
+)
 def sum_tied_gradients(
     stock: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
     """Add up the two gradients of a tied weight that live on one rank.
 
-    Seam: ``_allreduce_word_embedding_grads`` in ``megatron.core.distributed.finalize_model_grads``, where
-    stock sums them across ranks: after data-parallel reduction and before the division by tokens.  So the
-    arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank, is
-    summed by stock in between.  Without one, stock is not called: Megatron's group may be older than the
+    Stock sums them across ranks here: after data-parallel reduction and before the division by tokens.  So
+    the arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank,
+    is summed by stock in between.  Without one, stock is not called: Megatron's group may be older than the
     schedule, and have the last rank in it.
     """
     pipeline = chunk_pipelines.of_model(model)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.job.updates import DelayCorrection
 
 _DECAY = 0.96**0.004
@@ -24,14 +24,15 @@ _FACTORS = 200
 """Each factor is below 0.6 as long as it matters: more of them leave nothing of a product in float64."""
 
 
-@around
+@hook(
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+    "self optimizer config init_state_fn",
+    "--pipeline-delay-correction nesterov in a pipeline that never flushes",
+)
 def look_ahead_by_momentum(
     stock: Callable[..., None], self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Let an optimizer of Megatron's take Nesterov's steps.
-
-    Seam: ``MegatronOptimizer.__init__`` in ``megatron.core.optimizer.optimizer``.
-    """
+    """Let an optimizer of Megatron's take Nesterov's steps."""
     stock(self, optimizer, config, *args, **kwargs)
     if optimizer is not None and _is_requested():
         if config.optimizer == "adam" and not config.decoupled_weight_decay:

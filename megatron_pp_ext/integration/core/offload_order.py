@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
-from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 from megatron_pp_ext.schedule.actions import Action, Kind
 
@@ -135,12 +135,13 @@ class _CountedTensors(dict[Any, Any]):
 _serving: ProgramOffloadManager | None = None
 
 
-@around
+@hook(
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager.get_instance",
+    "",
+    "--fine-grained-activation-offloading in the order of any schedule",
+)
 def serve(stock: Any) -> Any:
-    """Return the manager of the step that runs.
-
-    Seam: ``PipelineOffloadManager.get_instance`` in ``pipeline_parallel.fine_grained_activation_offload``.
-    """
+    """Return the manager of the step that runs."""
     return _serving or stock()
 
 

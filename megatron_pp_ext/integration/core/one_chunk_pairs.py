@@ -16,8 +16,6 @@ def check_as_one_virtual_stage(stock: Callable[[Any], None], self: Any) -> None:
     """Let a model's config pass its checks as if its one chunk a rank were one virtual stage.
 
     Every other check of pairs stays.  Nothing changes where Megatron's own schedule runs.
-
-    Seam: ``TransformerConfig.__post_init__`` in ``megatron.core.transformer.transformer_config``.
     """
     pipeline = requested.pipeline()
     is_ours = pipeline is not None and pipeline.source is not None and pipeline.placement.chunks == 1

@@ -13,17 +13,25 @@ from megatron.core import parallel_state
 
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk, mirror
+from megatron_pp_ext.integration.patching import substitute
+
+_LAYERS, _ENDS = "config vp_stage pp_rank", "ignore_virtual vp_stage"
+_DECODER = "config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"
+_PREDICTION = "config spec use_transformer_engine vp_stage pp_rank"
+_WHY = "layers and ends of a chunk, for whoever asks while it is not at work"
 
 
+@substitute("megatron.core.transformer.transformer_block:get_num_layers_to_build", _LAYERS, _WHY)
+@substitute("megatron.core.transformer.transformer_layer:get_transformer_layer_offset", _LAYERS, _WHY)
+@substitute("megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec", _DECODER, _WHY)
+@substitute("megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", _PREDICTION, _WHY)
+@substitute("megatron.core.parallel_state:is_pipeline_first_stage", _ENDS, _WHY)
+@substitute("megatron.core.parallel_state:is_pipeline_last_stage", _ENDS, _WHY)
 def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``stock`` answer for the chunk that its ``vp_stage`` names, wherever it is called.
 
     A ``pp_rank`` that is given is a true rank, unless a mirrored group or ``parallel_state`` has told it:
-    these are mirrored already, and say so.
-
-    Seams: ``get_num_layers_to_build``, ``get_transformer_layer_offset``, ``get_gpt_decoder_block_spec`` and
-    ``get_gpt_mtp_block_spec``, which have a config, and ``is_pipeline_first_stage`` and
-    ``is_pipeline_last_stage``, which answer for the whole rank if ``ignore_virtual``.
+    these are mirrored already, and say so.  With ``ignore_virtual`` the answer is for the whole rank.
     """
     signature = inspect.signature(stock)
 

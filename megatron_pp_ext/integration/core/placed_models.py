@@ -12,23 +12,58 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed, tie_ends
 from megatron_pp_ext.integration.core.vocabulary_parts import deal_out
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_20
 from megatron_pp_ext.integration.requested import Pipeline
 
 _unfinished: list[torch.nn.Module] = []
 """The chunks of the model that is being built."""
 
 
-@around
+_GPT = (
+    "self config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+    "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+    "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
+    "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
+)
+_PATTERN = (
+    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
+    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy parallel_output "
+    "share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
+    "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
+)
+_HYBRID = f"self config hybrid_stack_spec {_PATTERN}"
+
+
+_WHY = "chunks of a V or wave from the other end, whoever builds them"
+
+
+@hook(
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    {CORE_0_17: _GPT, CORE_0_20: f"{_GPT} logit_dtype"},
+    _WHY,
+)
+@hook(
+    "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+    {CORE_0_18: _HYBRID, CORE_0_20: f"{_HYBRID} logit_dtype"},
+    _WHY,
+)
+# Later ones make it of a HybridModel.
+@hook(
+    "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+    {CORE_0_17: f"self config mamba_stack_spec {_PATTERN}", CORE_0_18: None},
+    _WHY,
+)
 def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a chunk of a model for its placement.
 
-    Seams: ``GPTModel.__init__``, ``HybridModel.__init__`` and ``MambaModel.__init__``.  ValueError where the
-    process groups or the config are made for another number of ranks or chunks than the schedule's.
+    ValueError where the process groups or the config are made for another number of ranks or chunks than the
+    schedule's.
     """
     pipeline = requested.pipeline()
     if pipeline is None or not pipeline.is_per_model:

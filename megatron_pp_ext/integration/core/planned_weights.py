@@ -8,16 +8,24 @@ behind those of the attention.  Here ``runtime.split`` puts them off, for local 
 from collections.abc import Callable
 from typing import Any
 
-from megatron_pp_ext.around import around
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.runtime.split import STORE
 
+_WHY = "weight gradients of a backward in a pair, while tokens travel"
 
-@around
+
+@hook(
+    "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw",
+    {CORE_0_17: "self", CORE_0_19: None},
+    _WHY,
+)
+@hook(
+    "megatron.core.models.common.utils:TransformerLayerNode.backward_dw",
+    {CORE_0_19: "self"},
+    _WHY,
+)
 def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
-    """Run the weight gradients that a backward in a pair has put off so far.
-
-    Seam: ``TransformerLayerNode.backward_dw`` in ``megatron.core.models.common.utils``, and before 0.19 in
-    ``megatron.core.models.gpt.fine_grained_callables``.
-    """
+    """Run the weight gradients that a backward in a pair has put off so far."""
     stock(self)
     STORE.run_part()

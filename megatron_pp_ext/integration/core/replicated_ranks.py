@@ -15,8 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.mirrored_chunks import embed_on_first_rank
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
@@ -28,13 +31,13 @@ def replicated(pipeline: requested.Pipeline | None = None) -> Replicas | None:
     return pipeline.updates.replicas
 
 
-@around
+@hook(
+    "megatron.core.parallel_state:RankGenerator.get_ranks",
+    "self token",
+    "process groups for stages with different numbers of replicas",
+)
 def list_groups(stock: Callable[..., list[list[int]]], generator: Any, token: str) -> list[list[int]]:
-    """List the groups of replicated stages.
-
-    Seam: ``RankGenerator.get_ranks`` in ``megatron.core.parallel_state``, from whose lists Megatron makes all
-    of its process groups.
-    """
+    """List the groups of replicated stages; Megatron makes all of its process groups from such lists."""
     replicas = replicated()
     if replicas is None:
         return stock(generator, token)
@@ -65,12 +68,31 @@ def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
     return [*others, first]
 
 
-@around
-def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Make the groups of replicated stages.
+_SIZES = (
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "pipeline_model_parallel_comm_backend use_sharp context_parallel_size "
+    "hierarchical_context_parallel_sizes hybrid_context_parallel expert_model_parallel_size"
+)
+_GROUPS = (
+    "num_distributed_optimizer_instances expert_tensor_parallel_size nccl_communicator_config_path "
+    "distributed_timeout_minutes order get_embedding_ranks get_position_embedding_ranks "
+    "create_gloo_process_groups high_priority_stream_groups sharp_enabled_group"
+)
+_RANKS = "rank_offset local_world_size"
 
-    Seam: ``initialize_model_parallel`` in ``megatron.core.parallel_state``, behind the hook for a V.
-    """
+
+@hook(
+    "megatron.core.parallel_state:initialize_model_parallel",
+    {
+        CORE_0_17: f"{_SIZES} {_GROUPS} create_all_gather_group {_RANKS}",
+        CORE_0_18: f"{_SIZES} {_GROUPS} {_RANKS}",
+        CORE_0_19: f"{_SIZES} gtp_remat_size expert_gtp_remat_size {_GROUPS} {_RANKS}",
+    },
+    "under a V the first rank has both ends of the model; replicas have groups of their own",
+)
+def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Make the groups of replicated stages, and of both ends of a V."""
+    stock = embed_on_first_rank(stock)
     replicas = replicated()
     if replicas is None:
         return stock(*args, **kwargs)
@@ -99,12 +121,15 @@ def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
     return [rank * width + column for rank in range(replicas.ranks)]
 
 
-@around
+@hook(
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group",
+    "self",
+    "clipping where the ranks of a stage are in several pipelines",
+)
 def keep_statistics_in_replica(stock: Callable[..., Any], optimizer: Any) -> Any:
     """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
 
-    Seam: ``MegatronOptimizer.get_grad_stats_parallel_group`` in ``megatron.core.optimizer.optimizer``, which
-    returns the ranks of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
+    Stock gives it those of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
     """
     return parallel_state.get_tensor_model_parallel_group() if replicated() else stock(optimizer)
 

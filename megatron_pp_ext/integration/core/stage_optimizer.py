@@ -10,8 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 
 
 def updates_by_stage() -> bool:
@@ -20,13 +22,24 @@ def updates_by_stage() -> bool:
     return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
 
 
-@around
+_CLIP = "megatron.core.optimizer.clip_grads"
+_ZEROS = "parameters grad_stats_parallel_group use_decoupled_grad tp_group"
+
+
+@hook(
+    f"{_CLIP}:get_grad_norm_fp32",
+    "grads_for_norm norm_type grad_stats_parallel_group",
+    "gradient norms of a pipeline that never flushes",
+)
+@hook(
+    f"{_CLIP}:count_zeros_fp32",
+    {CORE_0_17: _ZEROS, CORE_0_19: f"{_ZEROS} expert_tp_group"},
+    "counts of zeros in a pipeline that never flushes",
+)
 def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sum a statistic of the gradients over this stage's ranks alone, also where stock names no group.
 
     The distributed optimizer of Muon and its like (``LayerWiseDistributedOptimizer``) sums over all ranks.
-
-    Seams: ``get_grad_norm_fp32`` and ``count_zeros_fp32`` in ``megatron.core.optimizer.clip_grads``.
     """
     if not updates_by_stage():
         return stock(*args, **kwargs)

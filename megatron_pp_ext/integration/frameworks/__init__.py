@@ -8,7 +8,7 @@ import sys
 from megatron_pp_ext.integration import patching
 from megatron_pp_ext.integration.frameworks import megatron_bridge
 
-SEAMS = megatron_bridge.SEAMS
+SEAMS = patching.seams_of(megatron_bridge)
 
 
 def put_in_place() -> None:

@@ -5,20 +5,22 @@ from typing import Any
 
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.mirrored_chunks import tie_ends
-from megatron_pp_ext.integration.patching import Seam
-from megatron_pp_ext.integration.releases import CORE_0_17
+from megatron_pp_ext.integration.patching import hook
 
 
-@around
+@hook(
+    "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge._broadcast_shared_embeddings",
+    "self megatron_model",
+    "tied weights that Megatron-Bridge imports, whose two copies are on one rank",
+)
 def tie_imported(stock: Callable[..., None], bridge: Any, megatron_model: Any) -> None:
     """Copy an imported embedding to the output layer that is tied to it, where one rank has both.
 
-    Seam: ``MegatronModelBridge._broadcast_shared_embeddings``, which sends the embedding to the last rank.
-    The file has no output weight: without it a V would train on the one that it was built with.
+    Stock sends the embedding to the last rank.  The file has no output weight: without it a V would train on
+    the one that it was built with.
     """
     chunks = unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model])
     pipeline = chunk_pipelines.of_model(chunks)
@@ -27,13 +29,3 @@ def tie_imported(stock: Callable[..., None], bridge: Any, megatron_model: Any) -
             tie_ends(chunks)
     else:
         stock(bridge, megatron_model)
-
-
-SEAMS = (
-    Seam(
-        "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge._broadcast_shared_embeddings",
-        {CORE_0_17: "self megatron_model"},
-        tie_imported,
-        "tied weights that Megatron-Bridge imports, whose two copies are on one rank",
-    ),
-)

@@ -17,15 +17,22 @@ from types import FunctionType
 from typing import Any
 
 from megatron_pp_ext.integration.mends.mend import Mend
-from megatron_pp_ext.integration.releases import CORE_0_17
+from megatron_pp_ext.integration.patching import substitute
+
+MEND = Mend(
+    "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
+    "0.17 to 0.19",
+    "tests/integration/test_crossing.py::test_goes_on_where_it_was",
+)
 
 
+@substitute(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+    "self model_sharded_state_dict is_loading metadata",
+    MEND.defect,
+)
 def count_without_padding(stock: FunctionType) -> Callable[..., Any]:
-    """Let a parameter's place be counted as its state is gathered, without the padding of earlier buckets.
-
-    Seam: ``DistributedOptimizer.sharded_param_state_fully_reshardable`` in
-    ``megatron.core.optimizer.distrib_optimizer``.
-    """
+    """Let a parameter's place be counted as its state is gathered, without the padding of earlier buckets."""
     if "buckets" in stock.__code__.co_names:
         return stock  # The mended function looks at the padding of each bucket, the other at no bucket.
 
@@ -53,17 +60,3 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
     finally:
         for buffer, places in padded:
             buffer.param_index_map = places
-
-
-MEND = Mend(
-    "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
-    "0.17 to 0.19",
-    "tests/integration/test_crossing.py::test_goes_on_where_it_was",
-    {
-        "megatron.core.optimizer.distrib_optimizer"
-        ":DistributedOptimizer.sharded_param_state_fully_reshardable": (
-            {CORE_0_17: "self model_sharded_state_dict is_loading metadata"},
-            count_without_padding,
-        )
-    },
-)

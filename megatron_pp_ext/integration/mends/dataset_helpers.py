@@ -10,25 +10,27 @@ from pathlib import Path
 import megatron.core.datasets
 import torch
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
-from megatron_pp_ext.integration.releases import CORE_0_17
+from megatron_pp_ext.integration.patching import hook
 
 _NEEDED = (
     "make, a C++ compiler and Python's header files (on Ubuntu apt-get install build-essential python3-dev)"
 )
 
 
-@around
-def skip_if_built(
-    stock: Callable[[], None],
-) -> None:
+MEND = Mend(
+    "a wheel has the helpers built and no Makefile",
+    EVERY,
+    "tests/integration/test_dataset_helpers.py::test_a_wheel_has_them_and_nothing_to_build_from",
+)
+
+
+@hook("megatron.core.datasets.utils:compile_helpers", "", MEND.defect)
+def skip_if_built(stock: Callable[[], None]) -> None:
     """Build the helpers only where there are none, as ``build`` does.
 
     Stock's rank 0 runs ``make`` in megatron/core/datasets and ends the process with status 1 when that fails,
     as it always does in a wheel, which has no Makefile.  Most jobs have built them before, with their flags.
-
-    Seam: ``compile_helpers`` in ``megatron.core.datasets.utils``.
     """
     if not are_built():
         build()
@@ -87,11 +89,3 @@ def _pybind11() -> Path | None:
         return Path(importlib.import_module("pybind11").get_include())
     except ImportError:
         return None
-
-
-MEND = Mend(
-    "a wheel has the helpers built and no Makefile",
-    EVERY,
-    "tests/integration/test_dataset_helpers.py::test_a_wheel_has_them_and_nothing_to_build_from",
-    {"megatron.core.datasets.utils:compile_helpers": ({CORE_0_17: ""}, skip_if_built)},
-)

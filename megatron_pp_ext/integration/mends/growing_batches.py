@@ -6,19 +6,23 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.training import get_args
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration.mends.mend import Mend
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_18
 
+MEND = Mend(
+    "--step-batch-size-schedule with --train-iters",
+    "since 0.18",
+    "tests/integration/test_training_loop.py::test_data_last_while_batches_grow",
+)
 
-@around
-def count_all_samples(
-    stock: Callable[[], tuple[Any, ...]],
-) -> tuple[Any, ...]:
+
+@hook("megatron.training.training:get_train_valid_test_num_samples", {CORE_0_18: ""}, MEND.defect)
+def count_all_samples(stock: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return as many training samples as the run takes.
 
-    Seam: ``get_train_valid_test_num_samples`` in ``megatron.training.training``.  Stock takes every batch to
-    be one microbatch of each replica, and a run ends in the middle when its data are used up.
+    Stock takes every batch to be one microbatch of each replica, and a run ends in the middle when its data
+    are used up.
     """
     args = get_args()
     training, *others = stock()
@@ -31,11 +35,3 @@ def count_all_samples(
         samples += get_current_global_batch_size()
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     return (samples, *others)
-
-
-MEND = Mend(
-    "--step-batch-size-schedule with --train-iters",
-    "since 0.18",
-    "tests/integration/test_training_loop.py::test_data_last_while_batches_grow",
-    {"megatron.training.training:get_train_valid_test_num_samples": ({CORE_0_18: ""}, count_all_samples)},
-)

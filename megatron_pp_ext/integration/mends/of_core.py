@@ -1,7 +1,8 @@
 """The mends of megatron.core, which any trainer on it needs; they want nothing of megatron.training."""
 
 from megatron_pp_ext.integration.mends import bucket_padding, gathering_ahead
+from megatron_pp_ext.integration.patching import seams_of
 
-MENDS = (gathering_ahead.MEND, bucket_padding.MEND)
+MODULES = (gathering_ahead, bucket_padding)
 
-SEAMS = tuple(seam for mend in MENDS for seam in mend.seams)
+SEAMS = seams_of(*MODULES)

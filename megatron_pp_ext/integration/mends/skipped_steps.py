@@ -6,30 +6,26 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
-from megatron_pp_ext.integration.releases import CORE_0_17
+from megatron_pp_ext.integration.patching import hook
+
+MEND = Mend(
+    "--iterations-to-skip on every rank that reads samples, and on those that do not",
+    EVERY,
+    "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
+)
 
 
-@around
+@hook("megatron.training.training:dummy_train_step", "data_iterator", MEND.defect)
 def pass_over(stock: Callable[[Any], None], data_iterator: Any) -> None:
     """Drop a step's samples from every iterator that this rank has.
 
-    Seam: ``dummy_train_step`` in ``megatron.training.training``.  Stock takes them from one iterator on
-    tensor-parallel rank 0 and broadcasts them.  But a rank with several chunks has an iterator for each, a
-    stage between the ends has none, and under ``megatron_pp_ext.pretrain_gpt`` every tensor-parallel rank
-    reads.
+    Stock takes them from one iterator on tensor-parallel rank 0 and broadcasts them.  But a rank with several
+    chunks has an iterator for each, a stage between the ends has none, and under
+    ``megatron_pp_ext.pretrain_gpt`` every tensor-parallel rank reads.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     while get_rerun_state_machine().should_run_forward_backward(data_iterator):
         for iterator in iterators:
             for _ in range(get_num_microbatches() if iterator is not None else 0):
                 next(iterator)
-
-
-MEND = Mend(
-    "--iterations-to-skip on every rank that reads samples, and on those that do not",
-    EVERY,
-    "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
-    {"megatron.training.training:dummy_train_step": ({CORE_0_17: "data_iterator"}, pass_over)},
-)

@@ -10,9 +10,16 @@ from typing import Any
 
 from megatron.training import get_args
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
+
+MEND = Mend(
+    "attention within documents on every stage and every tensor-parallel rank",
+    EVERY,
+    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
+)
 
 FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """The arguments that keep attention within documents; some releases lack the second."""
@@ -24,28 +31,13 @@ def every_stage_reads() -> bool:
     return any(getattr(args, name, False) for name in FLAGS)
 
 
-@around
+@hook("megatron.training.utils:is_first_or_last_pipeline_stage", "vp_stage", MEND.defect)
 def read_on_every_stage(stock: Callable[[int | None], bool], vp_stage: int | None) -> bool:
     """Count every stage as one that reads batches where each of them needs its own.
 
-    Seam: ``is_first_or_last_pipeline_stage`` in ``megatron.training.utils``, by which scripts decide on which
-    ranks to build a dataset and for which stages to take a batch from it.
+    By this scripts decide on which ranks to build a dataset and for which stages to take a batch from it.
     """
     return every_stage_reads() or stock(vp_stage)
-
-
-@around
-def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Send the whole batch to all tensor-parallel ranks where every stage needs it.
-
-    Seam: ``get_batch_on_this_tp_rank`` in ``megatron.core.utils``, before 0.18 in
-    ``megatron.training.utils``.  Stock sends nothing, or only a part, to the other ranks of a stage between
-    the ends, unless it predicts several tokens, for which all fields are sent.
-    """
-    call = bound(stock, *args, **kwargs)
-    if every_stage_reads():
-        call.arguments["mtp_on_this_rank"] = True
-    return stock(*call.args, **call.kwargs)
 
 
 _WHOLE_BATCH = (
@@ -54,25 +46,24 @@ _WHOLE_BATCH = (
     "is_pipeline_last_stage"
 )
 
-MEND = Mend(
-    "attention within documents on every stage and every tensor-parallel rank",
-    EVERY,
-    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
-    {
-        "megatron.training.utils:is_first_or_last_pipeline_stage": (
-            {CORE_0_17: "vp_stage"},
-            read_on_every_stage,
-        ),
-        "megatron.training.utils:get_batch_on_this_tp_rank": (
-            {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
-            send_whole_batch,
-        ),
-        "megatron.core.utils:get_batch_on_this_tp_rank": (
-            {
-                CORE_0_18: f"batch is_sft {_WHOLE_BATCH}",
-                CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}",
-            },
-            send_whole_batch,
-        ),
-    },
+
+@hook(
+    "megatron.training.utils:get_batch_on_this_tp_rank",
+    {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
+    MEND.defect,
 )
+@hook(
+    "megatron.core.utils:get_batch_on_this_tp_rank",
+    {CORE_0_18: f"batch is_sft {_WHOLE_BATCH}", CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}"},
+    MEND.defect,
+)
+def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Send the whole batch to all tensor-parallel ranks where every stage needs it.
+
+    Stock sends nothing, or only a part, to the other ranks of a stage between the ends, unless it predicts
+    several tokens, for which all fields are sent.
+    """
+    call = bound(stock, *args, **kwargs)
+    if every_stage_reads():
+        call.arguments["mtp_on_this_rank"] = True
+    return stock(*call.args, **call.kwargs)

@@ -9,15 +9,18 @@ from megatron_pp_ext.integration.mends import (
     skipped_steps,
     stage_data,
 )
+from megatron_pp_ext.integration.patching import seams_of
 
-MENDS = (
-    stage_data.MEND,
-    skipped_steps.MEND,
-    growing_batches.MEND,
-    *of_core.MENDS,
-    damaged_checkpoint.MEND,
-    dataset_helpers.MEND,
-    needed_flags.MEND,
+MODULES = (
+    stage_data,
+    skipped_steps,
+    growing_batches,
+    *of_core.MODULES,
+    damaged_checkpoint,
+    dataset_helpers,
+    needed_flags,
 )
 
-SEAMS = tuple(seam for mend in MENDS for seam in mend.seams)
+MENDS = tuple(module.MEND for module in MODULES)
+
+SEAMS = seams_of(*MODULES)

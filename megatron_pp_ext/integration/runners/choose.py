@@ -11,6 +11,8 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
@@ -18,31 +20,31 @@ from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLast
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
 from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Evaluations, Requested
+from megatron_pp_ext.integration.runners.sources import Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
-def choose_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return this package's runner, or stock's function where no schedule is requested.
-
-    Seam: ``get_forward_backward_func`` in ``megatron.core.pipeline_parallel.schedules``.
-    """
-
-    @functools.wraps(stock)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        pipeline = requested.pipeline()
-        if pipeline is None or pipeline.is_per_model:
-            return by_model(functools.partial(stock, *args, **kwargs))
-        announce(pipeline)
-        if pipeline.source is None:
-            return measured(stock(*args, **kwargs))
-        refuse_multimodule(*args, *kwargs.values())
-        return runner(pipeline)
-
-    return get_forward_backward_func
+@hook(
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    {
+        CORE_0_17: "pp_size vp_size",
+        CORE_0_19: "pp_size vp_size schedule_pg_collection",
+    },
+    "the schedule itself",
+)
+def choose_runner(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return this package's runner, or stock's function where no schedule is requested."""
+    pipeline = requested.pipeline()
+    if pipeline is None or pipeline.is_per_model:
+        return by_model(functools.partial(stock, *args, **kwargs))
+    announce(pipeline)
+    if pipeline.source is None:
+        return measured(stock(*args, **kwargs))
+    refuse_multimodule(*args, *kwargs.values())
+    return runner(pipeline)
 
 
 def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -120,17 +122,16 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    evaluations, host_bytes = Evaluations(pipeline), pipeline.settings.offload_host_bytes
+    host_bytes = pipeline.settings.offload_host_bytes
     flushed = functools.partial(FlushedSteps, pipeline.placement, host_bytes=host_bytes)
     if pipeline.rehearsal is not None:
         source, others = Requested(pipeline), MadeUp()
-        rehearsed = flushed(source, evaluations, others)
-        return PipelineRunner(rehearsed, Rehearsal(pipeline, source, others), MadeUpLosses())
+        return PipelineRunner(flushed(source, others), Rehearsal(pipeline, source, others), MadeUpLosses())
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)
         return PipelineRunner(endless, FlushFreeTracing(endless), losses)
     if pipeline.profile_steps is not None:
         guide = ProfileGuide(pipeline)
-        return PipelineRunner(flushed(guide, evaluations, transport), guide, losses)
-    return PipelineRunner(flushed(Requested(pipeline), evaluations, transport), Tracing(), losses)
+        return PipelineRunner(flushed(guide, transport), guide, losses)
+    return PipelineRunner(flushed(Requested(pipeline), transport), Tracing(), losses)

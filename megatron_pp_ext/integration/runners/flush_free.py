@@ -39,8 +39,7 @@ class FlushFreeSteps:
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         self._pipeline = pipeline
-        self._place: _Place | None = None
-        self._groups: Directions | None = None
+        self._place: tuple[_Place, Directions] | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -53,21 +52,21 @@ class FlushFreeSteps:
         """The updates that are done, and those of the whole run as far as they are known."""
         return (self._running.done, self._running.total) if self._running else (0, RECORDED_UPDATES)
 
-    def run(self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder) -> None:
+    def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
         if self._place is None:
             assert self._pipeline.updates is not None
-            self._place = _Place(self._pipeline.updates.replicas, group, self._pipeline.settings)
-            # For evaluations: no group can be made once messages are under way.
-            self._groups = self._place.message_groups()
+            place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
+            # The groups are for evaluations: none can be made once messages are under way.
+            self._place = place, place.message_groups()
+        place, groups = self._place
         if inputs.forward_only:
-            assert self._groups is not None
-            plan = self._place.plan(round_robin.evaluation(self._place.replicas, inputs.microbatches))
-            channels = message_channels(self._place.ranks, self._groups, shape, inputs.config)
-            execute(plan, Rank({self._place.stage: self._place.make_stage(inputs)}, channels, recorder))
+            plan = place.plan(round_robin.evaluation(place.replicas, inputs.microbatches))
+            channels = message_channels(place.ranks, groups, inputs)
+            execute(plan, Rank({place.stage: place.make_stage(inputs)}, channels, recorder))
             return
         if self._running is None:
-            self._running = _RunningPipeline(self._pipeline, self._place, inputs, shape)
+            self._running = _RunningPipeline(self._pipeline, place, inputs)
         self._running.update(inputs, recorder)
 
 
@@ -77,11 +76,12 @@ class FlushFreeTracing(tracing.Tracing):
     def __init__(self, steps: FlushFreeSteps) -> None:
         self._steps = steps
 
-    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
+    def step(self, inputs: StepInputs) -> Any:
         """See ``pipeline_runner.Recording``."""
         done, total = self._steps.progress
         parts = min(RECORDED_UPDATES, total)
-        return tracing.recording(group, inputs.model, inputs.forward_only, part=done % parts, parts=parts)
+        part = done % parts
+        return tracing.recording(inputs.group, inputs.model, inputs.forward_only, part=part, parts=parts)
 
 
 class _Place:
@@ -113,7 +113,7 @@ class _Place:
 class _RunningPipeline:
     """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
 
-    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs, shape: Any) -> None:
+    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs) -> None:
         assert pipeline.updates is not None
         settings = pipeline.settings
         self.done, self.total = 0, steps_to_come(settings, inputs)
@@ -130,7 +130,7 @@ class _RunningPipeline:
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
         self.most_version_bytes = 0
-        self._channels = message_channels(place.ranks, place.message_groups(), shape, inputs.config)
+        self._channels = message_channels(place.ranks, place.message_groups(), inputs)
         self._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
         if not place.replicas.is_straight:
             sum_over_replicas(inputs.model)

@@ -1,7 +1,7 @@
 """Steps that leave no microbatch in flight: evaluations, and training steps under a schedule that flushes."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 
@@ -9,13 +9,14 @@ from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrained
 from megatron_pp_ext.integration.runners.host_activations import activations_away
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.integration.runners.planned_stage import PlannedPairs, planned_stages
+from megatron_pp_ext.integration.runners.planned_stage import planned_stages, run_pair
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -27,32 +28,26 @@ class FlushedSteps:
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        training: Source,
-        evaluation: Source,
-        transport: Transport,
-        host_bytes: float | None,
+        self, placement: Placement, source: Source, transport: Transport, host_bytes: float | None
     ) -> None:
-        self._placement, self._transport, self._host_bytes = placement, transport, host_bytes
+        self._placement, self._source = placement, source
+        self._transport, self._host_bytes = transport, host_bytes
         self._away: ActivationsAway | None = None
         self._offload = FineGrainedOffload()
-        self._training, self._evaluation = training, evaluation
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
-    def run(self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder) -> None:
+    def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
-        plan, placement = self.plan(inputs, group), self._placement
-        channels = self._transport.channels(group, shape, inputs.config)
+        plan, placement = self.plan(inputs), self._placement
+        channels = self._transport.channels(inputs)
         vocabulary = None
         if plan.shares_vocabulary:
-            exchanges = self._transport.exchanges(group, inputs.model)
-            vocabulary = ModelVocabulary(inputs, placement, plan, exchanges, shape)
+            vocabulary = ModelVocabulary(inputs, placement, plan, self._transport.exchanges(inputs))
         stages: Mapping[int, ModelStage]
         pairs: Pairs | None = None
         if plan.has_pairs:
             stages = planned = planned_stages(inputs, placement, plan)
-            pairs = PlannedPairs(planned) if self._transport.hides_exchanges else None
+            pairs = partial(run_pair, planned) if self._transport.hides_exchanges else None
         else:
             make = vocabulary.make_stage if vocabulary else ModelStage
             stages = model_stages(inputs, placement, plan, make)
@@ -61,21 +56,22 @@ class FlushedSteps:
         with self._offload.step(self._kind(inputs), plan, inputs):
             execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
 
-    def plan(self, inputs: StepInputs, group: dist.ProcessGroup) -> RankPlan:
-        """Return what this rank of the pipeline ``group`` does in the step; collective over the job."""
+    def plan(self, inputs: StepInputs) -> RankPlan:
+        """Return what this rank does in the step; collective over the job."""
         kind = self._kind(inputs)
         if kind not in self._plans:
-            schedule = self._source(inputs).schedule(inputs)
+            if inputs.forward_only:
+                schedule = catalog.forward_only(self._placement, inputs.microbatches)
+            else:
+                schedule = self._source.schedule(inputs)
             require_same_on_all(schedule)
-            self._plans[kind] = plan_rank(schedule, group.rank())
+            self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
-
-    def _source(self, inputs: StepInputs) -> Source:
-        return self._evaluation if inputs.forward_only else self._training
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
         """Return what all steps of one plan have in common."""
-        return inputs.microbatches, inputs.forward_only, self._source(inputs).phase(inputs)
+        phase = None if inputs.forward_only else self._source.phase(inputs)
+        return inputs.microbatches, inputs.forward_only, phase
 
 
 def require_same_on_all(schedule: Schedule) -> None:

@@ -14,76 +14,56 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
-from megatron_pp_ext.runtime.groups import wire_of
 from megatron_pp_ext.runtime.parcel import Parcels
 from megatron_pp_ext.schedule.placement import Placement
 
 
 class LossesOnLastRank:
-    """The loss store of a step where stock has it; ``pipeline_runner.Losses``."""
+    """The loss store of a step where stock has it; ``pipeline_runner.Losses``.
+
+    Where another rank computes the losses, they travel to the last one with the messages down the pipeline.
+    """
 
     def __init__(self, placement: Placement, transport: ProcessGroups) -> None:
         self._holder = placement.rank_of(placement.stages - 1)
+        self._reader = placement.ranks - 1
         self._transport = transport
-        self._transfer: LossTransfer | None = None
+        self._parcels: Parcels | None = None
 
-    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
+    def tokens(self, inputs: StepInputs) -> torch.Tensor:
         """See ``pipeline_runner.Losses``."""
-        transfer = self._of(group)
-        return transfer.bring_tokens(inputs.tokens) if transfer else inputs.tokens
-
-    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
-        """See ``pipeline_runner.Losses``."""
-        transfer = self._of(group)
-        return transfer.bring_losses(inputs.losses) if transfer else inputs.losses
-
-    def _of(self, group: dist.ProcessGroup) -> "LossTransfer | None":
-        """Return what brings losses to the last rank of ``group``; None if that rank computes them itself."""
-        if self._holder == group.size() - 1:
-            return None
-        if self._transfer is None:
-            down, _ = self._transport.directions(group)
-            self._transfer = LossTransfer(self._holder, group, down, device())
-        return self._transfer
-
-
-class LossTransfer:
-    """Brings a step's losses from pipeline rank ``holder`` to the last of ``group``; every rank has one.
-
-    They travel with the messages in the process group ``down``; ``device`` is where Megatron's tensors are.
-    """
-
-    def __init__(
-        self, holder: int, group: dist.ProcessGroup, down: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._is_holder, self._is_reader = group.rank() == holder, group.rank() == group.size() - 1
-        ranks = dist.get_process_group_ranks(group)
-        self._holder, self._reader, self._down = ranks[holder], ranks[-1], down
-        self._wire = wire_of(down, device)
-        self._parcels = Parcels(self._holder, self._reader, down, device)
-
-    def bring_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the step's count of tokens, a scalar: the holder's on the holder and on the last rank."""
-        if self._is_holder:
-            dist.send(tokens.to(self._wire), self._reader, group=self._down)
-        elif self._is_reader:
-            counted = torch.empty_like(tokens, device=self._wire)
-            dist.recv(counted, self._holder, group=self._down)
+        tokens, rank, parcels = inputs.tokens, inputs.group.rank(), self._connection(inputs)
+        if parcels is not None and rank == self._holder:
+            dist.send(tokens.to(parcels.wire), parcels.receiver, group=parcels.group)
+        elif parcels is not None and rank == self._reader:
+            counted = torch.empty_like(tokens, device=parcels.wire)
+            dist.recv(counted, parcels.sender, group=parcels.group)
             return counted.to(tokens.device)
         return tokens
 
-    def bring_losses(self, losses: list[Any]) -> list[Any]:
-        """Return the loss store on the last rank and an empty one elsewhere.
+    def losses(self, inputs: StepInputs) -> list[Any]:
+        """See ``pipeline_runner.Losses``.
 
         The losses of multi-token prediction move into the last rank's tracker.
         """
-        if self._is_holder:
-            self._parcels.send(losses=losses, mtp_losses=_take_mtp_losses())
-        elif self._is_reader:
-            received = self._parcels.receive()
+        rank, parcels = inputs.group.rank(), self._connection(inputs)
+        if parcels is None:
+            return inputs.losses
+        if rank == self._holder:
+            parcels.send(losses=inputs.losses, mtp_losses=_take_mtp_losses())
+        elif rank == self._reader:
+            received = parcels.receive()
             _put_mtp_losses(received["mtp_losses"])
             return list(received["losses"])
         return []
+
+    def _connection(self, inputs: StepInputs) -> Parcels | None:
+        """Return what brings losses to the last rank; None if that computes them itself."""
+        if self._holder != self._reader and self._parcels is None:
+            down, _ = self._transport.directions(inputs.group)
+            ranks = dist.get_process_group_ranks(inputs.group)
+            self._parcels = Parcels(ranks[self._holder], ranks[self._reader], down, device())
+        return self._parcels
 
 
 def _take_mtp_losses() -> dict[str, torch.Tensor]:

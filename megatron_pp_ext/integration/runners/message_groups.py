@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, collective_group, direction_groups
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
+from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, direction_groups
 
 type Directions = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The groups of messages to a higher and to a lower pipeline rank."""
@@ -30,25 +29,9 @@ def message_groups(settings: Settings, ranks: list[int], edges: Iterable[tuple[i
     return direction_groups(ranks, settings.timeout, options=group_options(settings), edges=edges)
 
 
-def vocabulary_exchanges(settings: Settings, group: dist.ProcessGroup) -> Exchanges:
-    """Make the exchanges of a vocabulary that the ranks of the pipeline ``group`` share.
-
-    Their groups are of these ranks, and of all ranks with rows, which are those of the other tensor-parallel
-    ranks too.
-
-    Collective over the whole world, at a time when no message is on its way.
-    """
-    options = group_options(settings)
-    pipeline, everyone = (
-        collective_group(dist.get_process_group_ranks(ranks), settings.timeout, options=options)
-        for ranks in (group, parallel_state.get_model_parallel_group())
-    )
-    return Exchanges(pipeline, everyone)
-
-
-def message_channels(ranks: list[int], directions: Directions, shape: Any, config: Any) -> Channels:
-    """Make channels between the global ``ranks`` of a pipeline for messages of ``shape``."""
-    return Channels(ranks, *directions, shape, config.pipeline_dtype, device())
+def message_channels(ranks: list[int], directions: Directions, inputs: StepInputs) -> Channels:
+    """Make channels between the global ``ranks`` of a pipeline for the messages of a step."""
+    return Channels(ranks, *directions, inputs.shape, inputs.config.pipeline_dtype, device())
 
 
 def group_options(settings: Settings) -> GroupOptions:

@@ -19,9 +19,8 @@ from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import SharedOutput
+from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
-from megatron_pp_ext.runtime.tensor_ranks import ALONE, TensorRanks
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind
@@ -31,19 +30,13 @@ from megatron_pp_ext.schedule.placement import Placement
 class ModelVocabulary(SharedVocabulary):
     """The vocabulary of one step, and the two end stages, which work with it (``make_stage``).
 
-    ``shape`` is that of a message: tokens, batch, hidden; under sequence parallelism it has a part of the
-    tokens.
+    A message has tokens, batch, hidden; under sequence parallelism it has a part of the tokens.
     """
 
     def __init__(
-        self,
-        inputs: StepInputs,
-        placement: Placement,
-        plan: RankPlan,
-        exchanges: Exchanges,
-        shape: Any,
+        self, inputs: StepInputs, placement: Placement, plan: RankPlan, exchanges: Exchanges
     ) -> None:
-        _refuse(inputs, shape)
+        _refuse(inputs)
         models = unwrap_model(list(inputs.model))
         lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
@@ -60,7 +53,7 @@ class ModelVocabulary(SharedVocabulary):
         embedding_completes = functools.partial(completing, table, -1 if scorer.is_tied else 0)
         output_completes = nullcontext if scorer.is_tied else functools.partial(completing, scorer, -1)
         tensor_ranks = _tensor_ranks(inputs.config)
-        tokens, batch, _ = shape
+        tokens, batch, _ = inputs.shape
         super().__init__(
             _Embedding(
                 embedding_completes if trains and not inputs.forward_only else nullcontext,
@@ -75,7 +68,7 @@ class ModelVocabulary(SharedVocabulary):
                 output_completes,
                 sum(action.kind is Kind.T for action in plan.actions),
                 _rows(scorer),
-                torch.Size(shape),
+                torch.Size(inputs.shape),
                 exchanges,
                 placement.rank_of(placement.stages - 1),
                 head,
@@ -92,14 +85,14 @@ class ModelVocabulary(SharedVocabulary):
         return self._makes.get(stage, ModelStage)(inputs, stage, *about, **more)
 
 
-def _refuse(inputs: StepInputs, shape: Any) -> None:
+def _refuse(inputs: StepInputs) -> None:
     """Raise ValueError for what a step may have that no flag says."""
     if inputs.collect_non_loss_data:
         raise ValueError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
             "which has no logits; leave it out"
         )
-    if not shape:
+    if not inputs.shape:
         raise ValueError(
             "--pipeline-vocabulary shared needs microbatches of one shape, and the model's config has "
             "variable_seq_lengths; leave one of the two out"

@@ -2,9 +2,7 @@
 
 ``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation step,
 and a ``PipelineRunner`` is such a function.  It does what stock does around the microbatches: timers,
-gradient finalization, the loss store on the last rank.  What it runs and how is that of its parts.  One
-microbatch is stock's own ``forward_step`` and
-``backward_step``, see ``model_stage``.
+gradient finalization, the loss store on the last rank.  What it runs and how is that of its parts.
 """
 
 from collections.abc import Callable
@@ -12,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -30,37 +27,35 @@ from megatron_pp_ext.runtime.split import STORE
 class Steps(Protocol):
     """Runs the actions of a step: of a training step, or of an evaluation if ``inputs.forward_only``."""
 
-    def run(self, inputs: StepInputs, group: dist.ProcessGroup, shape: Any, recorder: Recorder) -> None:
-        """Run every action that this rank of the pipeline ``group`` has in the step.
+    def run(self, inputs: StepInputs, recorder: Recorder) -> None:
+        """Run every action that this rank has in the step.
 
-        ``shape`` is that of a message.  On return the losses and tokens of this rank's stages are in
-        ``inputs``, and ``runtime.split.STORE`` holds no weight gradient.
+        On return the losses and tokens of this rank's stages are in ``inputs``, and ``runtime.split.STORE``
+        holds no weight gradient.
         """
 
 
 class Recording(Protocol):
     """Records steps, for whoever wants to know."""
 
-    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> AbstractContextManager[Recorder | None]:
+    def step(self, inputs: StepInputs) -> AbstractContextManager[Recorder | None]:
         """Return a context around the whole step that yields the recorder of its actions, or None."""
 
-    def actions(
-        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
-    ) -> AbstractContextManager[None]:
+    def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
         """Return a context around the actions alone; ``recorder`` is the step's."""
 
 
 class Losses(Protocol):
     """Brings what the stages add to the loss store to where Megatron looks for it."""
 
-    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the step's count of tokens, which the last rank of ``group`` must have.
+    def tokens(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the step's count of tokens, which the last rank of the pipeline must have.
 
         Called before gradients are finalized, only under --calculate-per-token-loss.
         """
 
-    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
-        """Return the loss store on the last rank of ``group``; other ranks may return an empty list.
+    def losses(self, inputs: StepInputs) -> list[Any]:
+        """Return the loss store on the last rank of the pipeline; other ranks may return an empty list.
 
         Called last: the last rank's host waits for the losses, so all else that it launches in this step
         has to come before.
@@ -112,7 +107,6 @@ class PipelineRunner:
             )
         refuse_multimodule(p2p_communicator, pg_collection)
         model = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(model[0])
         refuse_config(config)
         if not self._is_split:
@@ -120,20 +114,6 @@ class PipelineRunner:
             engine_linear.split_backwards(model)
             self._is_split = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))
-        inputs = StepInputs(
-            forward_step_func=forward_step_func,
-            model=model,
-            iterators=iterators,
-            microbatches=num_microbatches,
-            config=config,
-            cp_size=groups.cp.size(),
-            data_parallel=data_parallel,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            training_steps=self._training_steps,
-        )
         (shape,) = stock_schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -144,19 +124,35 @@ class PipelineRunner:
         )
         if config.mtp_standalone:
             shape = ()  # behind the prediction a message holds the hidden states of several tokens
+        data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))
+        inputs = StepInputs(
+            forward_step_func=forward_step_func,
+            group=groups.pp,
+            shape=shape,
+            model=model,
+            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            microbatches=num_microbatches,
+            config=config,
+            cp_size=groups.cp.size(),
+            data_parallel=data_parallel,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            training_steps=self._training_steps,
+        )
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
-        with clock, self._recording.step(groups.pp, inputs) as recorder, late_checks.put_off():
-            with data_parallel.step(), self._recording.actions(groups.pp, inputs, recorder):
-                self.steps.run(inputs, groups.pp, shape, recorder or Unrecorded())
+        with clock, self._recording.step(inputs) as recorder, late_checks.put_off():
+            with data_parallel.step(), self._recording.actions(inputs, recorder):
+                self.steps.run(inputs, recorder or Unrecorded())
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
             if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = self._losses.tokens(inputs, groups.pp) if config.calculate_per_token_loss else None
+                tokens = self._losses.tokens(inputs) if config.calculate_per_token_loss else None
                 config.finalize_model_grads_func(
                     model, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
-            losses = self._losses.losses(inputs, groups.pp)
+            losses = self._losses.losses(inputs)
         self._training_steps += not forward_only
         return losses
 

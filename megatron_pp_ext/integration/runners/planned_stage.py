@@ -58,14 +58,13 @@ class PlannedStage(ModelStage):
     def combined(self, **halves: Any) -> tuple[Any, Any, torch.Tensor | None]:
         """Run one half or both; return the output, its number of tokens, and the input's gradient."""
         inputs = self.inputs
-        result: tuple[Any, Any, torch.Tensor | None] = combined_1f1b.combined_forward_backward_step(
+        return combined_1f1b.combined_forward_backward_step(
             num_microbatches=inputs.microbatches,
             forward_data_store=inputs.losses,
             config=inputs.config,
             collect_non_loss_data=inputs.collect_non_loss_data,
             **halves,
         )
-        return result
 
     def _forward(self, microbatch: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         with self.at_work():
@@ -86,27 +85,21 @@ def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> 
     return model_stages(inputs, placement, plan, PlannedStage)
 
 
-class PlannedPairs:
-    """Runs pairs of planned stages; a ``rank.Pairs``."""
-
-    def __init__(self, stages: Mapping[int, PlannedStage]) -> None:
-        self._stages = stages
-
-    def run(
-        self,
-        forward: Action,
-        activation: torch.Tensor | None,
-        backward: Action,
-        gradient: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``rank.Pairs``."""
-        ahead, behind = self._stages[forward.stage], self._stages[backward.stage]
-        ahead.before_forward(forward.microbatch, activation)
-        # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-        counted = behind.during_backward(backward.kind, backward.microbatch, in_pair=True)
-        with counted, ahead.at_work():
-            output, tokens, input_gradient = ahead.combined(
-                **ahead.forward_half(forward.microbatch, activation),
-                **behind.backward_half(backward.microbatch, gradient),
-            )
-        return ahead.after_forward(forward.microbatch, activation, output, tokens), input_gradient
+def run_pair(
+    stages: Mapping[int, PlannedStage],
+    forward: Action,
+    activation: torch.Tensor | None,
+    backward: Action,
+    gradient: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a pair of the planned ``stages`` together; see ``rank.Pairs``."""
+    ahead, behind = stages[forward.stage], stages[backward.stage]
+    ahead.before_forward(forward.microbatch, activation)
+    # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
+    counted = behind.during_backward(backward.kind, backward.microbatch, in_pair=True)
+    with counted, ahead.at_work():
+        output, tokens, input_gradient = ahead.combined(
+            **ahead.forward_half(forward.microbatch, activation),
+            **behind.backward_half(backward.microbatch, gradient),
+        )
+    return ahead.after_forward(forward.microbatch, activation, output, tokens), input_gradient

@@ -59,7 +59,7 @@ class ProfileGuide(Requested):
         """Return the number, from 1, of the training step that runs."""
         return self._settings.steps_done(inputs.training_steps) + 1
 
-    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Any:
+    def step(self, inputs: StepInputs) -> Any:
         """See ``pipeline_runner.Recording``."""
         step = self._current_step(inputs)
         counting = None
@@ -67,19 +67,17 @@ class ProfileGuide(Requested):
             counting = tracing.Counting.SECONDS if self._measured_steps else tracing.Counting.BYTES
         elif self._durations.is_waiting or (self._measured_steps and step == self._steps.last + 1):
             counting = tracing.Counting.SECONDS
-        return tracing.recording(group, inputs.model, inputs.forward_only, counting=counting)
+        return tracing.recording(inputs.group, inputs.model, inputs.forward_only, counting=counting)
 
     @contextmanager
-    def actions(
-        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
-    ) -> Iterator[None]:
+    def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
         """See ``pipeline_runner.Recording``."""
         if inputs.forward_only:
             yield
             return
         step = self._current_step(inputs)
         if step > self._steps.last and self._costs is None:
-            self._end_of_measurement(step, group)
+            self._end_of_measurement(step, inputs.group)
         yield
         if step in self._steps:
             self._measured_steps += 1
@@ -88,7 +86,7 @@ class ProfileGuide(Requested):
         record = recorder.record
         seconds = record.events[-1].end - record.events[0].start
         if step in self._steps:
-            self._records.append(aligned(record, group, device()))
+            self._records.append(aligned(record, inputs.group, device()))
             self._durations.add_before(inputs.microbatches, seconds)
         elif self._durations.is_waiting:
             self._durations.add_after(inputs.microbatches, seconds)
@@ -159,7 +157,7 @@ class ProfileGuide(Requested):
         limits, counted = source.limits(costs, current, free_bytes_by_rank)
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = compile_once(current.ranks, current.microbatches, counted, limits, [current.placement])
+            found = compile_once(current.microbatches, counted, limits, [current.placement])
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
             return current

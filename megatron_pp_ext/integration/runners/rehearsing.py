@@ -6,7 +6,7 @@ step, which warms up, counts bytes; all later ones are timed.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import mean, median
@@ -53,32 +53,32 @@ class MadeUp:
     def __init__(self) -> None:
         self.message_bytes = 0
 
-    def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
+    def channels(self, inputs: StepInputs) -> Channels:
         """See ``Transport``."""
+        group, shape, dtype = inputs.group, inputs.shape, inputs.config.pipeline_dtype
         if not shape:
             raise ValueError(
                 "a rehearsal cannot make up messages of several lengths: unset variable_seq_lengths"
             )
-        self.message_bytes = math.prod(shape) * config.pipeline_dtype.itemsize
-        ranks = dist.get_process_group_ranks(group)
-        return MadeUpChannels(ranks, group, group, shape, config.pipeline_dtype, device())
+        self.message_bytes = math.prod(shape) * dtype.itemsize
+        return MadeUpChannels(dist.get_process_group_ranks(group), group, group, shape, dtype, device())
 
-    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
+    def exchanges(self, inputs: StepInputs) -> Exchanges:
         """See ``Transport``."""
-        everyone = parallel_state.get_model_parallel_group()
-        return MadeUpExchanges(group, everyone, get_attr_wrapped_model(model[0], "vocab_size"))
+        rows = get_attr_wrapped_model(inputs.model[0], "vocab_size")
+        return MadeUpExchanges(inputs.group, parallel_state.get_model_parallel_group(), rows)
 
 
 class MadeUpLosses:
     """The losses of this rank, or one to be logged; ``pipeline_runner.Losses``."""
 
-    def tokens(self, inputs: StepInputs, group: dist.ProcessGroup) -> torch.Tensor:
+    def tokens(self, inputs: StepInputs) -> torch.Tensor:
         """See ``Losses``."""
         return inputs.tokens
 
-    def losses(self, inputs: StepInputs, group: dist.ProcessGroup) -> list[Any]:
+    def losses(self, inputs: StepInputs) -> list[Any]:
         """See ``Losses``; a last rank that does not compute losses itself makes one up."""
-        is_last = group.rank() == group.size() - 1
+        is_last = inputs.group.rank() == inputs.group.size() - 1
         if is_last and not inputs.losses:
             return [{"lm loss": torch.ones(2, device="cuda")}]
         return inputs.losses
@@ -107,7 +107,7 @@ class Rehearsal:
         self._optimizers[id(optimizer)] = optimizer
 
     @contextmanager
-    def step(self, group: dist.ProcessGroup, inputs: StepInputs) -> Iterator[Recorder]:
+    def step(self, inputs: StepInputs) -> Iterator[Recorder]:
         """See ``Recording``."""
         if self._recorder is None:
             self._recorder = StepRecorder(p for chunk in inputs.model for p in chunk.parameters())
@@ -120,9 +120,7 @@ class Rehearsal:
             yield self._recorder
 
     @contextmanager
-    def actions(
-        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
-    ) -> Iterator[None]:
+    def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
         """See ``Recording``."""
         start = perf_counter()
         if self._timed:
@@ -139,10 +137,10 @@ class Rehearsal:
             self._timed.append(self._recorder.record)
             self._took.append(self._ended - start)
         if self._outside:
-            self._write(inputs, group)
+            self._write(inputs)
 
-    def _write(self, inputs: StepInputs, group: dist.ProcessGroup) -> None:
-        path, rank = requested.require().rehearsal, group.rank()
+    def _write(self, inputs: StepInputs) -> None:
+        path, rank = requested.require().rehearsal, inputs.group.rank()
         assert path is not None and self._bytes is not None and self._collectives is not None
         schedule = self._source.schedule(inputs)
         csv_file.write(schedule, path.with_suffix(".csv"))

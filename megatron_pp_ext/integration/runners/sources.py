@@ -7,13 +7,12 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.model_vocabulary import has_frozen_output
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.vocabulary import without_weight_gradients
 
 
 class Source(Protocol):
-    """Gives the schedules of training steps, or of evaluations.
+    """Gives the schedules of training steps.
 
     All ranks of the job ask in the same steps and in the same order, so it may communicate, as long as it
     does so on every rank.
@@ -28,21 +27,6 @@ class Source(Protocol):
         It must be the same on all ranks of the job, which compare digests.  Called once for each number of
         microbatches and ``phase``.
         """
-
-
-class Evaluations:
-    """Forwards alone, whichever schedule trains."""
-
-    def __init__(self, pipeline: requested.Pipeline) -> None:
-        self._placement = pipeline.placement
-
-    def phase(self, inputs: StepInputs) -> Hashable:
-        """See ``Source``."""
-        return None
-
-    def schedule(self, inputs: StepInputs) -> Schedule:
-        """See ``Source``."""
-        return catalog.forward_only(self._placement, inputs.microbatches)
 
 
 class Requested:

@@ -69,14 +69,10 @@ def recording(
 class Tracing:
     """Records what --pipeline-trace requests; a ``pipeline_runner.Recording``."""
 
-    def step(
-        self, group: dist.ProcessGroup, inputs: StepInputs
-    ) -> AbstractContextManager[StepRecorder | None]:
+    def step(self, inputs: StepInputs) -> AbstractContextManager[StepRecorder | None]:
         """See ``pipeline_runner.Recording``."""
-        return recording(group, inputs.model, inputs.forward_only)
+        return recording(inputs.group, inputs.model, inputs.forward_only)
 
-    def actions(
-        self, group: dist.ProcessGroup, inputs: StepInputs, recorder: Recorder | None
-    ) -> AbstractContextManager[None]:
+    def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
         """See ``pipeline_runner.Recording``."""
         return nullcontext()

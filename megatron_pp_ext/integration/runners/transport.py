@@ -1,19 +1,20 @@
 """What carries messages and exchanges between the ranks of a pipeline."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_pp_ext.integration.runners.message_groups import (
     Directions,
+    group_options,
     message_channels,
     message_groups,
-    vocabulary_exchanges,
 )
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.groups import collective_group
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 
 
@@ -25,15 +26,18 @@ class Transport(Protocol):
 
     hides_exchanges: bool
 
-    def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
-        """Return the channels of one step for messages of ``shape`` in the pipeline ``group``."""
+    def channels(self, inputs: StepInputs) -> Channels:
+        """Return the channels of one step."""
 
-    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
-        """Return the exchanges of the vocabulary of ``model``, which the pipeline ``group`` shares."""
+    def exchanges(self, inputs: StepInputs) -> Exchanges:
+        """Return the exchanges of the model's vocabulary, which the pipeline shares."""
 
 
 class ProcessGroups:
-    """Messages over process groups of their own, which the first call makes; a ``Transport``."""
+    """Messages over process groups of their own, which the first call makes; a ``Transport``.
+
+    That call is collective over the whole world, at a time when no message is on its way.
+    """
 
     hides_exchanges = True
 
@@ -48,12 +52,18 @@ class ProcessGroups:
             self._directions = message_groups(self._settings, dist.get_process_group_ranks(group))
         return self._directions
 
-    def channels(self, group: dist.ProcessGroup, shape: Any, config: Any) -> Channels:
+    def channels(self, inputs: StepInputs) -> Channels:
         """See ``Transport``."""
-        return message_channels(dist.get_process_group_ranks(group), self.directions(group), shape, config)
+        ranks = dist.get_process_group_ranks(inputs.group)
+        return message_channels(ranks, self.directions(inputs.group), inputs)
 
-    def exchanges(self, group: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> Exchanges:
-        """See ``Transport``."""
+    def exchanges(self, inputs: StepInputs) -> Exchanges:
+        """See ``Transport``; all ranks with rows are those of the other tensor-parallel ranks too."""
         if self._exchanges is None:
-            self._exchanges = vocabulary_exchanges(self._settings, group)
+            options = group_options(self._settings)
+            pipeline, everyone = (
+                collective_group(dist.get_process_group_ranks(ranks), self._settings.timeout, options=options)
+                for ranks in (inputs.group, parallel_state.get_model_parallel_group())
+            )
+            self._exchanges = Exchanges(pipeline, everyone)
         return self._exchanges

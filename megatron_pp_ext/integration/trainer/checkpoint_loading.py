@@ -12,14 +12,21 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import CheckpointType
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.mends import damaged_checkpoint
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
+_PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
 
-@around
+
+@hook(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} dp_cp_group expt_dp_group gpt_compat_layer_maps"},
+    "state for the stages of this rank, a copy of it for each tied weight",
+)
 def load_placed(
     stock: Callable[..., Any], load_dir: str, args: Namespace, *others: Any, **kwargs: Any
 ) -> Any:
@@ -28,8 +35,7 @@ def load_placed(
     Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
     train on with one layer's optimizer state in another.  A refusal ends the process with one line.
 
-    Seam: ``_load_base_checkpoint`` in ``megatron.training.checkpointing``, which is called for what all
-    ranks have in common before it is called for tensors.
+    Megatron calls this for what all ranks have in common before it does so for tensors.
     """
     damaged_checkpoint.refuse_mixed_steps(load_dir, args)
     damaged_checkpoint.refuse_damage(load_dir, args)

@@ -23,6 +23,9 @@ from megatron.core.utils import get_pg_rank
 from megatron.training import get_args
 
 from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration.core.mirrored_chunks import build_chunks_placed
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
 
 FLAG = "--pipeline-layer-seeds"
 
@@ -36,12 +39,20 @@ _drawn: list[str] | None = None
 """The layers of the chunk that is being built; None outside of a chunk, and within a layer with its parts."""
 
 
-@around
+_SEED = "seed_ data_parallel_random_init te_rng_tracker inference_rng_tracker use_cudagraphable_rng"
+_GROUPS = f"{_SEED} pp_group dp_group tp_group ep_group etp_group"
+_WHY = "initial weights that do not depend on the placement"
+
+
+@hook(
+    "megatron.training.initialize:_set_random_seed",
+    {CORE_0_17: _SEED, CORE_0_19: _GROUPS, CORE_0_20: f"{_GROUPS} gtp_remat_group egtp_remat_group"},
+    _WHY,
+)
 def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Keep the way in which Megatron seeds this rank, to seed it again for each part of the model.
 
-    Seam: ``_set_random_seed`` in ``megatron.training.initialize``, which adds 100 to the seed for each
-    pipeline rank.
+    Stock adds 100 to the seed for each pipeline rank.
     """
     global _seed_for
     stock(*args, **kwargs)
@@ -67,13 +78,20 @@ def seed_of(seed: int, part: str) -> int:
     return 2**24 + int.from_bytes(hashlib.sha256(f"{seed} {part}".encode()).digest()[:4]) % 2**30
 
 
-@around
+@hook(
+    "megatron.training.training:get_model",
+    "model_provider_func model_type wrap_with_ddp config pg_collection",
+    "chunks of a V or wave from the other end, made by a model provider",
+)
+@hook(
+    "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+    {CORE_0_18: "build_model_func pg_collection vp_size model_type"},
+    "chunks of a V or wave from the other end, made from a model config",
+)
 def draw_chunks(stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Draw each chunk of the model from the seeds of its parts.
-
-    Seams: ``get_model`` and ``build_virtual_pipeline_stages``, whose first argument makes a chunk.
-    """
-    return stock(build_chunk if _seed_for is None else _seeded(build_chunk), *args, **kwargs)
+    """Build the chunks where they are placed, each drawn from the seeds of its parts."""
+    build = build_chunk if _seed_for is None else _seeded(build_chunk)
+    return build_chunks_placed(stock)(build, *args, **kwargs)
 
 
 @around
@@ -96,12 +114,9 @@ def _seeded(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return chunk
 
 
-@around
+@hook("megatron.core.transformer.spec_utils:build_module", "spec_or_module args kwargs", _WHY)
 def draw_layer(stock: Callable[..., Any], spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draw a layer, with all that is in it, from the seed of its number in the model.
-
-    Seam: ``build_module`` in ``megatron.core.transformer.spec_utils``, which makes every layer.
-    """
+    """Draw a layer, with all that is in it, from the seed of its number in the model."""
     global _drawn
     if _drawn is None or "layer_number" not in kwargs:
         return stock(spec_or_module, *args, **kwargs)

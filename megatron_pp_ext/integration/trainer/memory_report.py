@@ -7,21 +7,21 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
+_REPORT, _WHY = "megatron.training.theoretical_memory_usage", "a true report of theoretical memory"
+_ACTIVATIONS = "args num_microbatches verbose"
 
-@around
+
+@hook(f"{_REPORT}:compute_activation_memory", _ACTIVATIONS, _WHY)
+@hook(f"{_REPORT}:compute_activation_memory_without_sp", _ACTIVATIONS, _WHY)
 def activations_as_scheduled(
     stock: Callable[..., float], args: Namespace, num_microbatches: int | None, verbose: bool = False
 ) -> float:
-    """Count the microbatches that the schedule has in flight on its fullest rank; bytes.
-
-    Seams: ``compute_activation_memory`` and ``compute_activation_memory_without_sp`` in
-    ``megatron.training.theoretical_memory_usage``.
-    """
+    """Count the microbatches that the schedule has in flight on its fullest rank; bytes."""
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.source is None or num_microbatches is None:
         return stock(args, num_microbatches, verbose)
@@ -36,12 +36,9 @@ def activations_as_scheduled(
     return as_1f1b * in_flight / args.pipeline_model_parallel_size
 
 
-@around
+@hook(f"{_REPORT}:compute_weight_and_optimizer_memory", "args verbose", _WHY)
 def weights_of_both_ends(stock: Callable[..., float], args: Namespace, verbose: bool = False) -> float:
-    """Count the output layer where a V puts it: on the first rank, beside the embedding; bytes.
-
-    Seam: ``compute_weight_and_optimizer_memory`` in ``megatron.training.theoretical_memory_usage``.
-    """
+    """Count the output layer where a V puts it: on the first rank, beside the embedding; bytes."""
     memory = stock(args, verbose)
     pipeline = requested.pipeline()
     if pipeline is None or not pipeline.has_both_ends_on_first_rank:

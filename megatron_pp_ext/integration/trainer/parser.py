@@ -5,25 +5,19 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
 
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.trainer.agreement import refused
-from megatron_pp_ext.job import flag_hint, our_flags
+from megatron_pp_ext.job import flag_table, our_flags
 
 
-def add_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
-    """Add this package's flags to Megatron's.
-
-    Seam: ``add_megatron_arguments`` in ``megatron.training.arguments``.
-    """
-
-    @functools.wraps(stock)
-    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        parser = our_flags.add_flags(stock(parser))
-        if type(parser) is ArgumentParser:
-            # By default an error comes with the names of all of Megatron's flags, hundreds of lines.
-            vars(parser)["error"] = functools.partial(_refuse, parser)
-        return parser
-
-    return add_megatron_arguments
+@hook("megatron.training.arguments:add_megatron_arguments", "parser", "the --pipeline-schedule flags")
+def add_flags(stock: Callable[..., ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
+    """Add this package's flags to Megatron's."""
+    parser = our_flags.add_flags(stock(parser))
+    if type(parser) is ArgumentParser:
+        # By default an error comes with the names of all of Megatron's flags, hundreds of lines.
+        vars(parser)["error"] = functools.partial(_refuse, parser)
+    return parser
 
 
 def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
@@ -32,4 +26,4 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     flag = unknown.partition("=")[0].rstrip(":")
     known = [known for known in parser._option_string_actions if known.startswith("--")]
     fix = "correct it (--help shows all flags)"
-    raise refused(f"{message}; {flag_hint.hint(flag, known, fix) if flag and flag not in known else fix}")
+    raise refused(f"{message}; {flag_table.hint(flag, known, fix) if flag and flag not in known else fix}")

@@ -165,6 +165,8 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 def predicts_here(vp_stage: int | None) -> bool:
     """Return whether chunk ``vp_stage`` of this rank has multi-token prediction, which embeds its tokens."""
     args, ranks = get_args(), mpu.get_pipeline_model_parallel_world_size()
+    if not args.mtp_num_layers:  # asked for every microbatch, and reading the job takes a millisecond
+        return False
     stages = ranks * (args.virtual_pipeline_model_parallel_size or 1)
     here = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
     return predicting_stage(Job.of(args), stages) == here
@@ -173,7 +175,4 @@ def predicts_here(vp_stage: int | None) -> bool:
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
     """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
     plain = {} if megatron_release() < CORE_0_18 else {"is_hybrid_cp": False}
-    part: dict[str, Any] = get_batch_on_this_cp_rank(
-        batch, **plain, cp_group=mpu.get_context_parallel_group()
-    )
-    return part
+    return get_batch_on_this_cp_rank(batch, **plain, cp_group=mpu.get_context_parallel_group())

@@ -12,9 +12,10 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.replicated_ranks import replicated
+from megatron_pp_ext.integration.patching import hook
 
 
 @contextmanager
@@ -32,11 +33,14 @@ def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterato
         args.world_size = ranks
 
 
-@around
+@hook(
+    "megatron.training.datasets.data_samplers:MegatronPretrainingSampler.__init__",
+    "self total_samples consumed_samples micro_batch_size data_parallel_rank data_parallel_size drop_last",
+    "microbatches that the replicas of a stage take in turn",
+)
 def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let a replica read every r-th microbatch of those that its stage has r replicas for.
 
-    Seam: ``MegatronPretrainingSampler.__init__`` in ``megatron.training.datasets.data_samplers``, to which
     Megatron gives the rank among the replicas, and 1 for their number.
     """
     call = bound(stock, *args, **kwargs)

@@ -1,6 +1,5 @@
 """The hook that compares, before any process group is made, what the ranks of a job were started with."""
 
-import functools
 import hashlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -12,7 +11,10 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 import megatron_pp_ext
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.trainer.agreement import require_agreement
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.schedule.names import CSV_PREFIX
@@ -21,24 +23,23 @@ _READ = ("pipeline_costs",)
 """The arguments that name files to read; other files are written, on ranks that may each have their own."""
 
 
-def compare_before_groups(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Compare the pipelines that were requested of all ranks, then let Megatron make its process groups.
+_PARAMETERS = "get_embedding_ranks get_position_embedding_ranks store"
 
-    Seam: ``_initialize_distributed`` in ``megatron.training.initialize``.
-    """
 
-    @functools.wraps(stock)
-    def initialize_distributed(
-        get_embedding_ranks: Any, get_position_embedding_ranks: Any, store: Any, **others: Any
-    ) -> Any:
-        args = get_args()
-        # A script may have made the default process group by itself; the ranks of a rehearsal run alone.
-        if args.world_size > 1 and not args.fake_process_group and not dist.is_initialized():
-            patience = timedelta(minutes=args.distributed_timeout_minutes)
-            require_agreement(values(args, requested.pipeline()), patience, store)
-        return stock(get_embedding_ranks, get_position_embedding_ranks, store, **others)
-
-    return initialize_distributed
+@hook(
+    "megatron.training.initialize:_initialize_distributed",
+    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} skip_model_parallel_init"},
+    "one schedule, from the same flags and files, on all ranks of the job",
+)
+def compare_before_groups(stock: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+    """Compare the pipelines that were requested of all ranks, then let Megatron make its process groups."""
+    args = get_args()
+    # A script may have made the default process group by itself; the ranks of a rehearsal run alone.
+    if args.world_size > 1 and not args.fake_process_group and not dist.is_initialized():
+        patience = timedelta(minutes=args.distributed_timeout_minutes)
+        store = bound(stock, *given, **kwargs).arguments["store"]
+        require_agreement(values(args, requested.pipeline()), patience, store)
+    return stock(*given, **kwargs)
 
 
 def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, str]:

@@ -1,9 +1,7 @@
 """What every rank of a training run writes down for ``mpp verify``."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,31 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration.core.global_names import global_parameters
+from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.verification import run_record
 
 _NORM = 5
 """The place of the gradient norm in what ``train_step`` returns; the losses by name come first."""
 
 
-@dataclass(slots=True)
-class _Steps:
-    losses: list[dict[str, float]] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
+_PARAMETERS = (
+    "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
+    "iteration"
+)
 
 
+@substitute(
+    "megatron.training.training:train_step",
+    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} pg_collection p2p_communicator"},
+    "losses and gradients that mpp verify compares",
+)
 def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Write down the losses and the gradient norm of every step, and the gradients of the first on request.
-
-    Seam: ``train_step`` in ``megatron.training.training``.
-    """
-    parameters = inspect.signature(stock)
-    steps = _Steps()
+    """Write down losses and gradient norm of every step, and the gradients of the first on request."""
+    losses: list[dict[str, float]] = []
+    norms: list[float | None] = []
 
     @functools.wraps(stock)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -40,13 +43,13 @@ def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:
         folder = getattr(given, "verify_pipeline", None)
         if folder is None:
             return stock(*args, **kwargs)
-        if given.verify_pipeline_gradients and not steps.norms:
-            call = parameters.bind(*args, **kwargs).arguments
+        if given.verify_pipeline_gradients and not norms:
+            call = bound(stock, *args, **kwargs).arguments
             _before_next_step(call["optimizer"], functools.partial(_write_gradients, folder, call["model"]))
         result = stock(*args, **kwargs)
-        steps.losses.append({name: float(loss) for name, loss in result[0].items()})
-        steps.norms.append(None if result[_NORM] is None else float(result[_NORM]))
-        run_record.write(folder, dist.get_rank(), steps.losses, steps.norms)
+        losses.append({name: float(loss) for name, loss in result[0].items()})
+        norms.append(None if result[_NORM] is None else float(result[_NORM]))
+        run_record.write(folder, dist.get_rank(), losses, norms)
         return result
 
     return train_step

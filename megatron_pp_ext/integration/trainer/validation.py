@@ -9,12 +9,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
+from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import show_compiling, summary
 from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
@@ -22,7 +24,7 @@ from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
-from megatron_pp_ext.job.chunks import chunks_requested
+from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
@@ -44,69 +46,65 @@ _OUR_FLAGS = (
 )
 
 
-def translate_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
+@hook(
+    "megatron.training.arguments:validate_args",
+    "args defaults",
+    "a schedule in Megatron's own terms, before Megatron checks them",
+)
+def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = MappingProxyType({})) -> Any:
     """Express the schedule in Megatron's own flags, then let Megatron validate them.
 
-    Seam: ``validate_args`` in ``megatron.training.arguments``, which runs before any process
-    group is made.  A refused command line ends the process with one line.
+    This is before any process group is made.  A refused command line ends the process with one line.
     """
-
-    @functools.wraps(stock)
-    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        try:
-            if getattr(args, needed_flags.OUR_SCRIPT, False):
-                needed_flags.require_for_our_script(args)
-            needed_flags.require_valid(args, defaults)
-            show_compiling()
-            found = read_flags(args)
-            if args.rank == 0 and not dataset_helpers.are_built():
-                dataset_helpers.build()
-            if found is not None:
-                needed_flags.require_trainable(args)
-                if args.rank == 0 and found.rehearsal is None:
-                    found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
-        except ValueError as error:
-            raise refused(error) from error
-        try:
-            checks = args.check_for_nan_in_loss_and_grad
-            with one_of_each(args, found):
-                result = stock(args, defaults)
-            if found is not None and found.rehearsal is not None:
-                # Megatron drops it beside its fake process group, but the planned job makes these checks.
-                args.check_for_nan_in_loss_and_grad = checks
-        except (AssertionError, ValueError) as error:
-            raise refused(needed_flags.failed_check(error)) from error
-        # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
-        args.pipeline_placement = describe(found.placement) if found and found.source else None
+    try:
+        if getattr(args, needed_flags.OUR_SCRIPT, False):
+            needed_flags.require_for_our_script(args)
+        needed_flags.require_valid(args, defaults)
+        show_compiling()
+        found = read_flags(args)
+        if args.rank == 0 and not dataset_helpers.are_built():
+            dataset_helpers.build()
         if found is not None:
-            found = replace(
-                found,
-                predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
-                settings=settings(args, found),
-            )
-        requested.activate(found)
-        return result
+            needed_flags.require_trainable(args)
+            if args.rank == 0 and found.rehearsal is None:
+                found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
+    except ValueError as error:
+        raise refused(error) from error
+    try:
+        checks = args.check_for_nan_in_loss_and_grad
+        with one_of_each(args, found):
+            result = stock(args, defaults)
+        if found is not None and found.rehearsal is not None:
+            # Megatron drops it beside its fake process group, but the planned job makes these checks.
+            args.check_for_nan_in_loss_and_grad = checks
+    except (AssertionError, ValueError) as error:
+        raise refused(needed_flags.failed_check(error)) from error
+    # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
+    args.pipeline_placement = describe(found.placement) if found and found.source else None
+    if found is not None:
+        found = replace(
+            found,
+            predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
+            settings=settings(args, found),
+        )
+    requested.activate(found)
+    return result
 
-    return validate_args
 
-
-def refuse_yaml(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags.
-
-    Seam: ``validate_yaml`` in ``megatron.training.yaml_arguments``.
-    """
-
-    @functools.wraps(stock)
-    def validate_yaml(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006
-        ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
-        if ours:
-            raise refused(
-                f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
-                "all settings as flags"
-            )
-        return stock(args, defaults)
-
-    return validate_yaml
+@hook(
+    "megatron.training.yaml_arguments:validate_yaml",
+    "args defaults",
+    "no schedule without its flags translated",
+)
+def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
+    ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
+    if ours:
+        raise refused(
+            f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
+            "all settings as flags"
+        )
+    return stock(*args, **kwargs)
 
 
 def read_flags(args: Namespace) -> requested.Pipeline | None:
@@ -173,7 +171,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
 def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
     if asked.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
-    return stage_costs.from_file(asked.job, stages, shares_vocabulary)
+    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

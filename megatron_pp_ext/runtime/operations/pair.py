@@ -23,7 +23,7 @@ class Pair(Operation):
         ahead, behind = self.forward.action, self.backward.action
         # The forward is recorded within the backward, so that it is the first of the two in the record.
         with rank.recorder.during(behind), rank.recorder.during(ahead), self.forward.saving(rank):
-            output, gradient = rank.pairs.run(
+            output, gradient = rank.pairs(
                 ahead, rank.take(self.forward.source), behind, rank.take(self.backward.source)
             )
         rank.leave(self.forward.target, output)

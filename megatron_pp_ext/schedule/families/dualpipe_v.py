@@ -22,7 +22,6 @@ from itertools import chain
 
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families.phases import order_of, pairs_of
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import v
 
 
@@ -33,7 +32,6 @@ def build(ranks: int, microbatches: int) -> Schedule:
     than 2p, which DeepSeek's own code refuses, it is the order for 2p with the missing ones left out:
     no rank then waits for anything it did not wait for before.
     """
-    require_pipeline("dualpipe-v", ranks, microbatches)
     placement = v(ranks)
     whole = max(microbatches, 2 * ranks)
     orders = (order_of(_phases(rank, ranks, whole), rank, placement) for rank in range(ranks))

@@ -10,13 +10,11 @@ the bubble by the number of chunks and lets sharded parameters be gathered once 
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
     """GPipe for any ranks >= 2 and microbatches >= 1; makespan 3(m + p - 1) at unit cost."""
-    require_pipeline("gpipe", ranks, microbatches)
     return Schedule("gpipe", linear(ranks), microbatches, _orders(linear(ranks), microbatches))
 
 
@@ -25,7 +23,6 @@ def build_breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
     At unit cost and m >= p the makespan is 3(m * chunks + p - 1) chunk actions.
     """
-    require_pipeline("breadth-first", ranks, microbatches)
     placement = loop(ranks, chunks)
     return Schedule("breadth-first", placement, microbatches, _orders(placement, microbatches))
 

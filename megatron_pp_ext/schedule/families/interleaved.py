@@ -21,7 +21,7 @@ and W, r chunks behind I, fills the bubbles at the end.  With one chunk this wou
 from itertools import chain
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
+from megatron_pp_ext.schedule.families.phases import alternating
 from megatron_pp_ext.schedule.placement import Placement, loop
 
 
@@ -30,7 +30,6 @@ def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
     At unit cost and m a multiple of p the makespan is 3(m * chunks + p - 1) chunk actions.
     """
-    require_pipeline("interleaved", ranks, microbatches)
     placement = loop(ranks, chunks)
     orders = tuple(_order(rank, placement, microbatches)[0] for rank in range(ranks))
     return Schedule("interleaved", placement, microbatches, orders)
@@ -38,7 +37,6 @@ def build(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 def build_paired(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Interleaved 1F1B with pairs, for the same sizes; it keeps up to one chunk more than without."""
-    require_pipeline("interleaved", ranks, microbatches)
     placement = loop(ranks, chunks)
     orders, paired = zip(
         *(_order(rank, placement, microbatches, one_more=1) for rank in range(ranks)), strict=True
@@ -52,7 +50,6 @@ def build_zero_bubble(ranks: int, microbatches: int, chunks: int) -> Schedule:
     At unit cost and m a multiple of p the makespan is 3m * chunks + p - 1 chunk actions and the
     peak p * chunks chunks: 1F1B's memory.
     """
-    require_pipeline("interleaved-zb", ranks, microbatches)
     placement = loop(ranks, chunks)
     orders = tuple(_split_order(rank, placement, microbatches) for rank in range(ranks))
     return Schedule("interleaved-zb", placement, microbatches, orders)
@@ -67,14 +64,10 @@ def _order(
     groups = -(-microbatches // ranks)
     forwards = _in_groups(Kind.F, downwards, ranks, groups)
     backwards = _in_groups(Kind.B, downwards[::-1], ranks, groups)
-    warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks + one_more, len(forwards))
-
-    order = forwards[:warm_up]
-    steady = list(zip(forwards[warm_up:], backwards, strict=False))
-    order += chain.from_iterable(steady)
-    order += backwards[len(forwards) - warm_up :]
+    warm_up = (ranks - rank - 1) * 2 + (chunks - 1) * ranks + one_more
+    steady = zip(forwards[warm_up:], backwards, strict=False)
     return (
-        tuple(action for action in order if action.microbatch < microbatches),
+        tuple(one for one in alternating(forwards, backwards, warm_up) if one.microbatch < microbatches),
         [f for f, b in steady if max(f.microbatch, b.microbatch) < microbatches],
     )
 

@@ -12,20 +12,18 @@ overlap_moe_expert_parallel_comm), with one chunk.  Rank r keeps 2(p - r) microb
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
+from megatron_pp_ext.schedule.families.phases import alternating
 from megatron_pp_ext.schedule.placement import linear
 
 
 def build(ranks: int, microbatches: int) -> Schedule:
     """1F1B for any ranks >= 2 and microbatches >= 1; makespan 3(m + p - 1) at unit cost, peak min(p, m)."""
-    require_pipeline("1f1b", ranks, microbatches)
     orders = tuple(_order(rank, ranks - rank - 1, microbatches) for rank in range(ranks))
     return Schedule("1f1b", linear(ranks), microbatches, orders)
 
 
 def build_paired(ranks: int, microbatches: int) -> Schedule:
     """1F1B with pairs for any ranks >= 2 and microbatches >= 1; peak min(2p, m)."""
-    require_pipeline("1f1b", ranks, microbatches)
     warm_ups = [2 * (ranks - rank - 1) + 1 for rank in range(ranks)]
     orders = tuple(_order(rank, warm_up, microbatches) for rank, warm_up in enumerate(warm_ups))
     paired = frozenset(
@@ -39,10 +37,4 @@ def build_paired(ranks: int, microbatches: int) -> Schedule:
 def _order(rank: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
     forwards = [Action(rank, Kind.F, microbatch) for microbatch in range(microbatches)]
     backwards = [Action(rank, Kind.B, microbatch) for microbatch in range(microbatches)]
-    warm_up = min(warm_up, microbatches)
-
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    order += backwards[microbatches - warm_up :]
-    return tuple(order)
+    return tuple(alternating(forwards, backwards, warm_up))

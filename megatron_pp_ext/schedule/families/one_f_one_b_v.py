@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from operator import itemgetter
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, v
 
 _PERIOD = 6
@@ -32,7 +31,6 @@ def build(ranks: int, microbatches: int) -> Schedule:
     At unit cost the peak is 2 * floor((2p + 3) / 3) chunks and, for m >= p, the makespan 6m + 5p
     less 5, 7 or 9 for a p of 3k + 1, 3k + 2 or 3k (6m + 4, 8, 22 at p = 2, 3, 6).
     """
-    require_pipeline("1f1b-v", ranks, microbatches)
     placement = v(ranks)
     timetable = sorted(
         (tick + _PERIOD * microbatch, Action(stage, kind, microbatch))

@@ -1,7 +1,7 @@
-"""What families share: the reader for orders that are written down as a table of phases, and their pairs."""
+"""What families share: 1F1B's three phases, and the reader of orders that are tables of phases."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -9,6 +9,13 @@ from megatron_pp_ext.schedule.placement import Placement
 
 type Phases = Iterable[tuple[str, int]]
 """Phases of a rank: their words, and how often they are repeated."""
+
+
+def alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
+    """Return ``warm_up`` of ``forwards``, one forward and one backward in turn, and the backwards left."""
+    warm_up = min(warm_up, len(forwards))
+    in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    return [*forwards[:warm_up], *in_turn, *backwards[len(forwards) - warm_up :]]
 
 
 def order_of(phases: Phases, rank: int, placement: Placement) -> tuple[Action, ...]:

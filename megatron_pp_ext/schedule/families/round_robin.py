@@ -8,10 +8,11 @@ on the same replica, so that every rank knows where a microbatch went.
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.families.phases import alternating
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,4 @@ def _order(replicas: Replicas, rank: int, microbatches: int) -> tuple[Action, ..
     mine = replicas.turns(rank, microbatches)
     forwards = [Action(stage, Kind.F, microbatch) for microbatch in mine]
     backwards = [Action(stage, Kind.B, microbatch) for microbatch in mine]
-    ahead = min(replicas.warm_up(stage), len(mine))
-    in_turn = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
-    return (*forwards[:ahead], *in_turn, *backwards[len(mine) - ahead :])
+    return tuple(alternating(forwards, backwards, replicas.warm_up(stage)))

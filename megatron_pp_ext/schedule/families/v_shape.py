@@ -18,7 +18,6 @@ to 12 ranks at unit cost, and are the shortest.
 
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families.building_block import Block, unroll
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import v
 
 
@@ -29,7 +28,6 @@ def build_min(ranks: int, microbatches: int) -> Schedule:
     less 5, 7 or 9 for a p of 3k + 1, 3k or 3k + 2 (at p = 2 it is 6m + 1).  In the
     last case the paper's block gives 5.
     """
-    require_pipeline("v-min", ranks, microbatches)
     turns = ((3, 1, 1), (1, 1, 1), (5, 4, 1))[ranks % 3]
     cap = 2 * ((ranks + 4) // 3)
     orders = unroll(Block((1, 1), turns), ranks, microbatches, cap)
@@ -42,7 +40,6 @@ def build_half(ranks: int, microbatches: int) -> Schedule:
     At unit cost the peak is 2 * floor((p + 2) / 2) chunks and, for m >= 2p, the makespan 6m + 3p
     less 4 for an odd p and less 7 for an even one (at p = 2 it is 6m + 1, as for V-ZB).
     """
-    require_pipeline("v-half", ranks, microbatches)
     is_even = ranks % 2 == 0
     wait = 3 if is_even and ranks > 2 else 0
     cap = 2 * ((ranks + 2) // 2)

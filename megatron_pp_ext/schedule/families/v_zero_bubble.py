@@ -17,7 +17,6 @@ way down and back to rank 0, those named 1 to the leg that turns round at the la
 from megatron_pp_ext.schedule.actions import Action, Schedule
 from megatron_pp_ext.schedule.families.building_block import Block, unroll
 from megatron_pp_ext.schedule.families.phases import order_of
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import Placement, v
 
 
@@ -28,7 +27,6 @@ def build(ranks: int, microbatches: int) -> Schedule:
     chunks.  With fewer microbatches than 2p - 1 there is no steady state to build the phases
     around; the schedule is then the paper's building block with steps 4 and 2, unrolled.
     """
-    require_pipeline("v-zb", ranks, microbatches)
     placement = v(ranks)
     if microbatches < 2 * ranks - 1:
         orders = unroll(Block((4, 2), (1, 1, 1)), ranks, microbatches, cap=2 * ranks, in_turn=True)

@@ -12,7 +12,6 @@ forwards, and runs W 2r behind: from its first action to its last no rank ever w
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.families.requirements import require_pipeline
 from megatron_pp_ext.schedule.placement import linear
 
 
@@ -36,7 +35,6 @@ def build_h2(ranks: int, microbatches: int) -> Schedule:
 
 def _build(name: str, ranks: int, microbatches: int, more: int) -> Schedule:
     """Build the shape in which a rank keeps at most p + ``more`` microbatches."""
-    require_pipeline(name, ranks, microbatches)
     orders = tuple(
         _order(
             rank,
