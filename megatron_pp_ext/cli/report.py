@@ -34,15 +34,15 @@ def folding(*names: str) -> Table:
 
 
 def bound_of(timeline: Timeline) -> float:
-    """Return a bound on the makespan of all orders with this placement and no higher peak on any rank."""
-    schedule = timeline.schedule
-    bound = lower_bound(
-        schedule.placement,
-        schedule.microbatches,
-        timeline.costs,
-        timeline.peak_activations,
-        bool(schedule.paired),
-    )
+    """Return a bound on the makespan of all orders with this placement and no higher peak on any rank.
+
+    With copies to the host it is one on all orders, since what is on the device then bounds none.
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    limits = timeline.peak_activations
+    if schedule.copies:
+        limits = (schedule.microbatches * sum(stage.activation for stage in costs.stages),) * schedule.ranks
+    bound = lower_bound(schedule.placement, schedule.microbatches, costs, limits, bool(schedule.paired))
     return min(bound, timeline.makespan)
 
 
