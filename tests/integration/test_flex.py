@@ -84,10 +84,10 @@ def test_auto_uses_what_each_rank_has_free(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
-    """The limit is each rank's own peak; a rank whose stage keeps nothing still has one that can be kept."""
+    """The limit is each rank's own peak, and 0 where its stage keeps nothing."""
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
     family = source.from_catalogue("1f1b", linear(2))
-    assert family.limits(costs, family.build(4, None), lambda: [0.0] * 2) == ([1.0, 8.0], costs)
+    assert family.limits(costs, family.build(4, None), lambda: [0.0] * 2) == ((0.0, 8.0), costs)
 
 
 def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

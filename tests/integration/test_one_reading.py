@@ -166,7 +166,7 @@ def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
     job = read_by_commands(cpu.with_cpu_flags(MODEL)).job
     for name, candidate in _candidates().items():
-        launch = launch_lines.Launch(launch_lines.flags(candidate, [*MODEL, *missing(MODEL)]), GPUS, GPUS)
+        launch = launch_lines.Launch(candidate.flags([*MODEL, *missing(MODEL)]), GPUS, GPUS)
         assert all(len(line) < 80 for line in launch.text.splitlines())
         variables, flags = pasted(launch.text)
         args, request = validated(flags, GPUS, variables)

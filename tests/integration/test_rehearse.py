@@ -13,8 +13,7 @@ from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
+from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
 from tests.support import ranks, training
