@@ -6,26 +6,13 @@ python -m scripts.refused
 import re
 from pathlib import Path
 
-from megatron_pp_ext.job.rules import (
-    activations_on_host,
-    measuring,
-    pairs_and_vocabulary,
-    schedules,
-    stock,
-    without_flush,
-)
+from megatron_pp_ext.job.rules import unknown_costs
+from megatron_pp_ext.job.rules.all_rules import CONFIG, TOPICS
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
-TABLE = (
-    *schedules.RULES,
-    *stock.RULES,
-    *pairs_and_vocabulary.RULES,
-    *activations_on_host.RULES,
-    *without_flush.RULES,
-    *measuring.RULES,
-    *measuring.not_counted(),
-    *stock.CONFIG,
-)
+_ORDER = "schedules", "stock", "pairs_and_vocabulary", "activations_on_host", "without_flush", "measuring"
+
+TABLE = (*(rules for topic in _ORDER for rules in TOPICS[topic]), *unknown_costs.not_counted(), *CONFIG)
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.costs.system import Link
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 0.2
 """The seconds for which each product and copy is repeated."""
@@ -151,14 +153,14 @@ def copy_rate(device: torch.device) -> float:
     return 2 * size / seconds_of(lambda: target.copy_(source), device)
 
 
-def host_link(device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a tiny copy to pinned memory of the host, and the bytes a second of large copies.
+def host_link(device: torch.device) -> Link:
+    """Return the link to pinned memory of the host, from the seconds of a tiny copy and of a large one.
 
     They go both ways at once, on a stream each, as those of offloaded activations do; the rate is that of a
     way.
     """
     latency = _both_ways(1, device)
-    return latency, HOST_BYTES / max(_both_ways(HOST_BYTES, device) - latency, 1e-9)
+    return Link(HOST_BYTES / max(_both_ways(HOST_BYTES, device) - latency, 1e-9), latency)
 
 
 def _both_ways(size: int, device: torch.device) -> float:
@@ -185,14 +187,11 @@ def launch_seconds(device: torch.device) -> float:
     return seconds_of(lambda: number.add_(1.0), device)
 
 
-def message(device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a tiny message between ranks 0 and 1, and the bytes a second of a large one.
-
-    Both are halves of a round trip.
-    """
+def message(device: torch.device) -> Link:
+    """Return the link of ranks 0 and 1, from halves of the round trips of a tiny and of a large message."""
     latency = _round_trip(4, 50, device) / 2
     seconds = _round_trip(MESSAGE_BYTES, 8, device) / 2
-    return latency, MESSAGE_BYTES / max(seconds - latency, 1e-9)
+    return Link(MESSAGE_BYTES / max(seconds - latency, 1e-9), latency)
 
 
 def _round_trip(size: int, count: int, device: torch.device) -> float:

@@ -4,7 +4,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -13,25 +12,13 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from megatron_pp_ext.calibration import measure
-from megatron_pp_ext.calibration.measure import Rows
 
 MOST_CPU_RANKS = 8
 """The most ranks on CPUs, where each has a core; more would show nothing new about one machine."""
 
 
-@dataclass
-class Findings:
-    """The results, in operations, bytes and seconds; those of messages need a second rank."""
-
-    matrix_rates: dict[str, Rows] = field(default_factory=dict)
-    copy_bytes_per_second: float = 0.0
-    latency_seconds: float | None = None
-    bytes_per_second: float | None = None
-    collectives: dict[str, Rows] = field(default_factory=dict)
-    attention_rates: Rows = field(default_factory=list)
-    kernel_seconds: float = 0.0
-    host: tuple[float, float] | None = None
-    """The seconds of a tiny copy to the host and the bytes a second of large ones; None on CPUs."""
+type Figures = dict[str, Any]
+"""What was measured, by the fields of a ``System``; those of messages need a second rank."""
 
 
 def available(on_gpu: bool) -> int:
@@ -47,7 +34,7 @@ def parts(ranks: int) -> int:
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
-def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Findings:
+def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Figures:
     """Measure with ``ranks`` processes at once; ``report`` gets the name of each part that is done.
 
     RuntimeError when a rank fails.
@@ -71,8 +58,8 @@ def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Findin
                 process.join()
 
 
-def _collect(running: dict[Connection, Any], report: Callable[[str], None]) -> Findings:
-    """Wait for the findings of rank 0; RuntimeError for a rank that fails."""
+def _collect(running: dict[Connection, Any], report: Callable[[str], None]) -> Figures:
+    """Wait for the figures of rank 0; RuntimeError for a rank that fails."""
     while True:
         for reader in wait(list(running)):
             assert isinstance(reader, Connection)
@@ -84,7 +71,7 @@ def _collect(running: dict[Connection, Any], report: Callable[[str], None]) -> F
                 if process.exitcode:
                     raise RuntimeError(f"a rank of the calibration ended with {process.exitcode}") from None
                 continue
-            if isinstance(received, Findings):
+            if isinstance(received, dict):
                 return received
             if isinstance(received, Exception):
                 raise RuntimeError(f"a rank of the calibration failed: {received}")
@@ -108,38 +95,39 @@ def _run_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> N
             world_size=ranks,
             device_id=device if on_gpu else None,
         )
-        findings = Findings()
-        for name in _measured(findings, device):
+        figures: Figures = {}
+        for name in _measured(figures, device):
             if rank == 0:
                 writer.send(name)
         if rank == 0:
-            writer.send(findings)
+            writer.send(figures)
         # The connections of a rank close when it ends, so all ranks end together.
         dist.barrier()
     except Exception as error:
         writer.send(error)
 
 
-def _measured(findings: Findings, device: torch.device) -> Iterator[str]:
-    """Fill ``findings`` in, and yield the name of each part that is done."""
+def _measured(figures: Figures, device: torch.device) -> Iterator[str]:
+    """Fill ``figures`` in, and yield the name of each part that is done."""
+    figures["matrix_rates"] = {}
     for name, rows in measure.matrix_rates(device):
         if rows:
-            findings.matrix_rates[name] = rows
+            figures["matrix_rates"][name] = rows
         yield f"products in {name}"
-    findings.copy_bytes_per_second = measure.copy_rate(device)
+    figures["copy_bytes_per_second"] = measure.copy_rate(device)
     yield "copies"
-    findings.attention_rates = measure.attention_rates(device)
+    figures["attention_rates"] = measure.attention_rates(device)
     yield "attention"
-    findings.kernel_seconds = measure.launch_seconds(device)
+    figures["kernel_seconds"] = measure.launch_seconds(device)
     yield "launches"
     if device.type == "cuda":
-        findings.host = measure.host_link(device)
+        figures["host"] = measure.host_link(device)
     yield "copies to the host"
     if dist.get_world_size() < 2:
         return
-    findings.latency_seconds, findings.bytes_per_second = measure.message(device)
+    figures["node"] = measure.message(device)
     yield "messages"
     for found in measure.collectives(device):
         for kind, rows in found.items():
-            findings.collectives.setdefault(kind, []).extend(rows)
+            figures.setdefault(kind, []).extend(rows)
         yield "collectives"

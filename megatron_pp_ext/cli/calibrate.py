@@ -51,10 +51,10 @@ def calibrate(
             progress.update(task, description=f"measured {done}", advance=1, refresh=True)
 
         try:
-            findings = ranks.calibrate(count, on_gpu, report)
+            figures = ranks.calibrate(count, on_gpu, report)
         except RuntimeError as error:
             raise ValueError(f"{error}; correct it, or measure the CPU with --cpu") from None
-    described = described_system(findings, count, on_gpu, model)
+    described = described_system(figures, count, on_gpu, model)
     write_whole(file, described.to_json())
     _show(described)
 

@@ -204,12 +204,13 @@ def compare(
         console.print(terminal.summary_table(timelines | frontier))
     print_units(times.units)
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
-    if times.output_layer:
-        console.print("+S: all ranks share the output layer, else the last stage has it", style="dim")
-    if times.pair_time is not None:
-        console.print("+P: forwards and backwards in pairs", style="dim")
-    if offload.offload:
-        console.print("+H: activations wait on the host", style="dim")
+    for is_shown, note in (
+        (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
+        (times.pair_time is not None, "+P: forwards and backwards in pairs"),
+        (offload.offload, "+H: activations wait on the host"),
+    ):
+        if is_shown:
+            console.print(note, style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 

@@ -9,7 +9,7 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, words_of
+from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder, write_json
@@ -50,7 +50,7 @@ def estimate(
     from megatron_pp_ext.planner.search.launch_lines import Launch
 
     if print_only:
-        print_flags(words_of(flags, model))
+        print_flags(to_be_started(flags, model).words)
         return
     ask.require_at_least("--margin", margin, 0)
     if world_size is not None and world_size < 1:
@@ -61,24 +61,23 @@ def estimate(
     asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.job.pipeline import for_world
-    from megatron_pp_ext.job.sizes import fewest_ranks
-    from megatron_pp_ext.job.smallest_world import smallest_world
+    from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
-    copy, parallel = fewest_ranks(asked.job), asked.job.parallel
-    gpus = world_size or smallest_world(copy, parallel.pipeline_model_parallel_size, parallel.expert_ranks)
+    gpus = world_size or smallest_world(asked.job)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
         request = for_world(asked, gpus)
         estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    if gpus > copy and world_size is None:
-        ways = parallel.expert_ranks
+    if gpus > fewest_ranks(asked.job) and world_size is None:
+        ways = asked.job.parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
     sizes = entries(asked.job)
     if sizes:
-        show_parameters(**sizes)
+        whole, active = (sizes[name] / 1e9 for name in ("parameters", "active_parameters"))
+        console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -114,12 +113,6 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
         word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
     ]
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
-
-
-def show_parameters(parameters: int, active_parameters: int) -> None:
-    """Say how large the model is."""
-    whole, active = parameters / 1e9, active_parameters / 1e9
-    console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
 
 
 def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:

@@ -69,11 +69,6 @@ def described(
     return asked, job.words
 
 
-def words_of(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> list[str]:
-    """Return the flags of the described model, for a command that starts Megatron with them."""
-    return to_be_started(flags, model, script).words
-
-
 def to_be_started(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> "Described":
     """Return the model of a job that is started from here, and print what is to be said of it.
 

@@ -22,62 +22,12 @@ from megatron_pp_ext.schedule.recorded import SECONDS, Units
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
 
-Forward = Annotated[
-    float | None, typer.Option("--f", help="Time of a rank's forward of one microbatch.  [default: 1]")
-]
-InputGradient = Annotated[
-    float | None, typer.Option("--i", help="Time of a rank's input gradient of one.  [default: 1]")
-]
-WeightGradient = Annotated[
-    float | None, typer.Option("--w", help="Time of a rank's weight gradient of one.  [default: 1]")
-]
-Hop = Annotated[float | None, typer.Option(help="Time of a message between ranks.  [default: 0]")]
-OutputLayer = Annotated[
-    float | None,
-    typer.Option(help="Time of the output layer's forward, which the last stage has on top.  [default: 0]"),
-]
-ChunkUnits = Annotated[
-    bool,
-    typer.Option(
-        "--chunk-units", help="Times and limits of one chunk, as papers print them, not of a whole rank."
-    ),
-]
-PairTime = Annotated[
-    float | None,
-    typer.Option(
-        help="Run forwards and backwards in pairs where the schedule has them; a pair takes this part of the "
-        "sum of its two actions, 0.5 to 1."
-    ),
-]
-CostsFile = Annotated[
-    Path | None, typer.Option("--costs", help="Measured costs of every stage, as JSON.", metavar="FILE")
-]
-
 Script = Annotated[
     Path | None,
     typer.Option(help="Your training script.  [default: this package's pretrain_gpt]", metavar="FILE"),
 ]
 
-Csv = Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's CSV.", metavar="FILE")]
 Json = Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")]
-Svg = Annotated[Path | None, typer.Option(help="Draw it, to scale without loss.", metavar="FILE")]
-Png = Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="FILE")]
-Trace = Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", metavar="FILE")]
-
-
-OffloadShare = Annotated[
-    str | None,
-    typer.Option(
-        "--offload",
-        help="Let this share of the activations wait on the host, or auto: as many as cost no time, and for "
-        "flex as few as keep the limit.",
-        metavar="SHARE",
-    ),
-]
-Copy = Annotated[
-    float | None,
-    typer.Option(help="Time in which all activations that a rank keeps of a microbatch are copied one way."),
-]
 
 
 def require_at_least(flag: str, value: float, least: float) -> None:
@@ -95,14 +45,38 @@ class Times:
     is the time of its forward, input gradient and weight gradient each.
     """
 
-    f: Forward = None
-    i: InputGradient = None
-    w: WeightGradient = None
-    hop: Hop = None
-    output_layer: OutputLayer = None
-    pair_time: PairTime = None
-    costs_file: CostsFile = None
-    chunk_units: ChunkUnits = False
+    f: Annotated[
+        float | None, typer.Option("--f", help="Time of a rank's forward of one microbatch.  [default: 1]")
+    ] = None
+    i: Annotated[
+        float | None, typer.Option("--i", help="Time of a rank's input gradient of one.  [default: 1]")
+    ] = None
+    w: Annotated[
+        float | None, typer.Option("--w", help="Time of a rank's weight gradient of one.  [default: 1]")
+    ] = None
+    hop: Annotated[float | None, typer.Option(help="Time of a message between ranks.  [default: 0]")] = None
+    output_layer: Annotated[
+        float | None,
+        typer.Option(
+            help="Time of the output layer's forward, which the last stage has on top.  [default: 0]"
+        ),
+    ] = None
+    pair_time: Annotated[
+        float | None,
+        typer.Option(
+            help="Run forwards and backwards in pairs where the schedule has them; a pair takes this part of "
+            "the sum of its two actions, 0.5 to 1."
+        ),
+    ] = None
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="Measured costs of every stage, as JSON.", metavar="FILE")
+    ] = None
+    chunk_units: Annotated[
+        bool,
+        typer.Option(
+            "--chunk-units", help="Times and limits of one chunk, as papers print them, not of a whole rank."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         flags = {"f": self.f, "i": self.i, "w": self.w, "hop": self.hop, "output-layer": self.output_layer}
@@ -162,8 +136,21 @@ class Times:
 class Offload:
     """Which activations wait on the host; ValueError where one of the two options lacks the other."""
 
-    offload: OffloadShare = None
-    copy: Copy = None
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            help="Let this share of the activations wait on the host, or auto: as many as cost no time, and "
+            "for flex as few as keep the limit.",
+            metavar="SHARE",
+        ),
+    ] = None
+    copy: Annotated[
+        float | None,
+        typer.Option(
+            help="Time in which all activations that a rank keeps of a microbatch are copied one way."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.copy is not None:
@@ -201,8 +188,8 @@ class Offload:
 class Pictures:
     """The pictures to draw; ValueError if a file's suffix is not that of its option."""
 
-    svg: Svg = None
-    png: Png = None
+    svg: Annotated[Path | None, typer.Option(help="Draw it, to scale without loss.", metavar="FILE")] = None
+    png: Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="FILE")] = None
 
     def __post_init__(self) -> None:
         requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png}
@@ -220,9 +207,13 @@ class Pictures:
 class Files(Pictures):
     """The files that a schedule can be written to; None for those that are not requested."""
 
-    csv: Csv = None
+    csv: Annotated[
+        Path | None, typer.Option(help="Write torch.distributed.pipelining's CSV.", metavar="FILE")
+    ] = None
     json: Json = None
-    trace: Trace = None
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", metavar="FILE")] = (
+        None
+    )
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,8 +11,7 @@ from rich.table import Column, Table
 
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags
-from megatron_pp_ext.cli.model import words_of as model_flags
+from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
@@ -52,10 +51,10 @@ def profile(
     from megatron_pp_ext.partition import profile_file
 
     if print_only:
-        print_flags(model_flags(flags, model))
+        print_flags(to_be_started(flags, model).words)
         return
     if flags or model is not None:
-        _measure(file, model_flags(flags, model, script), script)
+        _measure(file, to_be_started(flags, model, script).words, script)
     elif script is not None:
         raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
     measured = profile_file.read(file)

@@ -18,8 +18,9 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
-from megatron_pp_ext.job.smallest_world import smallest_world as fewest
-from megatron_pp_ext.jobs.command import short_run, training, whole_number, without, words_of
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
+from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
@@ -56,7 +57,7 @@ def rehearse(
         bool, typer.Option("--accept-noise", help="Take seconds that a busy machine has disturbed, too.")
     ] = False,
     script: ask.Script = None,
-    json: Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")] = None,
+    json: ask.Json = None,
     costs: Annotated[
         Path | None,
         typer.Option(help="Write the costs of every stage, for --pipeline-costs.", metavar="FILE"),
@@ -82,8 +83,8 @@ def rehearse(
         return
     require_folder(json, costs, trace)
     machine = systems.read(system) if system is not None else None
-    words = words_of(job)
-    size = whole_number(words, "--pipeline-model-parallel-size")
+    asked = described.asked
+    size = asked.job.parallel.pipeline_model_parallel_size
     if size < 2:
         raise ValueError(
             f"a rehearsal needs a pipeline, got --pipeline-model-parallel-size {size}; set it to 2 or more"
@@ -92,12 +93,12 @@ def rehearse(
         raise ValueError(
             f"--iterations wants 2 or more, --at-once 1 or more, got {iterations} and {at_once}; raise them"
         )
-    world = world_size or smallest_world(words)
+    world = world_size or smallest_world(asked.job)
     chosen = chosen_ranks(ranks, size)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         files = {rank: Path(folder, f"{rank}.json") for rank in chosen}
         environments = {
-            rank: {**launch_lines.environment(words), **environment(words, rank, world)} for rank in chosen
+            rank: {**launch_lines.environment(job), **environment(asked, rank, world)} for rank in chosen
         }
         for some in batched(chosen, at_once):
             commands = {
@@ -119,7 +120,7 @@ def rehearse(
         rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
-        sizes = stage_costs.sizes(described.asked.job)
+        sizes = stage_costs.sizes(asked.job)
         costs_file.write(replace(rehearsal.timeline.costs, sizes=sizes), costs)
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
@@ -129,29 +130,15 @@ def rehearse(
         trace_file.write_timeline(trace, rehearsal.timeline)
 
 
-def smallest_world(words: Sequence[str]) -> int:
-    """Return the smallest number of ranks that a job with these flags can have."""
-    tensor, context, pipeline = (
-        whole_number(words, f"--{name}-parallel-size")
-        for name in ("tensor-model", "context", "pipeline-model")
-    )
-    experts = whole_number(words, "--expert-model-parallel-size")
-    of_expert = experts * whole_number(words, "--expert-tensor-parallel-size", tensor)
-    return fewest(tensor * context * pipeline, pipeline, of_expert)
-
-
-def environment(words: Sequence[str], rank: int, world: int) -> dict[str, str]:
+def environment(asked: Asked, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
-    size = whole_number(words, "--pipeline-model-parallel-size")
-    beside = whole_number(words, "--tensor-model-parallel-size") * whole_number(
-        words, "--context-parallel-size"
-    )
-    if world < 1 or world % (size * beside):
+    size, copy = asked.job.parallel.pipeline_model_parallel_size, fewest_ranks(asked.job)
+    if world < 1 or world % copy:
         raise ValueError(
-            f"--world-size {world} is not a multiple of {size * beside}, the ranks of one copy of the model; "
+            f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    apart = beside if "--use-tp-pp-dp-mapping" in words else world // size
+    apart = copy // size if asked.use_tp_pp_dp_mapping else world // size
     variables = {
         "RANK": rank * apart,
         "WORLD_SIZE": world,

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import print_flags, words_of
+from megatron_pp_ext.cli.model import print_flags, to_be_started
 from megatron_pp_ext.cli.options import takes_groups
 from megatron_pp_ext.cli.progress import heard, waiting
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.cli.search_options import Job, Machines, Measuring, Outputs, Tried
+from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -29,19 +30,19 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     mpp search --model llama3-8b --gpus 64 --global-batch-size 256 -- --recompute-granularity selective ...
     """
     if job.print_only:
-        print_flags(words_of(job.flags, job.model))
+        print_flags(to_be_started(job.flags, job.model).words)
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.job.flag_effects import not_counted
     from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner.search import measured_sizes
-    from megatron_pp_ext.planner.search.best_first import Search
+    from megatron_pp_ext.planner.search.best_first import HEADROOM, Search
     from megatron_pp_ext.planner.search.candidate import strip
     from megatron_pp_ext.planner.step.parameters import entries
 
     require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
-    system = machines.described()
+    system = systems.read(machines.system)
     if measuring.measure:
         measuring.check(machines.gpus, system.gpus_per_node)
     tried.check()
@@ -49,7 +50,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
-    limit = machines.limit(system)
+    limit = machines.memory or (1 - HEADROOM) * system.memory_bytes
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))

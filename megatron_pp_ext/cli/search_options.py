@@ -14,7 +14,6 @@ from megatron_pp_ext.schedule.names import AUTO
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
-    from megatron_pp_ext.costs.system import System
     from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.best_first import Compiles
     from megatron_pp_ext.planner.search.configurations import Space
@@ -62,18 +61,6 @@ class Machines:
         ask.require_at_least("--top", self.top, 1)
         ask.require_at_least("--memory", 1 if self.memory is None else self.memory, 1)
         ask.require_at_least("--margin", self.margin, 0)
-
-    def described(self) -> "System":
-        """Return the description of the machines."""
-        from megatron_pp_ext.costs import system
-
-        return system.read(self.system)
-
-    def limit(self, system: "System") -> float:
-        """Return the bytes of a GPU of ``system`` that may be used."""
-        from megatron_pp_ext.planner.search.best_first import HEADROOM
-
-        return self.memory or (1 - HEADROOM) * system.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.rehearse import smallest_world
 from megatron_pp_ext.cli.report import console, folding
+from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import words_of
 
 if TYPE_CHECKING:
@@ -66,13 +68,18 @@ def verify(
     from megatron_pp_ext.verification.tolerances import Arithmetic
     from megatron_pp_ext.verification.verdict import compare
 
-    script, flags = _split(script, flags or [])
+    flags = flags or []
+    if script.startswith("-"):  # without a script, the first flag stands in its place
+        script, flags = _OUR_SCRIPT, [script, *flags]
     if steps < 1:
         raise ValueError(f"--steps wants 1 or more, got {steps}")
     words = words_of(flags)
     name = reference_runs.schedule_of(flags)
     path = _path(script)
-    world = _ranks(words, ranks)
+    fewest = smallest_world(Job.of(flag_table.parse(flags, {}, has_others=True)))
+    if ranks is not None and (ranks < 1 or ranks % fewest):
+        raise ValueError(f"--ranks {ranks} is not a multiple of {fewest}, which one copy of the model needs")
+    world = ranks or fewest
     on_cpu = cpu or not _has_gpus(world)
     arithmetic = Arithmetic.of_flags(words, world)
     runs = reference_runs.planned(
@@ -90,7 +97,9 @@ def verify(
 
     def report(run: reference_runs.Run) -> None:
         at = f"run {runs.index(run) + 1} of {len(runs)}: {run.what}"
-        console.print(f"{at}\n    log: {_shown(run.log)}", soft_wrap=True)
+        here = Path.cwd()
+        log = run.log.relative_to(here) if run.log.is_relative_to(here) else run.log
+        console.print(f"{at}\n    log: {log}", soft_wrap=True)
 
     reference_runs.start(runs, world, path, on_cpu, report, environment(flags))
     records = reference_runs.recorded(runs, steps)
@@ -107,11 +116,6 @@ def verify(
     raise typer.Exit(0 if verdict.is_equal else 1)
 
 
-def _split(script: str, flags: list[str]) -> tuple[str, list[str]]:
-    """Without a script, the first flag stands in its place."""
-    return (_OUR_SCRIPT, [script, *flags]) if script.startswith("-") else (script, flags)
-
-
 def _path(script: str) -> Path | None:
     """Return the script's path; None for this package's own."""
     path = Path(script)
@@ -120,13 +124,6 @@ def _path(script: str) -> Path | None:
     if not path.is_file():
         raise ValueError(f"{script} is no file: give your training script, or {_OUR_SCRIPT}")
     return path
-
-
-def _ranks(words: list[str], ranks: int | None) -> int:
-    fewest = smallest_world(words)
-    if ranks is not None and (ranks < 1 or ranks % fewest):
-        raise ValueError(f"--ranks {ranks} is not a multiple of {fewest}, which one copy of the model needs")
-    return ranks or fewest
 
 
 def _has_gpus(ranks: int) -> bool:
@@ -142,17 +139,14 @@ def _has_gpus(ranks: int) -> bool:
     return here > 0
 
 
-def _shown(path: Path) -> Path:
-    """Return ``path`` as seen from here, if it is below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def _show(verdict: "Verdict", name: str) -> None:
     from megatron_pp_ext.verification.verdict import GRADIENT, LOSS, NORM
 
     table = folding("step", "", "stock 1F1B", name, "difference", "allowed")
     for row in sorted([*verdict.of(LOSS), *verdict.of(NORM)], key=lambda row: row.step):
-        table.add_row(str(row.step), row.name, _number(row.stock), _number(row.ours), *_judged(row))
+        mark = "" if row.is_equal else "[red]"
+        difference, allowed = f"{mark}{row.difference:.3g}", f"{mark}{row.tolerance}"
+        table.add_row(str(row.step), row.name, _number(row.stock), _number(row.ours), difference, allowed)
     console.print(table)
     for kind in (LOSS, NORM, GRADIENT):
         if rows := verdict.of(kind):
@@ -186,8 +180,3 @@ def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
 def _number(value: float | None) -> str:
     """Return all digits of a number of single precision."""
     return "skipped" if value is None else f"{value:.9g}"
-
-
-def _judged(row: "Row") -> tuple[str, str]:
-    mark = "" if row.is_equal else "[red]"
-    return f"{mark}{row.difference:.3g}", f"{mark}{row.tolerance}"

@@ -55,7 +55,8 @@ def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple
                     one.get("ffn") or one.get("mlp"),
                     "ffn_hidden_size",
                     "ffn_mult",
-                    lambda multiple: _width(multiple, hidden),
+                    # Two thirds of it times the hidden size, in multiples of 256.
+                    lambda multiple: -(-int(2 * multiple * hidden / 3) // 256) * 256,
                 ),
             )
             for one in found
@@ -70,8 +71,3 @@ def _half(asked: Any, name: str, other: str, derived: Callable[[Any], int]) -> H
     if size is None and from_other is not None:
         size = derived(from_other)
     return Half(bool(asked.get("no_op")), bool(asked.get("replace_with_linear")), int(size or 0))
-
-
-def _width(multiple: float, hidden: int) -> int:
-    """Return two thirds of ``multiple`` times ``hidden``, in multiples of 256."""
-    return -(-int(2 * multiple * hidden / 3) // 256) * 256

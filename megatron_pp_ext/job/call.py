@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pp_ext.job import memory_limit, offloading
+from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
-from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, SHARED
 
@@ -69,12 +69,7 @@ def _from_file(
     ):
         if given != found:
             raise ValueError(f"{file} is a schedule for {found} {what}, got {given}; give {what}={found}")
-    if placement.shares_vocabulary:
-        raise ValueError(
-            f"the ranks of {file} share the vocabulary, which mpp simulates but training cannot do; write "
-            "the schedule without --shared-vocabulary"
-        )
-    require_one_forward_order(schedule)
+    require_plain(schedule, file)
     return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
 
 

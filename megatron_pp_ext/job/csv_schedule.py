@@ -23,28 +23,28 @@ def read_csv(path: Path, asked: Asked) -> Schedule:
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
             "set one to the other"
         )
+    require_plain(schedule, path)
+    require_trainable(schedule, asked)
+    return schedule
+
+
+def require_plain(schedule: Schedule, path: Path) -> None:
+    """Raise ValueError where the ranks of ``path`` share the vocabulary, or forwards have several orders."""
     if schedule.placement.shares_vocabulary:
         raise ValueError(
             f"the ranks of {path} share the vocabulary, which mpp simulates but training cannot do; write "
             "the schedule without --shared-vocabulary"
         )
     require_one_forward_order(schedule)
-    require_trainable(schedule, asked)
-    return schedule
 
 
 def require_trainable(schedule: Schedule, asked: Asked) -> None:
     """Raise ValueError if the layers that were ``asked`` for cannot follow the order of ``schedule``."""
     if asked.job.precision.transformer_impl == "transformer_engine":
         require_first_first(schedule)
-    if _recomputes_scaled(asked):
-        require_backwards_in_order(schedule)
-
-
-def _recomputes_scaled(asked: Asked) -> bool:
-    """Whether layers compute again what they quantized by scales of earlier steps (delayed scaling)."""
     is_delayed = asked.job.precision.fp8 is not None and asked.fp8_recipe == "delayed"
-    return is_delayed and asked.job.memory.recompute_granularity is not None
+    if is_delayed and asked.job.memory.recompute_granularity is not None:
+        require_backwards_in_order(schedule)
 
 
 def require_batches(job: Job, schedule: Schedule, data: int) -> None:

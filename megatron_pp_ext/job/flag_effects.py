@@ -22,7 +22,10 @@ _BESIDE_COSTS = "what a model is beside its costs", "how tokens are routed: each
 
 @cache
 def table() -> Mapping[str, Any]:
-    """Return the sections of ``FILE``; a section has names, with spaces between, by what they do."""
+    """Return the sections of ``FILE``; a section has names, with spaces between, by what they do.
+
+    But ``values`` has, by argument, those that the costs of "stages" or of a "step" know, where not all.
+    """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -41,12 +44,6 @@ def described() -> set[str]:
 def refused(what: str) -> dict[str, str]:
     """Return the arguments of which the costs of ``what``, "stages" or "step", know nothing, and why."""
     return _by_name(table()["refused"][what])
-
-
-def known_values(what: str) -> Mapping[str, list[str]]:
-    """Return the values that the costs of ``what``, "stages" or "step", know, where not all, by argument."""
-    found: Mapping[str, list[str]] = table()["values"][what]
-    return found
 
 
 def is_asked(asked: Asked, name: str) -> bool:

@@ -10,17 +10,22 @@ those whose parser has the row, where not all do.
 import json
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_pp_ext.job import flag_hint, our_flags
+from megatron_pp_ext.job import our_flags
+from megatron_pp_ext.json_input import did_you_mean
 
 FILE = Path(__file__).with_name("megatron_flags.json")
 
 Row = dict[str, Any]
+
+_GONE = {"--use-legacy-models": "this Megatron has no other models than those of its core: leave it out"}
+"""Flags of older releases that have no successor."""
 
 
 class _Parser(ArgumentParser):
@@ -47,7 +52,25 @@ def _about_unknown(word: str) -> str:
     flag = word.partition("=")[0]
     known = [known for known in parser()._option_string_actions if known.startswith("--")]
     otherwise = "leave it out if it is a training script's own, or see Megatron's --help"
-    return f"{flag} is none of Megatron's: {flag_hint.hint(flag, known, otherwise)}"
+    return f"{flag} is none of Megatron's: {hint(flag, known, otherwise)}"
+
+
+def hint(flag: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the question whether one of ``known`` was meant, or ``otherwise`` if none resembles ``flag``.
+
+    A word of the flag may be mistyped, missing or too many.  A flag with another word in its place is another
+    flag, however few letters differ: ``--delay-param-gather`` does not mean ``--overlap-param-gather``.
+    """
+    if flag in _GONE:
+        return _GONE[flag]
+    return did_you_mean(flag, [one for one in known if _has_same_words(flag, one)], otherwise, cutoff=0.7)
+
+
+def _has_same_words(flag: str, other: str) -> bool:
+    words, others = flag.split("-"), other.split("-")
+    left = [word for word in words if word not in others]
+    right = [word for word in others if word not in words]
+    return not right or all(get_close_matches(word, right, n=1) for word in left)
 
 
 @cache
@@ -116,7 +139,7 @@ def installed() -> list[Row]:
 @cache
 def by_release() -> dict[str, list[Row]]:
     """Return the rows of every release, oldest first, with all keys that argparse needs."""
-    table = _table()
+    table = json.loads(FILE.read_text(encoding="utf-8"))
     rows = [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table["rows"]]
     return {
         release: [
@@ -131,9 +154,3 @@ def by_release() -> dict[str, list[Row]]:
 def name_of(flag: str) -> str:
     """Return the name of the argument that argparse derives from ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
-
-
-@cache
-def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found

@@ -38,16 +38,12 @@ def spelled(values: Mapping[str, Any]) -> list[str]:
 def _behind(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return []
-    if flag_table.parser()._option_string_actions[flag].type is flag_table.pattern:
-        return [_pattern(value)]
-    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
-
-
-def _pattern(value: Any) -> str:
-    """Return a pattern of layers as the one word that Megatron reads, such as [0]*3+[1]*58."""
-    if not isinstance(value, list):
-        return str(value)
-    return "+".join(f"[{mark}]*{len(list(alike))}" for mark, alike in groupby(value))
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if flag_table.parser()._option_string_actions[flag].type is not flag_table.pattern:
+        return [str(one) for one in value]
+    # Megatron reads a pattern of layers as one word, such as [0]*3+[1]*58.
+    return ["+".join(f"[{mark}]*{len(list(alike))}" for mark, alike in groupby(value))]
 
 
 def overridden(values: Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:

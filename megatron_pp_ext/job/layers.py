@@ -78,13 +78,12 @@ def spelled(stages: Sequence[str]) -> str:
 
     Equal neighbours are written once: ``Et*3|(t*4|)*14t*2L``.
     """
-    texts = ["".join(map(_repeated, map("".join, _runs(stage)))) for stage in stages]
+    texts = [
+        "".join(f"{run[0]}*{len(run)}" if len(run) > 1 else run[0] for run in _runs(stage))
+        for stage in stages
+    ]
     words = [f"({run[0]}|)*{len(run)}" if len(run) > 2 else "|".join(run) + "|" for run in _runs(texts[:-1])]
     return "".join(words) + texts[-1]
-
-
-def _repeated(run: str) -> str:
-    return f"{run[0]}*{len(run)}" if len(run) > 1 else run
 
 
 def _runs(values: Iterable[str]) -> list[list[str]]:
@@ -163,11 +162,6 @@ def can_predict(job: Job, placement: Placement) -> bool:
     return stage is None or stage in stages_for_prediction(placement)
 
 
-def has_given_ends(job: Job) -> bool:
-    """Whether a flag gives the first or the last pipeline rank a number of layers of its own."""
-    return bool(_given_ends(job))
-
-
 def by_stage(job: Job, stages: int) -> list[int]:
     """The number of layers of each of ``stages`` stages; ValueError where the layers do not fill them."""
     described = layout(job)
@@ -176,7 +170,7 @@ def by_stage(job: Job, stages: int) -> list[int]:
     segments = job.model.pattern
     if segments and "|" in segments:
         return [len(segment) for segment in segments.split("|")]
-    if has_given_ends(job):
+    if given_ends(job):
         ranks = job.parallel.pipeline_model_parallel_size
         by_rank, chunks = _by_rank(job), stages // ranks
         if any(layers % chunks for layers in by_rank):
@@ -210,7 +204,7 @@ def _by_rank(job: Job) -> list[int]:
     others = job.parallel.pipeline_model_parallel_size - len(front) - len(back)
     left = job.model.layers - sum(front + back)
     if left < 0 or (left and others < 1):
-        asked = " and ".join(f"{flag} {_value(job, flag)}" for flag in _given_ends(job))
+        asked = " and ".join(f"{flag} {_value(job, flag)}" for flag in given_ends(job))
         why = "" if left < 0 else " and there is no other rank"
         raise ValueError(
             f"{asked} make {sum(front + back)} layers, but --num-layers is {job.model.layers}{why}; "
@@ -222,13 +216,13 @@ def _by_rank(job: Job) -> list[int]:
     return [*front, *[each] * others, *back]
 
 
-def _given_ends(job: Job) -> list[str]:
+def given_ends(job: Job) -> list[str]:
     """The flags that give the first or the last pipeline rank a number of layers of its own."""
     return [flag for flag in ENDS if _value(job, flag) is not None]
 
 
 def _ends_fix(job: Job) -> str:
-    flags = " or ".join(_given_ends(job))
+    flags = " or ".join(given_ends(job))
     return f"change {flags}, or describe the stages with {LAYOUT}{_in_place(job)}"
 
 

@@ -31,8 +31,11 @@ def read(given: float | str, ranks: int) -> Limit:
 
 def numbers(given: float | str) -> tuple[float, ...]:
     """Return the numbers in ``given``, one or several; ValueError unless all are above 0."""
-    found = _split(given)
-    if not all(0 < number < math.inf for number in found):
+    found: tuple[float, ...] = ()
+    for parts in ([given], str(given).split("-")):  # 1e-3 is one number, too
+        with suppress(ValueError, OverflowError):
+            found = found or tuple(map(float, parts))
+    if not found or not all(0 < number < math.inf for number in found):
         raise ValueError(
             f"{_FLAG} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
             "or a number of bytes, for all ranks or, as in 0.9-0.8, for each"
@@ -44,12 +47,3 @@ def spelled(limit: Limit) -> str:
     """Return ``limit`` as the flag takes it."""
     found = limit if isinstance(limit, tuple) else (limit,)
     return "-".join(f"{number:.0f}" if number == int(number) else repr(number) for number in found)
-
-
-def _split(given: float | str) -> tuple[float, ...]:
-    """Return the numbers in ``given``, 0 where it is none."""
-    with suppress(ValueError, OverflowError):
-        return (float(given),)  # 1e-3 is one number, too
-    with suppress(ValueError):
-        return tuple(map(float, str(given).split("-")))
-    return (0.0,)

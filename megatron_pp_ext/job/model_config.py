@@ -40,7 +40,8 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
                 found[name] = getattr(config, field.name, None)
     layout = found.get("pipeline_model_parallel_layout")
     if layout is not None:
-        found["pipeline_model_parallel_layout"] = _spelled(layout)
+        # It is asked for where it is spelled by letters.
+        found["pipeline_model_parallel_layout"] = str(layout) if "|" in str(layout) else None
     if found.get("num_query_groups") is not None:
         found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
     for config in configs:
@@ -62,9 +63,3 @@ def _activation(config: Any) -> dict[str, bool]:
         "bias_swiglu_fusion": is_fused,
         "bias_gelu_fusion": is_fused,
     }
-
-
-def _spelled(layout: Any) -> str | None:
-    """Return a layout of a config as the flag takes it; None where it is not spelled by letters."""
-    text = str(layout)
-    return text if "|" in text else None

@@ -140,7 +140,7 @@ def _read_compiled(asked: Asked, name: str, chunks: int | None, microbatches: in
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
     job = asked.job
     ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
-    can, stages, has_ends = catalog.abilities(name), layers.stages_described(job), layers.has_given_ends(job)
+    can, stages, has_ends = catalog.abilities(name), layers.stages_described(job), layers.given_ends(job)
     if chunks is None:
         is_uncut = has_ends or job.model.pattern or asked.has_heterogeneous_layers
         chunks = COMPILED_CHUNKS if not is_uncut and layers.spread(job) % (2 * ranks) == 0 else 1

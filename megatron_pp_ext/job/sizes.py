@@ -1,5 +1,7 @@
 """The numbers of data-parallel ranks and of microbatches that Megatron's flags imply."""
 
+from math import gcd
+
 from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
@@ -10,6 +12,13 @@ def fewest_ranks(job: Job) -> int:
     replicated, parallel = replicas.requested(job), job.parallel
     across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
     return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size
+
+
+def smallest_world(job: Job) -> int:
+    """The fewest ranks that hold whole copies of the model, and whole groups of experts in each stage."""
+    copy, parallel = fewest_ranks(job), job.parallel
+    experts, of_stage = parallel.expert_ranks, copy // parallel.pipeline_model_parallel_size
+    return copy * (experts // gcd(experts, of_stage))
 
 
 def data_parallel_size(job: Job, world_size: int) -> int:

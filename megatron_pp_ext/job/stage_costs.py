@@ -41,11 +41,6 @@ def read(job: Job) -> Costs:
     return costs
 
 
-def from_file(job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
-    """Return the costs of ``stages`` stages from the file of --pipeline-costs; see ``cut``."""
-    return cut(read(job), job, stages, shares_vocabulary)
-
-
 def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
     """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
 
@@ -63,9 +58,3 @@ def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) ->
         return costs.joined(layers.by_stage(job, stages))
     with naming(pipeline.pipeline_costs):
         return costs.merged(stages)
-
-
-def lacks_parameters(job: Job) -> bool:
-    """Whether the file of --pipeline-costs is without the parameters of some stage."""
-    file = job.pipeline.pipeline_costs
-    return file is not None and not costs_file.read(file).has_parameters

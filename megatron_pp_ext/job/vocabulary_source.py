@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit
 from megatron_pp_ext.compiler.limits import least_limits, of_each_rank
@@ -27,11 +25,8 @@ _ATTEMPTS = 8
 """The limits tried for what a compiled schedule keeps beside its ranks' parts of the vocabulary."""
 
 
-class CostsOf(Protocol):
-    """The costs to compile from."""
-
-    def __call__(self, stages: int, shares_vocabulary: bool) -> Costs:
-        """Return those of ``stages`` stages; they may count a vocabulary that the ranks share."""
+CostsOf = Callable[[int, bool], Costs]
+"""(stages, whether ranks share the vocabulary) -> the costs of so many stages, to compile from."""
 
 
 def requested_source(request: Request, costs_of: CostsOf) -> Source:
@@ -39,7 +34,12 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
 
     Raises what ``compile_schedule`` raises where ``flex`` cannot keep its limit.
     """
-    source = _without_copies(request, costs_of)
+    if request.vocabulary == SHARED:
+        source = _sharing(request, costs_of)
+    elif request.vocabulary == AUTO:
+        source = _shorter_of_both(request, costs_of)
+    else:
+        source = source_of(request, lambda stages: costs_of(stages, False))
     if request.offload is None:
         return source
 
@@ -56,21 +56,12 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
     return replace(source, build=build, known=None if source.known is None else planned(source.known))
 
 
-def _without_copies(request: Request, costs_of: CostsOf) -> Source:
-    """Return the source of ``request``'s schedules without copies, unless the compiler chose them."""
-    if request.vocabulary == SHARED:
-        return _sharing(request, costs_of)
-    if request.vocabulary == AUTO:
-        return _shorter_of_both(request, costs_of)
-    return source_of(request, partial(costs_of, shares_vocabulary=False))
-
-
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
     """Return the source of ``request``'s schedules with a vocabulary that all ranks share."""
     if catalog.abilities(request.schedule).is_compiled:
         whole, costs = (costs_of(request.finest.stages, is_shared) for is_shared in (False, True))
         return compiled_beside_vocabulary(request, whole, costs)
-    plain = source_of(request, partial(costs_of, shares_vocabulary=True))
+    plain = source_of(request, lambda stages: costs_of(stages, True))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return share(lambda count: plain.build(count, free_bytes), microbatches)
@@ -82,7 +73,7 @@ def _sharing(request: Request, costs_of: CostsOf) -> Source:
 
 def _shorter_of_both(request: Request, costs_of: CostsOf) -> Source:
     """Return the source that shares the vocabulary, or the one that does not: the one with shorter steps."""
-    alone = source_of(request, partial(costs_of, shares_vocabulary=False))
+    alone = source_of(request, lambda stages: costs_of(stages, False))
     try:
         sources = alone, _sharing(request, costs_of)
     except InfeasibleLimit:

@@ -105,15 +105,12 @@ def _longer_positions(given: GivenModel, kept: Mapping[str, object], mine: Seque
 
 def _joined(flags: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:
     """Return ``flags`` with the sizes that options give; ValueError where both say something else."""
-    words = list(flags)
-    parts = [part for word in words for part in word.split("=", 1)]
+    words, given = list(flags), flag_words.by_argument(flags)
     for name, value in sizes.items():
-        if value is None:
-            continue
-        if flag(name) not in parts:
+        behind = given.get(name)
+        if value is not None and behind is None:
             words += [flag(name), str(value)]
-        elif (behind := parts[parts.index(flag(name)) + 1 : parts.index(flag(name)) + 2]) != [str(value)]:
-            raise ValueError(
-                f"{flag(name)} is {value}, but {' '.join(behind) or 'nothing'} behind --: leave one out"
-            )
+        elif value is not None and behind != [str(value)]:
+            said = " ".join(behind or ()) or "nothing"
+            raise ValueError(f"{flag(name)} is {value}, but {said} behind --: leave one out")
     return words

@@ -186,7 +186,8 @@ def put_together(
     if system is not None:
         hop = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
     hidden = sum(
-        _exchanged(measured[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
+        # The tokens of a microbatch travel between experts, there and back, both ways.
+        _waits(measured[source[placement.rank_of(stage)]], system, placement.chunk_of(stage), "all_to_all")
         for stage in range(placement.stages)
     )
     vocabulary = _vocabulary(measured.values(), system, hop)
@@ -252,15 +253,6 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
     )
 
 
-def _exchanged(measured: RankRehearsal, chunk: int, system: System | None) -> float:
-    """Return the seconds that a microbatch's tokens travel between experts, there and back, both ways."""
-    return sum(
-        one.seconds(system)
-        for one in measured.collectives
-        if system is not None and one.chunk == chunk and one.operation == "all_to_all"
-    )
-
-
 def _vocabulary(
     measured: Iterable[RankRehearsal], system: System | None, hop: float
 ) -> VocabularyCosts | None:
@@ -276,10 +268,10 @@ def _vocabulary(
     return alone.exchanged_over(hop)
 
 
-def _waits(measured: RankRehearsal, system: System | None, chunk: int, *kinds: Kind) -> float:
-    """Return the seconds of the collectives within a microbatch's actions of ``kinds``."""
+def _waits(measured: RankRehearsal, system: System | None, chunk: int, *during: Kind | str) -> float:
+    """Return the seconds of a microbatch's collectives ``during`` some kinds of actions, or of some kinds."""
     return sum(
         one.seconds(system)
         for one in measured.collectives
-        if system is not None and one.chunk == chunk and Kind(one.kind) in kinds
+        if system is not None and one.chunk == chunk and (one.operation in during or one.kind in during)
     )

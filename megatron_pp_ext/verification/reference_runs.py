@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pp_ext.job import layers, our_flags
-from megatron_pp_ext.job.rules import pairs_and_vocabulary
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
@@ -25,7 +24,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     **our_flags.of_schedules(),
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
-    pairs_and_vocabulary.FLAG: 0,
+    "--overlap-moe-expert-parallel-comm": 0,
 }
 """The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_pp_ext.calibration import described_system, measure
-from megatron_pp_ext.calibration.ranks import Findings
 from megatron_pp_ext.costs import system
 
 CPU = torch.device("cpu")
 SECONDS, LATENCY = 0.25, 0.001
+ALONE = {"matrix_rates": {"fp32": [(8.0, 8.0, 8.0, 1e9)]}, "copy_bytes_per_second": 1e9}
 
 
 @pytest.fixture
@@ -55,18 +55,22 @@ def test_a_message_is_half_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None
     """What a large one takes beyond a tiny one goes by its bytes."""
     both_ways = {4: 2 * LATENCY, measure.MESSAGE_BYTES: 2 * (LATENCY + 0.5)}
     monkeypatch.setattr(measure, "_round_trip", lambda size, count, device: both_ways[size])
-    latency, rate = measure.message(CPU)
-    assert (latency, rate) == (LATENCY, pytest.approx(2 * measure.MESSAGE_BYTES))
+    link = measure.message(CPU)
+    assert (link.latency_seconds, link.bytes_per_second) == (
+        LATENCY,
+        pytest.approx(2 * measure.MESSAGE_BYTES),
+    )
 
 
 def test_copies_to_the_host_take_a_latency_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: LATENCY, measure.HOST_BYTES: LATENCY + 0.5}
     monkeypatch.setattr(measure, "_both_ways", lambda size, device: seconds[size])
-    latency, rate = measure.host_link(CPU)
-    assert (latency, rate) == (LATENCY, pytest.approx(2 * measure.HOST_BYTES))
-    found = Findings({"fp32": [(8.0, 8.0, 8.0, 1e9)]}, 1e9, host=(latency, rate))
+    link = measure.host_link(CPU)
+    assert link.latency_seconds == LATENCY
+    assert link.bytes_per_second == pytest.approx(2 * measure.HOST_BYTES)
+    found = {**ALONE, "host": link}
     described = described_system.described_system(found, 1, False, system.read("h100"))
-    assert described.host == system.Link(rate, latency)
+    assert described.host == link
     assert described.sources["host"].endswith("both ways at once")
 
 
@@ -92,8 +96,7 @@ def test_groups_are_of_powers_of_two_and_of_all() -> None:
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=64 * 2**30))
     monkeypatch.setattr(described_system, "psutil", memory)
-    rates = {"fp32": [(8.0, 8.0, 8.0, 1e9)]}
-    found = Findings(rates, 1e9, LATENCY, 2e9, {"gather": [(2.0, 1024.0, 0.1)]})
+    found = {**ALONE, "node": system.Link(2e9, LATENCY), "gather": [(2.0, 1024.0, 0.1)]}
     described = described_system.described_system(found, 4, False, None)
     assert described.memory_bytes == 16 * 2**30
     assert (described.gpus_per_node, described.node) == (4, described.network)

@@ -10,7 +10,8 @@ import socket
 
 import pytest
 
-from megatron_pp_ext.job.smallest_world import smallest_world
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.job.typed_job import Job
 
 GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --bf16"
 DROPLESS = (
@@ -116,10 +117,14 @@ def test_other_numbers_of_gpus_are_taken_as_they_are_given(mpp):
 
 
 def test_experts_may_need_more_gpus_than_one_copy_of_the_model():
-    assert smallest_world(copy=4, pipeline=4, experts=8) == 32
-    assert smallest_world(copy=16, pipeline=8, experts=32) == 256
-    assert smallest_world(copy=16, pipeline=2, experts=4) == 16
-    assert smallest_world(copy=12, pipeline=2, experts=4) == 24
+    for tensor, pipeline, experts, world in ((1, 4, 8, 32), (2, 8, 32, 256), (8, 2, 4, 16), (6, 2, 4, 24)):
+        job = Job().changed(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=experts,
+            expert_tensor_parallel_size=1,
+        )
+        assert smallest_world(job) == world
 
 
 def said(result) -> str:

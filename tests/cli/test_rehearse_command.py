@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.cli import rehearse as command
-from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
+from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
+from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.jobs.failure import reason
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -47,13 +49,14 @@ def test_a_job_s_flags() -> None:
     ],
 )
 def test_the_smallest_job(flags: str, world: int) -> None:
-    assert smallest_world(flags.split()) == world
+    assert smallest_world(described.read(flags.split(), None).asked.job) == world
 
 
 def test_where_a_rank_is() -> None:
     words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2"]
-    assert environment(words, 3, 64)["RANK"] == "48"
-    assert environment([*words, "--use-tp-pp-dp-mapping"], 3, 64)["RANK"] == "6"
+    for more, place in (([], "48"), (["--use-tp-pp-dp-mapping"], "6")):
+        asked = described.read([*words, *more], None).asked
+        assert environment(asked, 3, 64)["RANK"] == place
 
 
 def test_the_reason_of_a_failure() -> None:

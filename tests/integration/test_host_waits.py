@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
+from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.planner import described
 from tests.support import training
 from tests.support.host_waits import CHECK, HostWaits, host_waits
 from tests.support.ranks import RankError, run_ranks
@@ -62,8 +64,8 @@ def test_a_rehearsal_waits_as_training_does(tmp_path: Path) -> None:
     flags = [*PP2, "--pipeline-schedule", "v-half"]
 
     def alone(rank: int) -> HostWaits:
-        words = [*training.TINY, *flags]
-        os.environ.update(environment(words, rank, smallest_world(words)))
+        asked = described.read([*training.TINY, *flags], None).asked
+        os.environ.update(environment(asked, rank, smallest_world(asked.job)))
         return host_waits(rank, rehearsal_flags(flags, 2, tmp_path / f"{rank}.json"))
 
     for found, real in zip(run_ranks(alone, 2), waits(2, *flags[3:]), strict=True):

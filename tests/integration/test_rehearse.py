@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags, smallest_world
+from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
+from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.schedule import csv_file
@@ -27,9 +29,10 @@ def rehearse(flags: str, folder: Path) -> dict[int, RankRehearsal]:
     words = [*training.TINY, *flags.split()]
     size = int(words[words.index("--pipeline-model-parallel-size") + 1])
     files = [folder / f"{rank}.json" for rank in range(size)]
+    asked = described.read(words, None).asked
 
     def alone(rank: int) -> None:
-        os.environ.update(environment(words, rank, smallest_world(words)))
+        os.environ.update(environment(asked, rank, smallest_world(asked.job)))
         argv = rehearsal_flags(words, 2, files[rank])
         training._train(rank, cpu.with_cpu_flags(argv), training.initialize_by_layer, None)
 
@@ -68,7 +71,7 @@ def test_weights_of_experts_are_counted_apart() -> None:
 def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) -> None:
     found = rehearse(flags, tmp_path)
     file = tmp_path / "trace.json"
-    world = smallest_world(flags.split())
+    world = smallest_world(described.read(flags.split(), None).asked.job)
     real_flags = [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)]
     runs = training.train(world, real_flags, grab=weight_bytes)
     real = trace_file.read(file)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.job.flag_hint import hint
+from megatron_pp_ext.job.flag_table import hint
 
 KNOWN = (
     "--num-layers",

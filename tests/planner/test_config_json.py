@@ -210,7 +210,7 @@ EVERY_TYPE = {*model_types.TYPES, *model_types.SAME}
 
 
 def test_no_type_is_both_known_and_refused() -> None:
-    assert EVERY_TYPE.isdisjoint(model_types.refused())
+    assert EVERY_TYPE.isdisjoint(model_types.REFUSED)
     assert set(model_types.SAME.values()) <= set(model_types.TYPES)
 
 

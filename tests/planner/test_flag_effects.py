@@ -146,7 +146,7 @@ def test_every_argument_of_every_release_is_in_one_class() -> None:
 def test_values_that_costs_know_are_some_of_megatrons() -> None:
     rows = {row["dest"]: row for row in flag_table.installed()}
     for what in ("stages", "step"):
-        for name, known in flag_effects.known_values(what).items():
+        for name, known in flag_effects.table()["values"][what].items():
             assert name in flag_effects.counted()
             assert set(known) < set(rows[name]["choices"])
 

@@ -36,7 +36,7 @@ from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.integration import patching, releases, seams
 from megatron_pp_ext.integration.core.global_names import global_parameters
-from megatron_pp_ext.job.rules import measuring
+from megatron_pp_ext.job.rules import unknown_costs
 from tests.support import frozen
 
 patching.apply(seams.launch_seams(cpu=True))
@@ -56,7 +56,7 @@ def _known_help_texts(factory: ArgumentGroupFactory, configuration: type) -> dic
 # The parser reads the sources of all configurations, half a second on each rank: here once for all of them.
 ArgumentGroupFactory._get_field_docstrings = _known_help_texts
 MEGATRON_FLAGS = megatron_flags()
-measuring.not_compiled()  # likewise: the tables of what each flag does
+unknown_costs.not_compiled()  # likewise: the tables of what each flag does
 # It would parse all flags once more, for a package that is not there.
 ft_integration.setup = lambda: None
 

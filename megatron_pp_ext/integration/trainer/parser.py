@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.trainer.agreement import refused
-from megatron_pp_ext.job import flag_hint, our_flags
+from megatron_pp_ext.job import flag_table, our_flags
 
 
 @hook("megatron.training.arguments:add_megatron_arguments", "parser", "the --pipeline-schedule flags")
@@ -26,4 +26,4 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     flag = unknown.partition("=")[0].rstrip(":")
     known = [known for known in parser._option_string_actions if known.startswith("--")]
     fix = "correct it (--help shows all flags)"
-    raise refused(f"{message}; {flag_hint.hint(flag, known, fix) if flag and flag not in known else fix}")
+    raise refused(f"{message}; {flag_table.hint(flag, known, fix) if flag and flag not in known else fix}")

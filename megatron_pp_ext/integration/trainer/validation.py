@@ -171,7 +171,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
 def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
     if asked.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
-    return stage_costs.from_file(asked.job, stages, shares_vocabulary)
+    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

@@ -3,28 +3,31 @@
 import re
 from typing import Any
 
-from megatron_pp_ext.job.rules import (
-    activations_on_host,
-    measuring,
-    pairs_and_vocabulary,
-    schedules,
-    stock,
-    without_flush,
-)
+from megatron_pp_ext.job.rules import unknown_costs
 from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.job.rules.rule import Refused
+from megatron_pp_ext.job.rules.rule import Refused, read
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
-TABLE = (
-    *measuring.RULES,
-    *stock.RULES,
-    *schedules.RULES,
-    *pairs_and_vocabulary.RULES,
-    *without_flush.RULES,
-    *activations_on_host.RULES,
-)
+TOPICS = {
+    topic: read(topic)
+    for topic in (
+        "measuring",
+        "stock",
+        "schedules",
+        "pairs_and_vocabulary",
+        "without_flush",
+        "activations_on_host",
+    )
+}
+"""The rules by the files that they are in."""
+
+TABLE = tuple(rules for topic in TOPICS.values() for rules in topic)
 """All rules, in the order in which they are looked at."""
 
+CONFIG = read("config")
+"""Those about settings without a flag."""
+
+_BY_TITLE = {rules.title: rules for rules in TABLE}
 
 _FLAG = re.compile(r"--([a-z0-9-]+)")
 
@@ -36,23 +39,23 @@ def refuse(asked: Asked) -> None:
 
 def refuse_to_plan(asked: Asked) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (*measuring.not_counted(), *stock.RULES))
+    refuse_by(asked, (*unknown_costs.not_counted(), *TOPICS["stock"]))
 
 
 def refuse_to_predict(asked: Asked) -> None:
     """Raise ValueError for what the costs of stages do not know, unless a file gives these costs."""
-    refuse_by(asked, (measuring.not_compiled(),))
+    refuse_by(asked, (unknown_costs.not_compiled(),))
 
 
 def refuse_without_pipeline(asked: Asked) -> None:
     """Raise ValueError for what needs a pipeline where a model has none."""
-    refuse_by(asked, (schedules.NO_PIPELINE,))
+    refuse_by(asked, (_BY_TITLE["Without a pipeline"],))
 
 
 def refuse_model(asked: Asked) -> None:
     """Raise ValueError for what a model that is built cannot train with, in the words of its config."""
     try:
-        refuse_by(asked, (*schedules.RULES, *pairs_and_vocabulary.RULES))
+        refuse_by(asked, (*TOPICS["schedules"], *TOPICS["pairs_and_vocabulary"]))
     except Refused as error:
         line = _FLAG.sub(lambda found: found[1].replace("-", "_"), str(error))
         raise Refused(line.replace("pipeline_schedule ", ""), error.rule) from None
@@ -60,9 +63,10 @@ def refuse_model(asked: Asked) -> None:
 
 def refuse_config(config: Any) -> None:
     """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
-    refuse_by(Asked(config), stock.CONFIG)
+    refuse_by(Asked(config), CONFIG)
 
 
 def can_share_vocabulary(asked: Asked) -> bool:
     """Whether --pipeline-vocabulary auto has a choice."""
-    return not any(rule.holds(asked) for rule in pairs_and_vocabulary.VOCABULARY.rows)
+    title = "Beside a shared vocabulary; `auto` does not share it then"
+    return not any(rule.holds(asked) for rule in _BY_TITLE[title].rows)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule import catalog, costs_file
 from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.names import AUTO
@@ -15,6 +15,9 @@ from megatron_pp_ext.schedule.placement import Placement
 
 ENGINE = "transformer-engine"
 """The name of the package whose layers run on GPUs."""
+
+FIRST_ENGINE = "2.3"
+"""The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,47 @@ class Asked:
         return " or ".join(map(str, layers.stages_for_prediction(self.placement)))
 
     @property
+    def can_predict(self) -> bool:
+        """Whether multi-token prediction is where Megatron can train it, as far as the placement is known."""
+        return self.placement is None or layers.can_predict(self.job, self.placement)
+
+    @property
+    def predicts_before_the_end(self) -> bool:
+        """Whether a layout puts multi-token prediction into another stage than the last."""
+        return self.has_layout and any("m" in stage for stage in (layers.layout(self.job) or ())[:-1])
+
+    @property
+    def is_v(self) -> bool:
+        """Whether both ends of the model are on one rank."""
+        return self.placement is not None and self.placement.is_mirrored(1)
+
+    @property
+    def changes_its_order(self) -> bool:
+        """Whether another order takes the place of the first one while the job runs."""
+        return self.can.measures_memory or self.pipeline_profile_steps is not None
+
+    @property
+    def has_room_for_another(self) -> bool:
+        """Whether a schedule compiled from measurements may take the place of the one that is asked."""
+        return self.has_schedule and self.can.flushes and not self.can.file
+
+    @property
+    def lacks_parameters(self) -> bool:
+        """Whether the file of --pipeline-costs is without the parameters of some stage."""
+        file = self.pipeline_costs
+        return file is not None and not costs_file.read(file).has_parameters
+
+    @property
+    def has_distributed_optimizer(self) -> bool:
+        """Whether --optimizer shares out whole layers to data-parallel ranks."""
+        return str(self.optimizer).startswith("dist_")
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether all sizes of sparse attention's indexer are given."""
+        return bool(self.dsa_indexer_n_heads and self.dsa_indexer_head_dim and self.dsa_indexer_topk)
+
+    @property
     def has_heterogeneous_layers(self) -> bool:
         """Whether a file describes each layer of the model by itself."""
         flags = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
@@ -129,11 +173,6 @@ class Asked:
         """Whether the model has a layer whose MLP is not one of experts."""
         model = self.job.model
         return "-" in model.pattern if model.pattern else not (model.num_experts and all(model.has_experts))
-
-    @property
-    def recomputes_selectively(self) -> bool:
-        """Whether parts of layers are computed again."""
-        return self.job.memory.recompute_granularity == "selective"
 
     @property
     def gathers_weights(self) -> bool:

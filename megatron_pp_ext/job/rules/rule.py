@@ -1,34 +1,44 @@
 """The form of a rule about what cannot be asked together, and the one function that goes through them."""
 
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_pp_ext.job.rules.asked import Asked
-
-Test = Callable[[Asked], object]
+from megatron_pp_ext.job.rules.condition import holds
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that cannot be: what is asked, the reason and the fix.
 
-    In all texts ``{name}`` stands for an attribute of ``Asked``.  ``asked`` tells whether it was asked; by
-    default, whether the flag that ``what`` begins with is set.  ``releases`` are those that the rule is
-    about, such as ``transformer-engine<2.3``; without, it is about all.  Where the machine that trains is
-    not known, a rule about some releases does not hold.
+    In all texts ``{name}`` stands for an attribute of ``Asked``.  ``asked`` tells whether it was asked, in
+    the words of ``condition``; by default, whether the flag that ``what`` begins with is set, to the value
+    behind it if ``what`` is a flag and a value.  ``releases`` are those that the rule is about, such as
+    ``transformer-engine<2.3``; without, it is about all.  Where the machine that trains is not known, a rule
+    about some releases does not hold.
     """
 
     what: str
     reason: str
-    fix: str = "leave one of the two out"
-    asked: Test | None = None
+    fix: str
+    asked: str = ""
     releases: str = ""
 
     def holds(self, asked: Asked) -> bool:
         """Whether it was asked, on such releases."""
-        if self.releases and not _is_among(self.releases, asked):
-            return False
-        return bool(self.asked(asked) if self.asked else asked.is_set(self.what.split()[0]))
+        return (not self.releases or _is_among(self.releases, asked)) and holds(
+            self.asked or self._by_itself, asked
+        )
+
+    @property
+    def _by_itself(self) -> str:
+        """The condition that ``what`` says already."""
+        flag, *behind = self.what.split()
+        name = flag.removeprefix("--").replace("-", "_")
+        return f"{name} is {behind[0]}" if len(behind) == 1 and behind[0][0] != "{" else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +50,14 @@ class Rules:
     """
 
     title: str
-    when: Test
+    when: str
     rows: tuple[Rule, ...]
     beside: str = ""
     or_else: str = ""
 
     def broken(self, asked: Asked) -> Iterator[Rule]:
         """Yield the rules that ``asked`` breaks."""
-        if self.when(asked):
+        if holds(self.when, asked):
             yield from (rule for rule in self.rows if rule.holds(asked))
 
     def sentence(self, rule: Rule, asked: Asked) -> str:
@@ -63,6 +73,26 @@ class Refused(ValueError):
     def __init__(self, line: str, rule: Rule) -> None:
         super().__init__(line)
         self.rule = rule
+
+
+def read(topic: str) -> tuple[Rules, ...]:
+    """Return the rules of ``topic``, which is the name of a file beside this one.
+
+    A row has the values of a ``Rule``.  Those that it leaves out or empty are ``reason`` and ``fix`` of its
+    group.  A group may have all ``rules_of`` another one, by its title.
+    """
+    content = tomllib.loads(Path(__file__).with_name(f"{topic}.toml").read_text(encoding="utf-8"))
+    found: dict[str, Rules] = {}
+    for group in content["group"]:
+        title, like = group.get("title", ""), found.get(group.get("rules_of", ""))
+        rows = like.rows if like else tuple(_row(group, *row) for row in group["rules"])
+        others = {name: group.get(name, "") for name in ("when", "beside", "or_else")}
+        found[title] = Rules(title, rows=rows, **others)
+    return tuple(found.values())
+
+
+def _row(group: dict[str, Any], what: str, reason: str = "", fix: str = "", *others: str) -> Rule:
+    return Rule(what, reason or group["reason"], fix or group.get("fix", "leave one of the two out"), *others)
 
 
 def refuse(asked: Asked, table: Iterable[Rules]) -> None:

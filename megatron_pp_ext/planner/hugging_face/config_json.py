@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, short
 from megatron_pp_ext.planner.hugging_face.config_keys import BY_FLAGS
-from megatron_pp_ext.planner.hugging_face.model_types import SAME, TYPES, refused
+from megatron_pp_ext.planner.hugging_face.model_types import REFUSED, SAME, TYPES
 
 LONGEST_DEFAULT = 8192
 """The sequence length where nobody gives one: that of the model's positions, but at most so many tokens."""
@@ -84,8 +84,8 @@ def _known(kind: object) -> str:
         name = SAME.get(kind, kind)
         if name in TYPES:
             return name
-        if kind in refused():
-            raise ValueError(f"model_type {kind!r} is not supported: {refused()[kind]}")
+        if kind in REFUSED:
+            raise ValueError(f"model_type {kind!r} is not supported: {REFUSED[kind]}")
     hint = _misspelled(kind) if isinstance(kind, str) else ""
     raise ValueError(f"model_type {short(kind)} is not known here: {hint or BY_FLAGS}")
 

@@ -1,12 +1,14 @@
 """The layout with which stages that were measured would make a shorter pipeline."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from statistics import median
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
-from megatron_pp_ext.planner.layout.layer_row import LayerRow
-from megatron_pp_ext.planner.layout.measured_layers import divided
+from megatron_pp_ext.planner.layout.layer_row import LayerRow, Seconds, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow
 from megatron_pp_ext.planner.layout.rows import Shortest, shortest
 from megatron_pp_ext.planner.step.model_parts import model_parts
@@ -58,3 +60,38 @@ def advised(
     if best.gain < _WORTH:
         return None
     return described.stages.spelled(with_prediction(best.cut)), best
+
+
+def divided(
+    costs: Costs, sizes: Sequence[float], known: Sequence[int]
+) -> tuple[tuple[Seconds, ...], Seconds, Seconds]:
+    """Return the seconds of every layer, and those of the first and of the last stage beside their layers.
+
+    Stage s has ``known[s]`` layers, which share its seconds in ``costs`` in proportion to their ``sizes``.
+    In the first and the last stage they take at most what layers of their size take between these, by the
+    median, or in the first stage where nothing is between.  What is left is the embedding's or the loss's.
+    """
+    totals = [sum(sizes[start:end]) for start, end in pairwise(accumulate(known, initial=0))]
+    by_kind = zip(*map(seconds_of, costs.stages), strict=True)
+    rates, front, back = zip(*(_rates(took, totals) for took in by_kind), strict=True)
+    by_stage = list(zip(*rates, strict=True))
+    stages = [stage for stage, count in enumerate(known) for _ in range(count)]
+    seconds = [
+        tuple(rate * size for rate in by_stage[stage]) for stage, size in zip(stages, sizes, strict=True)
+    ]
+    return tuple(seconds), front, back
+
+
+def _rates(took: Sequence[float], totals: Sequence[float]) -> tuple[list[float], float, float]:
+    """Return each stage's seconds for a layer of size 1, and those of the ends beside their layers."""
+
+    def beside(end: int) -> float:
+        if not totals[end]:
+            return took[end]
+        return took[end] - usual * totals[end] if took[end] / totals[end] > usual else 0.0
+
+    rates = [own / total if total else 0.0 for own, total in zip(took, totals, strict=True)]
+    usual = median([rate for rate in rates[1:-1] if rate] or [rates[0] or inf])
+    front, back = beside(0), beside(-1)
+    rates[0], rates[-1] = min(rates[0], usual), min(rates[-1], usual)
+    return rates, front, back

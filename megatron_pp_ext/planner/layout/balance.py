@@ -14,17 +14,13 @@ type _Choices = list[list[tuple[int, int, float]]]
 """For each stage, the items first, ..., end - 1 that it may have: (first, end, seconds)."""
 
 
-def even(items: int, least: Sequence[int]) -> Cut:
+@lru_cache(maxsize=4096)
+def even(items: int, least: Cut) -> Cut:
     """Return a cut whose numbers of items differ by one at most, but for stages that need more.
 
     The first stages are the longer ones.  ``least`` has the fewest items of each stage; ValueError where
     there are fewer than they need together.
     """
-    return _even(items, tuple(least))
-
-
-@lru_cache(maxsize=4096)
-def _even(items: int, least: Cut) -> Cut:
     stages = len(least)
     if sum(least) > items:
         raise ValueError(f"{items} layers do not fill {stages} stages, which need {sum(least)} together")
@@ -36,7 +32,7 @@ def _even(items: int, least: Cut) -> Cut:
     return tuple(cut)
 
 
-def balanced(items: int, seconds: Seconds, least: Sequence[int]) -> Cut:
+def balanced(items: int, seconds: Seconds, least: Cut) -> Cut:
     """Return the cut whose longest stage is shortest, and among these the one with the least sum of squares.
 
     ``least`` has the fewest items of each stage, and a stage takes no less for more items.  This is an exact

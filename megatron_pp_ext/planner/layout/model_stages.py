@@ -6,7 +6,8 @@ from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
-from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, Seconds, StageSeconds
+from megatron_pp_ext.planner.layout.layer_row import Seconds
+from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, StageSeconds
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -66,10 +67,8 @@ class ModelStages:
 
     def seconds(self, stage: int, first: int, end: int) -> Seconds:
         """Return the seconds of F, I and W of ``stage`` if it has the items first, ..., end - 1."""
-        return self._counted.of(self._role(stage), first, end)
-
-    def _role(self, stage: int) -> int:
-        return FIRST if stage == 0 else LAST if stage == self.placement.stages - 1 else MIDDLE
+        role = FIRST if stage == 0 else LAST if stage == self.placement.stages - 1 else MIDDLE
+        return self._counted.of(role, first, end)
 
     def layout(self, cut: Cut) -> str | None:
         """Return ``cut`` as --pipeline-model-parallel-layout; None where Megatron cuts so by itself."""

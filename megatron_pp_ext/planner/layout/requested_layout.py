@@ -42,7 +42,7 @@ def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
     )
     model = model_parts(job)
     cuts = ModelStages(job, StageSeconds(job, model), placement)
-    known = even(cuts.layers, [1] * placement.stages)
+    known = even(cuts.layers, (1,) * placement.stages)
     known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
     # The request is that of even stages: only their numbers of layers are to change.
     even_stages = _laid_out(asked, cuts.spelled(known))

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.layout.layer_row import Seconds, seconds_of
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
 FIRST, MIDDLE, LAST = range(3)
 """Where a stage is: it has the embedding, only layers, or the output layer and the loss."""
-
-type Seconds = tuple[float, float, float]
-"""The seconds of F, I and W."""
 
 
 class StageSeconds:
@@ -53,5 +51,4 @@ class StageSeconds:
             stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
             job = job.changed(pipeline_model_parallel_layout="|".join(stages))
         parts = stage_parts(job, replace(self.model, layers=row), counts, self._shares_vocabulary)
-        costs = parts[role].costs(self._is_split)
-        return costs.forward, costs.input_gradient, costs.weight_gradient
+        return seconds_of(parts[role].costs(self._is_split))

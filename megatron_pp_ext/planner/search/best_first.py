@@ -5,6 +5,7 @@ order of their bounds, and the search ends when no remaining bound is below the 
 best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,7 +14,6 @@ from itertools import product
 from math import inf
 
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.planner.search import collector
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
@@ -122,11 +122,18 @@ class Search:
                 f"--gpus {gpus} leaves a node of {each} GPUs in part: nearest that work are {below} and "
                 f"{below + each}"
             )
-        with collector.paused():
+        # Orders are lists of many thousand actions, none of which refers back, and a search builds hundreds:
+        # the collector would look for cycles among them in vain.
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
             bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
             if not self.result.legal:
                 raise ValueError(reason(self._space))
             self._replay(bounded, progress)
+        finally:
+            if was_on:
+                gc.enable()
         if self._compiles is not Compiles.NEVER:
             self._compile(progress)
         if not self.result.best:

@@ -80,7 +80,7 @@ class Space:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         if cut.is_paired:
             return ways
-        if not model.num_experts and not model.add_bias_linear:  # see job.rules.stock
+        if not model.num_experts and not model.add_bias_linear:  # see job/rules/stock.toml
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(self.job) // (cut.pipeline * chunks) // 2
         if half:

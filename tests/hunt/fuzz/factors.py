@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from megatron_pp_ext.job.rules import pairs_and_vocabulary
 from tests.support import frozen
 
 Row = Mapping[str, str]
@@ -23,7 +22,7 @@ _SELECTIVE = "--recompute-granularity selective"
 _SPLIT = "--split 80,10,10"
 
 FLAGS: Mapping[str, Mapping[str, str]] = {
-    "pairs": {"none": "", "all": pairs_and_vocabulary.FLAG},
+    "pairs": {"none": "", "all": "--overlap-moe-expert-parallel-comm"},
     "parallel": {
         "none": "",
         "dp2": "",
