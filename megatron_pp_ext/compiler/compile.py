@@ -167,9 +167,9 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
     else:
         limits = (float(memory_limit),) * ranks
     for limit in limits:
-        if not math.isfinite(limit) or limit <= 0:
+        if not math.isfinite(limit) or limit < 0:
             raise ValueError(
-                f"the memory limit is {limit:g}, but must be a finite number above 0: "
+                f"the memory limit is {limit:g}, but must be a finite number, 0 or more: "
                 "give it in the unit in which the costs count activations"
             )
     return limits

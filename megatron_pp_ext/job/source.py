@@ -89,8 +89,8 @@ def from_catalogue(name: str, placement: Placement, is_paired: bool = False) -> 
         return catalog.build(name, placement.ranks, microbatches, placement.chunks, is_paired)
 
     def limits(costs: Costs, schedule: Schedule, free_bytes: FreeBytes) -> tuple[Sequence[float], Costs]:
-        """Each rank's own peak, so that memory does not rise; a rank without layers keeps nothing."""
-        return [max(1.0, peak) for peak in simulate(schedule, costs).peak_memory], costs
+        """Each rank's own peak, so that memory does not rise."""
+        return simulate(schedule, costs).peak_memory, costs
 
     return Source(name, placement, build, limits)
 

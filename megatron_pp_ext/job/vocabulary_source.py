@@ -42,18 +42,18 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
         source = source_of(request, lambda stages: costs_of(stages, False))
     if request.offload is None:
         return source
-
-    def planned(schedule: Schedule) -> Schedule:
-        try:
-            costs = costs_of(request.finest.stages, source.placement.shares_vocabulary)
-        except ValueError:  # any model may train, also one that the estimate does not know
-            costs = Costs.unit(request.finest)
-        return offloading.planned(schedule, request, costs.merged(schedule.placement.stages))
+    placement = source.placement
+    try:  # before the first step, since Megatron completes its flags, whose costs are then no longer known
+        costs = costs_of(request.finest.stages, placement.shares_vocabulary)
+    except ValueError:  # any model may train, also one that the estimate does not know
+        costs = Costs.unit(placement)
+    costs = costs.merged(placement.stages)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return planned(source.build(microbatches, free_bytes))
+        return offloading.planned(source.build(microbatches, free_bytes), request, costs)
 
-    return replace(source, build=build, known=None if source.known is None else planned(source.known))
+    known = source.known
+    return replace(source, build=build, known=known and offloading.planned(known, request, costs))
 
 
 def _sharing(request: Request, costs_of: CostsOf) -> Source:
@@ -106,11 +106,15 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
     if is_auto:
         placement, ordinary = request.placement, None
     else:
-        ordinary = _shortest_feasible(
-            request.placements,
-            lambda placement: compiler.within(limits, request.microbatches, placement),
-            compiler.costs,
-        )
+        found, reason = [], InfeasibleLimit()
+        for one in request.placements:
+            try:
+                found.append(compiler.within(limits, request.microbatches, one))
+            except InfeasibleLimit as error:
+                reason = error
+        if not found:
+            raise reason
+        ordinary = min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
         placement = replace(ordinary.placement, shares_vocabulary=False)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -145,7 +149,7 @@ class _Beside:
             return own
         with suppress(InfeasibleLimit):
             alike = self._keeping((min(limits),) * self.ranks, microbatches, placement)
-            return min(own, alike, key=lambda one: self._simulated(one).makespan)
+            return min(own, alike, key=lambda one: self.simulated(one).makespan)
         return own
 
     def _keeping(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
@@ -183,9 +187,10 @@ class _Beside:
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
         """Return the memory of each rank."""
-        return self._simulated(schedule).peak_memory
+        return self.simulated(schedule).peak_memory
 
-    def _simulated(self, schedule: Schedule) -> Timeline:
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Return the step of ``schedule``."""
         return simulate(schedule, self.costs.merged(schedule.placement.stages))
 
     def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
@@ -193,19 +198,3 @@ class _Beside:
             return compile_once(count, self.costs, rooms, [placement], self.trials)
 
         return share(build, microbatches)
-
-
-def _shortest_feasible(
-    placements: Sequence[Placement], build: Callable[[Placement], Schedule], costs: Costs
-) -> Schedule:
-    """Return the shortest of the schedules that ``build`` returns; InfeasibleLimit where it never does."""
-    found, reason = [], InfeasibleLimit()
-    for placement in placements:
-        try:
-            schedule = build(placement)
-            found.append((simulate(schedule, costs.merged(placement.stages)).makespan, schedule))
-        except InfeasibleLimit as error:
-            reason = error
-    if not found:
-        raise reason
-    return min(found, key=lambda one: one[0])[1]

@@ -77,9 +77,18 @@ def share_evaluation(schedule: Schedule) -> Schedule:
 
 
 def without_weight_gradients(schedule: Schedule) -> Schedule:
-    """Return ``schedule`` for an output layer whose weight is frozen: without T, for which nothing waits."""
+    """Return ``schedule`` for an output layer whose weight is frozen: without T, for which nothing waits.
+
+    A copy that was launched before a T, or gave its memory up there, does so before the action behind it.
+    """
     orders = (tuple(action for action in order if action.kind is not Kind.T) for order in schedule.orders)
-    return replace(schedule, orders=tuple(orders))
+    behind: dict[Action, Action] = {}
+    for order in schedule.orders:
+        left = order[-1]
+        for action in reversed(order):
+            left = left if action.kind is Kind.T else action
+            behind[action] = left
+    return replace(schedule, orders=tuple(orders), copies=schedule.copies.with_actions(behind.__getitem__))
 
 
 def _put_off(schedule: Schedule, build: Callable[[int], Schedule]) -> Iterator[list[Order]]:

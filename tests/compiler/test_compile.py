@@ -183,9 +183,18 @@ def test_an_infeasible_limit_names_the_least_feasible():
     assert max(compile_schedule(4, 8, costs, 2, trials=0).timeline.peak_activations) == 2
 
 
-@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf])
-def test_a_limit_is_a_number_above_0(limit):
-    with pytest.raises(ValueError, match="must be a finite number above 0") as error:
+def test_a_rank_that_keeps_nothing_needs_no_memory():
+    """So it is with a stage without layers, where messages do not count."""
+    stages = [StageCosts(1, 1, 1, activation=kept) for kept in (1, 0, 1)]
+    found = compile_schedule(3, 5, Costs(tuple(stages)), (1, 0, 1), trials=0).timeline
+    assert found.peak_activations == (1, 0, 1)
+    with pytest.raises(InfeasibleLimit, match=r"limit 0 of rank 0 is infeasible.*at least 1$"):
+        compile_schedule(3, 5, Costs(tuple(stages)), 0)
+
+
+@pytest.mark.parametrize("limit", [-1, math.nan, math.inf])
+def test_a_limit_is_a_number(limit):
+    with pytest.raises(ValueError, match="must be a finite number, 0 or more") as error:
         compile_schedule(4, 8, Costs.unit(v(4)), limit)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,6 @@
 """A stage made of a model chunk: what it tells Megatron's own forward_step, and what it keeps."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 
 from megatron_pp_ext.integration.runners import model_stage
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.planned_stage import run_pair
+from megatron_pp_ext.schedule.actions import Action, Kind
 
 TOKENS = (3, 5, 4)
 
@@ -83,3 +85,31 @@ def test_an_evaluation_keeps_nothing(forwards: Forwards) -> None:
     handed_on = run(one)
     assert not one.in_flight
     assert not any(output.requires_grad for output in handed_on)
+
+
+class Half:
+    """Stands in for a planned stage, and notes for which chunk Megatron answers while a pair runs."""
+
+    answers: str | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.before_forward = self.forward_half = self.backward_half = lambda *about: {}
+        self.during_backward = lambda *about, in_pair: nullcontext()
+        self.after_forward = lambda microbatch, activation, output, tokens: output
+
+    @contextmanager
+    def at_work(self):
+        Half.answers = self.name
+        yield
+        Half.answers = None
+
+    def combined(self, **halves: object) -> tuple[str | None, int, None]:
+        return Half.answers, 0, None
+
+
+def test_megatron_answers_for_the_chunk_of_the_forward_while_a_pair_runs() -> None:
+    """A loss is that of the forward, whose chunk may be another one than the backward's."""
+    stages = {0: Half("first"), 3: Half("last")}
+    output, _ = run_pair(stages, Action(3, Kind.F, 1), None, Action(0, Kind.B, 0), None)
+    assert output == "last" and Half.answers is None

@@ -1,5 +1,7 @@
 """--pipeline-offload: what is requested, and the copies that the schedules of a run then have."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_pp_ext.job import offloading
@@ -7,6 +9,7 @@ from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.offload import share_away
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -79,3 +82,31 @@ def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
     request = offloading.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
     schedule = requested_source(request, unknown).build(MICROBATCHES, None)
     assert len(schedule.copies.back) == schedule.placement.stages * MICROBATCHES / 2
+
+
+def test_costs_are_asked_for_when_the_schedule_is_requested():
+    """Megatron completes its flags later, and they would then ask for what the estimate does not know."""
+    asked = []
+
+    def known_for_now(stages, shares_vocabulary):
+        asked.append(shares_vocabulary)
+        return costs_of(stages)
+
+    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
+    source = requested_source(request, known_for_now)
+    assert asked == [False]
+    source.build(MICROBATCHES, None)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
+    def costs(stages, shares_vocabulary):
+        if not is_known:
+            raise ValueError("not modelled")
+        return costs_of(stages).with_shared_output_layer(1.0, RANKS)
+
+    request = replace(named("1f1b", RANKS, MICROBATCHES), vocabulary=SHARED)
+    schedule = requested_source(offloading.requested(request, 0.5, None), costs).build(MICROBATCHES, None)
+    check(schedule)
+    assert schedule.placement.shares_vocabulary and len(schedule.copies.back) == RANKS * MICROBATCHES / 2

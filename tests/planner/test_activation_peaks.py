@@ -56,3 +56,14 @@ def test_an_input_gradient_keeps_what_its_forward_did_not():
     # zb-h1's last rank: one forward, and at most two microbatches between I and W.
     peaks = Prepared(catalog.build("zb-h1", 2, 4)).in_flight.peaks(stages)
     assert max(peaks) >= 7
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_without_a_pipeline_there_is_one_microbatch_in_flight(is_paired):
+    """In a pair one half keeps by layer what the other frees; both halves and the ends of a step count."""
+    order = program("interleaved", 1, 3, 1, is_paired=is_paired)
+    assert order.in_flight.peaks(parts(1, brief_in_whole=4.0)) == pytest.approx([10 + 4])
+    assert len(order.timer.schedule.paired) == (2 if is_paired else 0)
+    assert order.timer.spans(Costs((parts(1)[0].costs(),), pair=0.75))[0].end == pytest.approx(
+        2.8 * (1 + 2 * 0.75) if is_paired else 3 * 2.8
+    )

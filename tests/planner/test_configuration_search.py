@@ -101,20 +101,46 @@ IN_PAIRS = {
 
 
 def test_pairs_are_searched_as_everything_else():
-    """With Megatron's flag every candidate has experts on several ranks and a schedule in pairs."""
+    """With Megatron's flag every candidate has experts on several ranks and runs in pairs, one rank too."""
     where = space(gpus=8, batch=16, schedules=("1f1b", "interleaved", "dualpipe-v"),
                   fixed=("context_parallel_size",), **IN_PAIRS)  # fmt: skip
     found = searched_as_exhaustively(where, 60e9, top=4)
     assert {one.candidate.is_paired for one in found.best} == {True}
     rounded = rounding.relative(eps=rounding.FLOAT64)
-    hidden = set()
+    hidden, pipelines = set(), set()
     for candidate in everything(where):
-        assert candidate.expert > 1 and candidate.pipeline > 1
+        assert candidate.expert > 1
+        pipelines.add(candidate.pipeline)
         work, step = estimated(candidate, where)
         hidden.add(work.costs.pair < 1)
         bound = bounds(work, candidate.microbatches)[catalog.abilities(candidate.schedule).splits_backward]
         assert step.step_seconds >= bound * (1 - rounded)
     assert hidden == {True}
+    assert pipelines == {1, 2, 4}
+
+
+@pytest.mark.parametrize("limit", [60e9, 20e9])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"vocab_size": 256000}, IN_PAIRS | {"moe_layer_freq": [0] + 7 * [1], "add_bias_linear": False}],
+)
+def test_the_best_layout_is_no_slower_than_any_even_candidate(changed, limit):
+    """Of the search's own space, whatever its bounds leave out: dense layers, long vocabularies, pairs."""
+    even = space(batch=8, schedules=("1f1b", "interleaved"), fixed=("context_parallel_size",), **changed)
+    steps = [one.step_seconds for _, one in (estimated(each, even) for each in everything(even))
+             if one.fullest.total <= limit]  # fmt: skip
+    best = Search(replace(even, is_uneven=True), A100, limit, top=1).run().best[0]
+    assert best.estimate.fullest.total <= limit
+    assert best.estimate.step_seconds <= min(steps) * (1 + rounding.relative(eps=rounding.FLOAT64))
+
+
+def test_pairs_may_recompute_the_dense_layers_before_experts():
+    """Megatron computes neither whole layers nor experts again there, and no dense layer with biases."""
+    own = {"moe_layer_freq": [0] + 7 * [1]}
+    for changed, offered in ((own, True), (own | {"add_bias_linear": True}, False), ({}, False)):
+        where = space(gpus=8, batch=16, **(IN_PAIRS | {"add_bias_linear": False} | changed))
+        names = [one.name for one in where.recomputes(next(where.cuts()), 1)]
+        assert names == ["none", "recompute-mlp"][: 1 + offered]
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.planner.layout.advice import advised, divided
-from megatron_pp_ext.planner.layout.layer_row import LayerRow, seconds_of
+from megatron_pp_ext.planner.layout.rows import LayerRow, seconds_of
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.rehearsal import RankRehearsal, chosen_ranks, put_together, stand_in
+from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal, chosen_ranks, put_together, stand_in
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe

@@ -14,6 +14,7 @@ from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
@@ -174,6 +175,19 @@ def test_a_frozen_output_layer_has_no_weight_gradients(name: str) -> None:
     frozen = without_weight_gradients(schedule)
     check(frozen)
     assert list(frozen) == [action for action in schedule if action.kind is not Kind.T]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_copies_stay_where_the_weight_gradients_of_a_frozen_output_layer_were(name: str) -> None:
+    schedule = shared(name, 4, 7)
+    costs = Costs.unit(schedule.placement).copied_at(0.5)
+    copied = with_share(schedule, costs, 1).schedule
+    moved = copied.copies.back | copied.copies.gone
+    assert any(action.kind is Kind.T for action in moved.values())
+    frozen = without_weight_gradients(copied)
+    check(frozen)
+    assert frozen.copies.back.keys() == copied.copies.back.keys()
+    assert simulate(frozen, costs).makespan <= simulate(copied, costs).makespan
 
 
 @pytest.mark.parametrize(
