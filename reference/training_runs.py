@@ -112,6 +112,7 @@ def _described(
     if row["precision"].startswith("fp8"):
         # None says whether its weights were in FP8 too; five of them could not have run otherwise.
         yield from (("fp8", "hybrid"), ("fp8_param_gather", True))
+        yield "fp8_recipe", "tensorwise" if row["precision"] == "fp8-cs" else "delayed"
     is_fused = training.get("attention_backend") != "unfused"
     yield "sequence_parallel", is_fused and (row.get("tp") or 1) > 1
     if row.get("recompute_modules"):
@@ -119,8 +120,12 @@ def _described(
     if "tp-comm-overlap (userbuffers) is on" in group["assumed"]:
         is_off = "tp-comm-overlap off" in group["assumed"] or "tp overlap off" in group.get("note", "")
         yield "tp_comm_overlap", not is_off
+    if "defer_embedding_wgrad_compute on" in group.get("note", ""):
+        yield "defer_embedding_wgrad_compute", True
     if "dispatcher" in row:
         yield "moe_token_dispatcher_type", row["dispatcher"].split()[0]
+    if row.get("ep_overlap"):
+        yield "overlap_moe_expert_parallel_comm", True
     stages = (row.get("pp") or 1) * (row.get("vp") or 1)
     if shape["num_layers"] % stages:
         yield "account_for_embedding_in_pipeline_split", True

@@ -9,11 +9,7 @@ import pytest
 
 from megatron_pp_ext import activation
 
-ASKED = {
-    "MEGATRON_PP_SCHEDULE": "v-half",
-    "MEGATRON_PP_RANKS": "4",
-    "MEGATRON_PP_MICROBATCHES": "32",
-}
+ASKED = {"MEGATRON_PP_SCHEDULE": "v-half", "MEGATRON_PP_RANKS": "4", "MEGATRON_PP_MICROBATCHES": "32"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +75,7 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_ends_the_process_in_one_line(
-    tmp_path: Path, given: dict[str, str], said: str
-) -> None:
+def test_what_cannot_be_read_ends_the_process_in_one_line(tmp_path, given, said):
     activation.activate()
     printed = run(tmp_path, "import megatron.core; print('never')", **{**ASKED, **given}).splitlines()
     assert printed[0] == "core"
@@ -110,11 +104,8 @@ def test_all_arguments_are_read() -> None:
         "trace": Path("trace.json"),
         "timeout": 10.0,
     }
-
-
-def test_a_limit_for_each_rank_stays_text() -> None:
     given = ASKED | {"MEGATRON_PP_MEMORY_LIMIT": "0.9-0.8-0.8-0.7"}
-    assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7"
+    assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7", "one for each rank"
 
 
 def test_both_doors_at_once_are_refused(tmp_path: Path) -> None:

@@ -41,9 +41,7 @@ def on_rank(monkeypatch: pytest.MonkeyPatch):
     ("rank", "local_rank", "patience"),
     [(0, 0, []), (1, 1, [2 * launch_errors.PATIENCE]), (8, 0, [launch_errors.PATIENCE])],
 )
-def test_rank_0_speaks_first(
-    on_rank, rank: int, local_rank: int, patience: list[float], tmp_path: Path, capsys
-) -> None:
+def test_rank_0_speaks_first(on_rank, rank, local_rank, patience, tmp_path, capsys):
     waited = on_rank(rank, local_rank, tmp_path / "error")
     with pytest.raises(SystemExit) as end, launch_errors.in_one_line():
         raise SystemExit("megatron_pp_ext: a value,\n  the rule and the fix")

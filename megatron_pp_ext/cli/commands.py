@@ -12,6 +12,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
+from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
@@ -102,6 +103,7 @@ def schedule(
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
         require_size(request, files)
         costs = offload.costs(times.costs(ranks, request.finest.chunks), ranks)
+        trials = TRIALS if trials is None else trials
         with waiting("compiling flex"):
             if offload.offload == AUTO:
                 timeline = flex.with_copies(request, costs, trials)

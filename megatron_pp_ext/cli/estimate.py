@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, show_by_rank
+from megatron_pp_ext.costs import system as systems
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_json
+from megatron_pp_ext.job.flag_effects import not_counted
+from megatron_pp_ext.job.flag_words import by_name
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.request import Request
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
+from megatron_pp_ext.jobs.command import missing
+from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.costs.system import System
-    from megatron_pp_ext.job.request import Request
-    from megatron_pp_ext.job.rules.asked import Asked
-    from megatron_pp_ext.planner.search.launch_lines import Launch
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
@@ -45,10 +50,6 @@ def estimate(
 
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
-    from megatron_pp_ext.costs import system as systems
-    from megatron_pp_ext.jobs.command import missing
-    from megatron_pp_ext.planner.search.launch_lines import Launch
-
     if print_only:
         print_flags(to_be_started(flags, model).words)
         return
@@ -59,9 +60,6 @@ def estimate(
     machine = systems.read(system)
     asked, words = described(flags, model)
     asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
-    from megatron_pp_ext.job.flag_effects import not_counted
-    from megatron_pp_ext.job.pipeline import for_world
-    from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
@@ -99,10 +97,8 @@ def estimate(
         write_json(json, content)
 
 
-def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[str], Asked, str]":
+def with_layout(words: Sequence[str], asked: Asked, gpus: int) -> tuple[list[str], Asked, str]:
     """Return flags with a layout in the place of ``auto``, what they ask, and words about the layout."""
-    from megatron_pp_ext.job.flag_words import by_name
-    from megatron_pp_ext.job.sizes import data_parallel_size
     from megatron_pp_ext.planner.layout import requested_layout
 
     if not asked.finds_layout:
@@ -115,7 +111,7 @@ def with_layout(words: Sequence[str], asked: "Asked", gpus: int) -> "tuple[list[
     return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
 
 
-def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int) -> None:
+def show(estimated: "Estimate", request: Request, machine: System, gpus: int) -> None:
     """Time in a few lines, memory as a table."""
     tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None
@@ -144,7 +140,7 @@ def show(estimated: "Estimate", request: "Request", machine: "System", gpus: int
     names = [
         name for name, _ in estimated.fullest.components() if any(getattr(r, name) for r in estimated.ranks)
     ]
-    rank_table.show(
+    show_by_rank(
         "GB on rank",
         {
             name: [f"{getattr(rank, name) / 1e9:.2f}" for rank in estimated.ranks]
@@ -168,10 +164,8 @@ def show_not_counted(lines: Sequence[str]) -> None:
         console.print(f"a step may be other than estimated, which is made without {'; '.join(lines)}")
 
 
-def show_launch(title: str, launch: "Launch", filled_in: Sequence[str]) -> None:
+def show_launch(title: str, launch: Launch, filled_in: Sequence[str]) -> None:
     """Print the command that starts training, and which of its flags are stand-ins for the user's."""
-    from megatron_pp_ext.job.flag_words import by_name
-
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.
     typer.echo(launch.text)

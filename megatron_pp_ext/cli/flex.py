@@ -4,13 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import (
-    TRIALS,
-    Compiled,
-    InfeasibleLimit,
-    frontier,
-    placements_of,
-)
+from megatron_pp_ext.compiler.compile import Compiled, InfeasibleLimit, frontier, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.offloaded import compile_with_copies
 from megatron_pp_ext.job.request import Request, named
@@ -39,12 +33,12 @@ def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | 
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 
-def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
+def compiled(request: Request, costs: Costs, trials: int) -> Compiled:
     """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
     limit, ranks = request.limit, request.ranks
     assert isinstance(limit, float)
     try:
-        return request.compile(costs, TRIALS if trials is None else trials)
+        return request.compile(costs, trials)
     except InfeasibleLimit:
         if limit > LARGEST_FRACTION:
             raise
@@ -56,10 +50,9 @@ def compiled(request: Request, costs: Costs, trials: int | None) -> Compiled:
         ) from None
 
 
-def with_copies(request: Request, costs: Costs, trials: int | None) -> Timeline:
+def with_copies(request: Request, costs: Costs, trials: int) -> Timeline:
     """The best step found where activations may wait on the host; see ``compiler.offloaded``."""
     limit, counted = request.limited(costs)
-    trials = TRIALS if trials is None else trials
     return compile_with_copies(request.microbatches, counted, limit, request.placements, trials)
 
 

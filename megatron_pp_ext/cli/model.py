@@ -10,9 +10,10 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.planner.search.launch_lines import one_a_line
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.described import Described
 
 Flags = Annotated[list[str] | None, typer.Argument(help="Behind --: Megatron's flags.")]
@@ -45,7 +46,7 @@ def models() -> None:
 
 def described(
     flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
-) -> "tuple[Asked, list[str]]":
+) -> tuple[Asked, list[str]]:
     """Return what is asked of the described model, with its vocabulary, and its flags.
 
     See ``planner.described.read``.
@@ -56,7 +57,7 @@ def described(
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     asked = job.counted()
-    if not asked.vocab_size and tokenizer_vocabulary.is_from_hugging_face(asked):
+    if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.vocab_size:
         import warnings
@@ -89,6 +90,4 @@ def _notify(sentences: Sequence[str]) -> None:
 
 def print_flags(words: Sequence[str]) -> None:
     """Print flags for a shell, one a line."""
-    from megatron_pp_ext.planner.search.launch_lines import one_a_line
-
     typer.echo(one_a_line(words))

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli import rank_table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, show_by_rank
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
@@ -24,6 +23,7 @@ from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
+from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.schedule import costs_file, csv_file
 
 _WARM_UP = 1
@@ -74,8 +74,6 @@ def rehearse(
 
     mpp rehearse --model llama3-8b -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...
     """
-    from megatron_pp_ext.planner.search import launch_lines  # which imports numpy
-
     described = to_be_started(flags, model, script)
     job = described.words
     if print_only:
@@ -190,7 +188,7 @@ def _show_bytes(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> 
     if device:
         peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
         rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]
-    rank_table.show("MiB on rank", rows)
+    show_by_rank("MiB on rank", rows)
 
 
 def _show_seconds(rehearsal: Rehearsal) -> None:

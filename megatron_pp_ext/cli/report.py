@@ -1,7 +1,8 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import terminal, trace_file
 
 console = Console(highlight=False)
+
+_COLUMNS, _BETWEEN = 80, 2
+"""The width of an ordinary terminal, and the space between two columns of a table of ranks."""
 
 LARGEST = 2_000_000
 """The most actions that a command simulates: a million take one to two minutes and 0.7 GB."""
@@ -122,6 +126,19 @@ def show(timelines: Mapping[str, Timeline], units: Units, pictures: tuple[Path, 
 
         for path in pictures:
             picture.draw(timelines, path, units.time)
+
+
+def show_by_rank(title: str, rows: Mapping[str, Sequence[str]]) -> None:
+    """Print ``rows``, each with a text for every rank, in as many tables as an ordinary terminal needs."""
+    ranks = len(next(iter(rows.values())))
+    names = max(map(len, (title, *rows))) + _BETWEEN
+    widest = max(len(text) for texts in rows.values() for text in texts)
+    for some in batched(range(ranks), max(1, (_COLUMNS - names) // (max(widest, 4) + _BETWEEN))):
+        columns = (Column(str(rank), justify="right") for rank in some)
+        table = Table(title, *columns, box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0))
+        for name, texts in rows.items():
+            table.add_row(name, *(texts[rank] for rank in some))
+        console.print(table)
 
 
 def print_units(units: Units) -> None:

@@ -13,6 +13,8 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.cli.search_options import Job, Machines, Measuring, Outputs, Tried
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json, write_whole
+from megatron_pp_ext.job.flag_effects import not_counted
+from megatron_pp_ext.jobs.command import missing
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
@@ -33,8 +35,6 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
         print_flags(to_be_started(job.flags, job.model).words)
         return
     from megatron_pp_ext.cli.search_report import Report
-    from megatron_pp_ext.job.flag_effects import not_counted
-    from megatron_pp_ext.jobs.command import missing
     from megatron_pp_ext.planner.search import measured_sizes
     from megatron_pp_ext.planner.search.best_first import HEADROOM, Search
     from megatron_pp_ext.planner.search.candidate import strip

@@ -10,11 +10,15 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.job.layers import stages_flag
+from megatron_pp_ext.job.pipeline import permitted, vocabulary
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.names import AUTO, FLEX
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
-    from megatron_pp_ext.job.rules.asked import Asked
     from megatron_pp_ext.planner.search.best_first import Compiles
     from megatron_pp_ext.planner.search.configurations import Space
 
@@ -29,7 +33,7 @@ class Job:
     global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step.")] = None
     seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None
 
-    def described(self) -> "tuple[Asked, list[str]]":
+    def described(self) -> tuple[Asked, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
         sizes = {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
         asked, words = described(self.flags, self.model, sizes)
@@ -80,15 +84,12 @@ class Tried:
         _known(self.schedules)
 
     def space(
-        self, asked: "Asked", words: Sequence[str], gpus: int, gpus_per_node: int
+        self, asked: Asked, words: Sequence[str], gpus: int, gpus_per_node: int
     ) -> "tuple[Space, Compiles]":
         """Return the configurations of what is ``asked``, whose flags are ``words``, and what is compiled.
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
-        from megatron_pp_ext.job.layers import stages_flag
-        from megatron_pp_ext.job.pipeline import vocabulary
-        from megatron_pp_ext.job.rules import all_rules
         from megatron_pp_ext.planner.search import measured_sizes
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
@@ -118,12 +119,9 @@ class Tried:
         space = Space(job, gpus, gpus_per_node, asked.global_batch_size, names, fixed, is_uneven, stages)
         return space, compiles
 
-    def _schedules(self, asked: "Asked") -> "tuple[Sequence[str], Compiles]":
+    def _schedules(self, asked: Asked) -> "tuple[Sequence[str], Compiles]":
         """Return the families to try, and whether to have schedules compiled."""
-        from megatron_pp_ext.job.pipeline import permitted
         from megatron_pp_ext.planner.search.best_first import Compiles
-        from megatron_pp_ext.schedule import catalog
-        from megatron_pp_ext.schedule.names import FLEX
 
         given, flag = self.schedules, asked.pipeline_schedule
         if given and flag:
@@ -136,7 +134,7 @@ class Tried:
             return catalog.NAMES, Compiles.ONLY
         return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
 
-    def _is_uneven(self, asked: "Asked") -> bool:
+    def _is_uneven(self, asked: Asked) -> bool:
         """Whether layers may move between stages: not of a hybrid model, whose pattern takes no layout.
 
         Nor of stages that were measured.
@@ -192,7 +190,5 @@ class Measuring:
 
 def _known(schedules: str | None) -> list[str]:
     """Return the names in --schedules; ValueError for one that is unknown."""
-    from megatron_pp_ext.schedule import catalog
-
     named = [catalog.canonical(name.strip()) for name in (schedules or "").split(",") if name.strip()]
     return [name if catalog.abilities(name).takes_limit else catalog.entry(name).name for name in named]

@@ -156,10 +156,9 @@ class Report:
                 f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
                 f"{estimate.mfu}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
-            text = launch_lines.batch_file(
-                one.candidate, self.words, self.gpus, self.system.gpus_per_node, comment
-            )
-            file = folder / f"{number:02}-{one.candidate.name}.sh"
+            name, each = one.candidate.name, self.system.gpus_per_node
+            text = launch_lines.batch_file(name, self.flags(one), self.gpus, each, comment)
+            file = folder / f"{number:02}-{name}.sh"
             write_whole(file, text)
             file.chmod(0o755)
 
@@ -194,7 +193,7 @@ class Report:
 
     def flags(self, one: Evaluated) -> list[str]:
         """Return the flags that train ``one``."""
-        return launch_lines.flags(one.candidate, self.words)
+        return one.candidate.flags(self.words)
 
     def _launch(self, one: Evaluated) -> launch_lines.Launch:
         return launch_lines.Launch(self.flags(one), self.gpus, self.system.gpus_per_node, self.script)

@@ -11,6 +11,7 @@ from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import words_of
+from megatron_pp_ext.planner.search.launch_lines import environment
 
 if TYPE_CHECKING:
     from megatron_pp_ext.verification.verdict import Row, Verdict
@@ -63,7 +64,6 @@ def verify(
 
     Exit status 0: equal; 1: they differ; 2: it could not be found out.
     """
-    from megatron_pp_ext.planner.search.launch_lines import environment
     from megatron_pp_ext.verification import reference_runs
     from megatron_pp_ext.verification.tolerances import Arithmetic
     from megatron_pp_ext.verification.verdict import compare

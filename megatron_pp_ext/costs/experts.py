@@ -42,9 +42,12 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         + costs.products.row(inner, chosen, here, made=width)
     )
     sent = chosen * costs.sizes.spread(width)
-    # Tokens travel to the experts and back, and are put in order before and after either way.
     exchange = costs.kernels.shuffle(sent)
-    moving = 2 * exchange + costs.kernels.copy(8 * sent)
+    # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
+    # either way: those of several experts where all that share them have gathered theirs.
+    ordered = 0.0 if parallel.moe_token_dispatcher_type == "flex" else sent
+    ordered += sent * parallel.expert_tensor if here > 1 else 0.0
+    moving = 2 * exchange + costs.kernels.copy(4 * ordered)
     copies = here * costs.sizes.share / parallel.expert_tensor
     return replace(
         one,

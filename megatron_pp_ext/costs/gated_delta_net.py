@@ -25,7 +25,7 @@ def attention(costs: LayerCosts) -> Part:
     weights = convolved * own.linear_conv_kernel_dim + 2 * own.linear_num_value_heads
     whole = (
         costs.norm()
-        + costs.products.column(projected, is_biased=False)
+        + costs.products.column(projected, is_biased=False, is_normed=True)
         + _rule(costs, keys, values, projected)
         + _gated_norm(costs, values)
         + Part(parameters=weights / sizes.share)

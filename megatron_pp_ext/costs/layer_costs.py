@@ -74,7 +74,15 @@ class LayerCosts:
         )
 
     def dropped(self) -> Part:
-        """Return the mask of the dropout after embedding, attention or MLP, a byte for each number."""
+        """Return the dropout after embedding, attention or MLP, with a mask of a byte for each number.
+
+        The addition behind it writes the mask too.  Its backward reads gradient and mask, and writes.
+        """
+        if not self.job.model.hidden_dropout:
+            return Part()
+        mask = self.hidden_bytes / self.sizes.bytes
         return Part(
-            after_forward=self.hidden_bytes / self.sizes.bytes if self.job.model.hidden_dropout > 0 else 0.0
+            forward_seconds=self.kernels.copy(mask),
+            input_gradient_seconds=self.kernels.copy(mask + 2 * self.hidden_bytes),
+            after_forward=mask,
         )

@@ -11,12 +11,12 @@ fitted is their product with the system's ``kernel_seconds``."""
 
 def mlp(costs: LayerCosts) -> Part:
     """Return a dense MLP and its norm."""
-    inside = feed_forward(costs, costs.job.model.mlp_width)
+    inside = feed_forward(costs, costs.job.model.mlp_width, is_normed=True)
     inside = inside.recomputed(kept=0) if "mlp" in costs.recomputed else inside
     return costs.kernels.launched(costs.norm() + inside + costs.dropped(), MLP_KERNELS)
 
 
-def feed_forward(costs: LayerCosts, inner: int) -> Part:
-    """Return both products of an MLP and its activation function."""
-    into = costs.products.column(costs.job.model.gates * inner)
+def feed_forward(costs: LayerCosts, inner: int, is_normed: bool = False) -> Part:
+    """Return both products of an MLP and its activation function; see ``ProductCosts.column``."""
+    into = costs.products.column(costs.job.model.gates * inner, is_normed=is_normed)
     return into + activation(costs, inner) + costs.products.row(inner)

@@ -60,9 +60,11 @@ class ProductCosts:
         experts: int = 1,
         read: int | None = None,
         is_biased: bool | None = None,
+        is_normed: bool = False,
     ) -> Part:
         """Return the product from a width of ``read``, or the hidden size, to ``width``, which ranks share.
 
+        Transformer Engine computes it with the norm before it, if it ``is_normed``.
         Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
         is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
         """
@@ -70,7 +72,14 @@ class ProductCosts:
         kept = self._sizes.spread(read) + self._sizes.cut(width)
         parts = self._operand_parts(copies)
         product = self._product(
-            read, width / self._sizes.share, kept, copies, experts, is_biased, parts=(parts, 1)
+            read,
+            width / self._sizes.share,
+            kept,
+            copies,
+            experts,
+            is_biased,
+            parts=(parts, 1),
+            is_normed=is_normed,
         )
         return self._in_column(product, copies * self._sizes.whole(read), is_operand=copies == 1)
 
@@ -153,6 +162,7 @@ class ProductCosts:
         is_biased: bool | None = None,
         is_output: bool = False,
         parts: tuple[int, int] = (1, 1),
+        is_normed: bool = False,
     ) -> Part:
         """Return the product with a rank's weight of ``read`` times ``made``.
 
@@ -173,7 +183,7 @@ class ProductCosts:
         # A gradient that its product does not add is read with the buffer, which is written.
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
         # F casts the input, I the gradient of the output; W finds both.
-        casts = (kernels.cast(tokens * read, parts[0]), kernels.cast(tokens * made, parts[1]))
+        casts = kernels.cast(tokens * read, parts[0], is_normed), kernels.cast(tokens * made, parts[1])
         casts = (0.0, 0.0) if is_output else casts
         has_bias = self._has_biases if is_biased is None else is_biased
         product = Part(

@@ -27,7 +27,7 @@ def attention(costs: LayerCosts, window: int | None = None) -> Part:
     ordered = query + 2 * keys if is_unfused else 0
     whole = (
         costs.norm()
-        + costs.products.column(projected)
+        + costs.products.column(projected, is_normed=True)
         + _normed(costs, query, keys, projected)
         + turned(costs, (query + keys if is_rotary else 0) + ordered)
         + core(costs, query, query, 2 * keys, window or model.seq_length)

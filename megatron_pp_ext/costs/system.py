@@ -21,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from megatron_pp_ext.costs.product_shapes import AROUND_LOOP, efficiency, waves
+from megatron_pp_ext.costs.product_shapes import AROUND_LOOP, efficiency
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import (
     STRICT,
@@ -36,8 +36,12 @@ from megatron_pp_ext.json_input import (
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 
-DTYPES = ("bf16", "fp32", "fp8")
-"""The number formats of ``matrix_rates``; fp16 counts as bf16."""
+DTYPES = ("bf16", "fp32", "fp8", "fp8_block")
+"""The number formats of ``matrix_rates``; fp16 counts as bf16, and FP8 has scales of tensors or of blocks."""
+
+_LOST_AT_THE_END = 0.8
+"""What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
+``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
 type _Dtype = Annotated[str, one_of(*DTYPES)]
 type _Sustained = Annotated[str, one_of("clock", "copy", "network")]
@@ -139,11 +143,12 @@ class System:
             best += scale / distance
         return here * best / near
 
-    def attention_rate(self, width: float, keys: float, tiles: float) -> float | None:
+    def attention_rate(self, width: float, keys: float, tiles: float, masked: float = 0) -> float | None:
         """Return the operations a second of a forward of fused attention, whose masked ones do not count.
 
         Heads have a ``width``, and queries see so many ``keys`` on average; there are so many ``tiles`` of
-        ``ATTENTION_TILE`` queries.  Rows are interpolated between widths.  None where it is not known.
+        ``ATTENTION_TILE`` queries.  With them ``masked`` keys are computed, which do not count.  Rows are
+        interpolated between widths.  None where it is not known.
         """
         if not self.attention_rates:
             return None
@@ -153,8 +158,11 @@ class System:
             )
             for column in (1, 2)
         )
-        filled = tiles / self.processors / waves(tiles, self.processors) if self.processors else 1.0
-        return self.sustained.get("clock", 1.0) * rate * filled * keys / (keys + around)
+        filled = 1.0
+        if self.processors:
+            each = tiles / self.processors
+            filled = each / max(1.0, each + _LOST_AT_THE_END)
+        return self.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)
 
     @property
     def half(self) -> str:
@@ -178,7 +186,7 @@ class System:
         A group within a node is as fast as the node.  In a group across nodes, members on one node use
         all of their network links together, since rings run through every link, and all the time.
         """
-        sharing = self._in_a_node(ranks, stride)
+        sharing = self.in_a_node(ranks, stride)
         if sharing == ranks:
             return self.node
         rate = min(self.node.bytes_per_second, sharing * self.network.bytes_per_second)
@@ -192,7 +200,7 @@ class System:
 
     def message_link(self, ranks: int, stride: int) -> Link:
         """Return the slowest link between the neighbours of a line of ``ranks``, ``stride`` ranks apart."""
-        return self.node if self._in_a_node(ranks, stride) == ranks else self.between_nodes
+        return self.node if self.in_a_node(ranks, stride) == ranks else self.between_nodes
 
     def all_reduce_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes a rank, measured or else around a ring."""
@@ -222,14 +230,14 @@ class System:
         measured = self._measured(self.all_to_all, size, ranks, stride)
         if measured is not None:
             return measured
-        near = self._in_a_node(ranks, stride)
+        near = self.in_a_node(ranks, stride)
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
         return max(link.seconds(size * others / ranks) for others, link in links if others)
 
     def _measured(self, rows: Sequence[_Collective], size: float, ranks: int, stride: int) -> float | None:
         """Return the seconds that ``rows`` have for a group within a node, or None."""
         known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
-        if not known or self._in_a_node(ranks, stride) < ranks:
+        if not known or self.in_a_node(ranks, stride) < ranks:
             return None
         last, seconds = known[-1]
         return seconds * size / last if size > last else _interpolated(known, size)
@@ -237,11 +245,11 @@ class System:
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         """A part of the tensor goes to all members but one, into each other node once."""
         steps = ranks - 1
-        between = math.ceil(ranks / self._in_a_node(ranks, stride)) - 1
+        between = math.ceil(ranks / self.in_a_node(ranks, stride)) - 1
         latency = between * self.network.latency_seconds + (steps - between) * self.node.latency_seconds
         return latency + size * steps / ranks / self.link(ranks, stride).bytes_per_second
 
-    def _in_a_node(self, ranks: int, stride: int) -> int:
+    def in_a_node(self, ranks: int, stride: int) -> int:
         """Return how many of a group's ``ranks``, ``stride`` apart, are on one node."""
         if (ranks - 1) * stride < self.gpus_per_node:
             return ranks

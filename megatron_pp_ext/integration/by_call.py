@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.files import require_writable
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
 from megatron_pp_ext.job import call
@@ -74,24 +74,14 @@ class _Call:
         chunks = self.chunks
         if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
             chunks = max(1, len(given.stages) // self.ranks)
-        if (
-            given is None
-            and isinstance(self.memory_limit, (int, float))
-            and self.memory_limit > LARGEST_FRACTION
-        ):
+        limit = self.memory_limit
+        if given is None and isinstance(limit, (int, float)) and limit > LARGEST_FRACTION:
             raise ValueError(
                 f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; "
                 "give costs, or a fraction of 1F1B's peak, such as 0.5"
             )
-        request = call.requested(
-            self.schedule,
-            self.ranks,
-            self.microbatches,
-            chunks,
-            self.memory_limit,
-            self.vocabulary,
-            self.offload,
-        )
+        sizes = self.ranks, self.microbatches, chunks
+        request = call.requested(self.schedule, *sizes, self.memory_limit, self.vocabulary, self.offload)
         costs_of = partial(_costs, given, self.ranks)
         source = requested_source(request, costs_of)
         pipeline = requested.Pipeline(
@@ -105,14 +95,8 @@ class _Call:
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
         timeline = simulate(source.build(self.microbatches, None), costs.merged(source.placement.stages))
-        found = InForce(
-            source.name,
-            source.placement,
-            self.microbatches,
-            max(timeline.peak_microbatches),
-            timeline.bubble,
-            line,
-        )
+        peak, bubble = max(timeline.peak_microbatches), timeline.bubble
+        found = InForce(source.name, source.placement, self.microbatches, peak, bubble, line)
         return replace(pipeline, summary=line), found
 
 
@@ -141,14 +125,9 @@ def _patience(timeout: float | timedelta) -> timedelta:
     raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
 
 
-@dataclass(slots=True)
-class _Installed:
-    call: _Call
-    pipeline: requested.Pipeline
-    found: InForce
+_installed: tuple[_Call, requested.Pipeline, InForce] | None = None
+"""What ``install`` has put in force."""
 
-
-_installed: _Installed | None = None
 _kept: int | None = None
 """The names that were replaced already when the seams were put in place; None while they are not."""
 
@@ -188,14 +167,14 @@ def install(
     asked = _Call(
         schedule, ranks, microbatches, chunks, memory_limit, costs, vocabulary, trace, timeout, offload
     )
-    if _installed is not None and asked == _installed.call:
-        return _installed.found
+    if _installed is not None and asked == _installed[0]:
+        return _installed[2]
     pipeline, found = asked.pipeline()
     _patch()
     if _installed is not None:
-        _require_unused(_installed.pipeline)
+        _require_unused(_installed[1])
     requested.activate(pipeline)
-    _installed = _Installed(asked, pipeline, found)
+    _installed = asked, pipeline, found
     return found
 
 
@@ -221,7 +200,6 @@ def uninstall() -> None:
     global _installed, _kept
     if _kept is None:
         return
-    from megatron_pp_ext.integration import patching
     from megatron_pp_ext.integration.core import chunk_pipelines
 
     gc.collect()  # a model that is gone may be part of circles
@@ -244,8 +222,6 @@ def _patch() -> None:
         )
     if _kept is not None:
         return
-    from megatron_pp_ext.integration import patching
-
     try:
         # This comes first: a Megatron that is too old or too new may not have what the seams import.
         patching.require_known_release()

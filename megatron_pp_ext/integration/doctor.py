@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,24 +46,11 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
     """
     if checkout is not None:
         _put_first(checkout)
-    _print_versions(console)
-    missing = Table("this machine lacks", "so", title="Missing", title_justify="left")
-    for what, consequence in lacking():
-        missing.add_row(what, consequence)
-    if missing.row_count:
-        console.print(missing)
-
-    carried = Table("part", "here", title="Messages between ranks", title_justify="left")
-    for part, here in messages():
-        carried.add_row(part, here)
-    console.print(carried)
+    _print_table(console, "Versions", ("part", "found"), _versions())
+    _print_table(console, "Missing", ("this machine lacks", "so"), lacking())
+    _print_table(console, "Messages between ranks", ("part", "here"), messages())
     console.print(HANGS, soft_wrap=True)
-
-    trainers = Table("framework", "here", "tried", title="Trainers for install()", title_justify="left")
-    for row in trainers_tried.here():
-        trainers.add_row(*row)
-    if trainers.row_count:
-        console.print(trainers)
+    _print_table(console, "Trainers for install()", ("framework", "here", "tried"), trainers_tried.here())
     followed = "is followed (mpp activate)" if activation.is_active() else "has no effect before mpp activate"
     console.print(f"{activation.SCHEDULE} {followed} in this environment.", soft_wrap=True)
 
@@ -172,16 +159,23 @@ def _put_first(checkout: Path) -> None:
     sys.path.insert(0, str(checkout.resolve()))
 
 
-def _print_versions(console: Console) -> None:
-    found = Table("part", "found", title="Versions", title_justify="left")
-    found.add_row("python", platform.python_version())
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, unless it is empty."""
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    if table.row_count:
+        console.print(table)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
     for package in PACKAGES:
-        found.add_row(package, _version(package) or "not installed")
+        yield package, _version(package) or "not installed"
     if torch.cuda.is_available():
-        found.add_row("devices", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+        yield "devices", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     else:
-        found.add_row("devices", f"{os.cpu_count()} CPU cores")
-    console.print(found)
+        yield "devices", f"{os.cpu_count()} CPU cores"
 
 
 def _import_seams() -> str | None:

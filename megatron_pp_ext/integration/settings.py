@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from megatron_pp_ext.planner.layout.rows import Shortest
 from megatron_pp_ext.schedule.actions import Schedule
@@ -18,16 +17,11 @@ PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
 
 
-class Advice(Protocol):
-    """Looks for a layout that suits measured costs."""
+Advice = Callable[[Costs, Schedule, str, float], tuple[str, Shortest] | None]
+"""(costs, schedule, its name, free bytes) -> a shorter layout for the next start, if there is one.
 
-    def __call__(
-        self, costs: Costs, schedule: Schedule, name: str, free: float
-    ) -> tuple[str, Shortest] | None:
-        """Return a shorter layout for the next start, if there is one; see ``planner.layout.advice``.
-
-        ValueError for a model that cannot be estimated.
-        """
+ValueError for a model that cannot be estimated; see ``planner.layout.advice``.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

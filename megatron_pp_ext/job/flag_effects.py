@@ -68,17 +68,12 @@ def not_counted(asked: Asked) -> list[str]:
 
 def flag(name: str) -> str:
     """Return the flag that gives the argument ``name`` another value than its default."""
-    flags: list[str] = _setting()[name]["flags"]
+    flags: list[str] = setting()[name]["flags"]
     return flags[0]
 
 
-def takes_value(name: str) -> bool:
-    """Whether a word follows the flag of the argument ``name``."""
-    return "sets" not in _setting()[name]
-
-
 @cache
-def _setting() -> dict[str, flag_table.Row]:
+def setting() -> dict[str, flag_table.Row]:
     """Return by argument the row that sets another value than the default, of the newest release with one."""
     rows = [row for rows in flag_table.by_release().values() for row in rows]
     return {row["dest"]: row for row in rows if row.get("sets", ...) != row["default"]}

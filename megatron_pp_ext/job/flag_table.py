@@ -78,7 +78,11 @@ def parser() -> ArgumentParser:
     """Return a parser of the installed Megatron's flags and this package's."""
     found = _Parser(allow_abbrev=False, add_help=False)
     for row in installed():
-        _add(found, row)
+        about = {key: value for key, value in row.items() if key not in ("flags", "sets", "type")}
+        if "sets" in row:
+            found.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
+        else:
+            found.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
     our_flags.add_flags(found)
     return found
 
@@ -95,14 +99,6 @@ def _flags() -> dict[tuple[str, object], str]:
 def flag_of(name: str, value: object) -> str | None:
     """Return the flag that gives the argument ``name`` this ``value``; None where no flag does."""
     return _flags().get((name, value if isinstance(value, bool) else ...))
-
-
-def _add(parser: ArgumentParser, row: Row) -> None:
-    about = {key: value for key, value in row.items() if key not in ("flags", "sets", "type")}
-    if "sets" in row:
-        parser.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
-    else:
-        parser.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
 
 
 def pattern(text: str) -> int | list[int]:

@@ -153,6 +153,7 @@ class Parallel:
     moe_token_dispatcher_type: str = "allgather"
     scatter_gather_tensors_in_pipeline: bool = False
     async_tensor_model_parallel_allreduce: bool = True
+    defer_embedding_wgrad_compute: bool = False
 
     @property
     def expert_tensor(self) -> int:
@@ -208,6 +209,7 @@ class Precision:
     bf16: bool = False
     fp16: bool = False
     fp8: str | None = None
+    fp8_recipe: str = "delayed"
     fp8_param_gather: bool = False
     fp32_residual_connection: bool = False
     grad_reduce_in_bf16: bool = False

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.job import layers, memory_limit, offloading, replicas, sizes, updates
-from megatron_pp_ext.job.chunks import chunks_requested, require_chunks
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
@@ -36,7 +36,8 @@ def read(asked: Asked, data: int) -> Request:
     if job.pipeline.pipeline_schedule is None:
         ranks = job.parallel.pipeline_model_parallel_size
         if ranks == 1:
-            return Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
+            alone = Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
+            return replace(alone, is_paired=is_paired)
         stock = named(stock_schedule(job), ranks, microbatches, None if chunks == 1 else chunks)
         chunks = stock.placement.chunks
         all_rules.refuse(replace(asked, chunks=chunks))

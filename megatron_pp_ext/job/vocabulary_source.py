@@ -106,11 +106,15 @@ def compiled_beside_vocabulary(request: Request, whole: Costs, costs: Costs, tri
     if is_auto:
         placement, ordinary = request.placement, None
     else:
-        ordinary = _shortest_feasible(
-            request.placements,
-            lambda placement: compiler.within(limits, request.microbatches, placement),
-            compiler.costs,
-        )
+        found, reason = [], InfeasibleLimit()
+        for one in request.placements:
+            try:
+                found.append(compiler.within(limits, request.microbatches, one))
+            except InfeasibleLimit as error:
+                reason = error
+        if not found:
+            raise reason
+        ordinary = min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
         placement = replace(ordinary.placement, shares_vocabulary=False)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
@@ -145,7 +149,7 @@ class _Beside:
             return own
         with suppress(InfeasibleLimit):
             alike = self._keeping((min(limits),) * self.ranks, microbatches, placement)
-            return min(own, alike, key=lambda one: self._simulated(one).makespan)
+            return min(own, alike, key=lambda one: self.simulated(one).makespan)
         return own
 
     def _keeping(self, limits: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
@@ -183,9 +187,10 @@ class _Beside:
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
         """Return the memory of each rank."""
-        return self._simulated(schedule).peak_memory
+        return self.simulated(schedule).peak_memory
 
-    def _simulated(self, schedule: Schedule) -> Timeline:
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Return the step of ``schedule``."""
         return simulate(schedule, self.costs.merged(schedule.placement.stages))
 
     def _shared(self, rooms: Sequence[float], microbatches: int, placement: Placement) -> Schedule:
@@ -193,19 +198,3 @@ class _Beside:
             return compile_once(count, self.costs, rooms, [placement], self.trials)
 
         return share(build, microbatches)
-
-
-def _shortest_feasible(
-    placements: Sequence[Placement], build: Callable[[Placement], Schedule], costs: Costs
-) -> Schedule:
-    """Return the shortest of the schedules that ``build`` returns; InfeasibleLimit where it never does."""
-    found, reason = [], InfeasibleLimit()
-    for placement in placements:
-        try:
-            schedule = build(placement)
-            found.append((simulate(schedule, costs.merged(placement.stages)).makespan, schedule))
-        except InfeasibleLimit as error:
-            reason = error
-    if not found:
-        raise reason
-    return min(found, key=lambda one: one[0])[1]

@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
-from megatron_pp_ext.planner.collective import Collective
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -28,6 +27,31 @@ from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 PLACES = ("first", "middle", "last")
 """The names of ranks for --ranks, beside their numbers and ``all``."""
+
+
+class Collective(NamedTuple):
+    """A collective within an action of a chunk, over a group of ``ranks`` ranks that are ``stride`` apart.
+
+    A rank calls it while it is rehearsed, where it takes no time.
+    ``kind`` is that of the action.  ``operation`` is ``all_reduce``, ``gather`` (also for a reduce-scatter)
+    or ``all_to_all``.  ``size`` is the bytes of the whole tensor.
+    """
+
+    chunk: int
+    kind: str
+    operation: str
+    size: int
+    ranks: int
+    stride: int
+
+    def seconds(self, system: System) -> float:
+        """Return how long every rank of the group waits for it."""
+        take = {
+            "all_reduce": system.all_reduce_seconds,
+            "gather": system.gather_seconds,
+            "all_to_all": system.all_to_all_seconds,
+        }
+        return take[self.operation](self.size, self.ranks, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +243,17 @@ def _pipeline_seconds(
     """
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
-    known = [
-        {
-            (placement.chunk_of(action.stage), action.kind, action.microbatch): place
-            for place, action in enumerate(schedule.orders[rank])
-        }
-        for rank in range(placement.ranks)
-    ]
+
+    def on_its_rank(action: Action) -> tuple[int, Kind, int]:
+        return placement.chunk_of(action.stage), action.kind, action.microbatch
+
+    known = [{on_its_rank(action): at for at, action in enumerate(order)} for order in schedule.orders]
     steps = min(len(one.ratios) for one in measured.values())
 
     def seconds(step: int, action: Action) -> float:
         rank = placement.rank_of(action.stage)
         other = source[rank]
-        place = known[other].get((placement.chunk_of(action.stage), action.kind, action.microbatch))
+        place = known[other].get(on_its_rank(action))
         if place is None:  # The stand-in may do a B where this rank does I and W.
             return costs.seconds(action)
         return costs.seconds(action) * measured[other].ratios[(step + rank - other) % steps][place]

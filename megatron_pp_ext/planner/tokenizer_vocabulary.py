@@ -10,13 +10,10 @@ from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.json_input import read as read_json
 
-_FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"
+FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"
+"""The types of tokenizers that are a folder, or would be downloaded."""
+
 _FIX = "give --vocab-size"
-
-
-def is_from_hugging_face(asked: Asked) -> bool:
-    """Whether the tokenizer of ``asked`` is a folder, or would be downloaded."""
-    return asked.tokenizer_type in _FROM_HUGGING_FACE
 
 
 def size(asked: Asked) -> int:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,22 +111,20 @@ def direction_groups(
     # ranks.  In both cases all ranks make all groups.
     members_only = backend.name == "nccl-lazy" and hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
     mine = sorted(ranks)
-    down = up = None
-    for pipeline in [mine] if members_only else _all_pipelines(mine):
-        made = [
-            dist.new_group(
-                pipeline,
-                timeout=timeout,
-                backend=backend.name,
-                pg_options=_nccl_options(options, timeout) if backend.name in _NCCL else None,
-                use_local_synchronization=members_only,
-                group_desc=description,
-            )
-            for description in ("PIPELINE_DOWN", "PIPELINE_UP")
-        ]
-        if pipeline == mine:
-            down, up = made
-    assert isinstance(down, dist.ProcessGroup) and isinstance(up, dist.ProcessGroup)
+    pipelines = [mine] if members_only else _all_pipelines(mine)
+
+    def make(pipeline: list[int], description: str) -> Any:
+        return dist.new_group(
+            pipeline,
+            timeout=timeout,
+            backend=backend.name,
+            pg_options=_nccl_options(options, timeout) if backend.name in _NCCL else None,
+            use_local_synchronization=members_only,
+            group_desc=description,
+        )
+
+    made = {tuple(one): [make(one, f"PIPELINE_{way}") for way in ("DOWN", "UP")] for one in pipelines}
+    down, up = made[tuple(mine)]
     _greet_neighbours(ranks, down, up, device, edges)
     return down, up
 
@@ -140,17 +139,17 @@ def collective_group(
     """
     _, device = _default_backend()
     name = dist.get_backend()
-    mine, found = sorted(ranks), None
-    for members in _all_pipelines(mine):
-        made = dist.new_group(
+    mine = sorted(ranks)
+    made: dict[tuple[int, ...], Any] = {
+        tuple(members): dist.new_group(
             members,
             timeout=timeout,
             pg_options=_nccl_options(options, timeout, lazy=False) if name in _NCCL else None,
             group_desc="PIPELINE_VOCABULARY",
         )
-        if members == mine:
-            found = made
-    assert isinstance(found, dist.ProcessGroup)
+        for members in _all_pipelines(mine)
+    }
+    found = made[tuple(mine)]
     greeting = torch.zeros(1, device=device)
     dist.all_reduce(greeting, group=found)
     greeting.item()

@@ -7,8 +7,7 @@ import torch
 
 def built_nccl() -> tuple[int | str, ...]:
     """Return the version that torch was built with; AttributeError where torch does not report it."""
-    version: tuple[int | str, ...] = torch.cuda.nccl.version()
-    return version
+    return torch.cuda.nccl.version()
 
 
 def loaded_nccl() -> tuple[int, ...] | None:

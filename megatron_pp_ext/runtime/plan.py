@@ -55,13 +55,9 @@ class RankPlan:
 
 def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
-    placement = schedule.placement
-
-    def rank_of(stage: int, _: int) -> int:
-        return placement.rank_of(stage)
-
-    about = schedule.paired, flushes, schedule.copies
-    return plan_orders(schedule.orders, placement.stages, rank_of, rank, *about)
+    placement, about = schedule.placement, (schedule.paired, flushes, schedule.copies)
+    at = placement.rank_of
+    return plan_orders(schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about)
 
 
 def plan_orders(

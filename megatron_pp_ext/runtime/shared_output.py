@@ -21,12 +21,46 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.runtime.tensor_ranks import ALONE, TensorRanks
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 _NONE = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRanks:
+    """The ranks of ``group``, each of which has a pipeline of its own, with other rows of the weight.
+
+    Under sequence parallelism the last stage's output is cut into ``parts`` by tokens, in the ranks' order;
+    else every rank has all of it.  Without a group there is no tensor parallelism.
+    """
+
+    group: dist.ProcessGroup | None = None
+    parts: int = 1
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all tokens, from those that the last stage's output has here."""
+        if self.parts == 1:
+            return hidden
+        whole = hidden.new_empty(hidden.shape[0] * self.parts, *hidden.shape[1:])
+        dist.all_gather_into_tensor(whole, hidden, group=self.group)
+        return whole
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum the gradient of all tokens over the group, and return what belongs to the output here."""
+        if self.group is None:
+            return gradient
+        if self.parts == 1:
+            dist.all_reduce(gradient, group=self.group)
+            return gradient
+        mine = gradient.new_empty(gradient.shape[0] // self.parts, gradient.shape[1])
+        dist.reduce_scatter_tensor(mine, gradient, group=self.group)
+        return mine
+
+
+ALONE = TensorRanks()
+"""No tensor parallelism."""
 
 
 class Head(Protocol):
@@ -120,7 +154,8 @@ class SharedOutput:
         kept.wait(Exchanged.HIDDEN)
         kept.hidden = self._tensor_ranks.gather(kept.hidden).flatten(0, -2)
         weight = self._rows.weight().detach()
-        logits = (kept.hidden @ weight.t()).to(_precise(weight))
+        # Logits are summed in no less than single precision.
+        logits = (kept.hidden @ weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
         held, row = self._held(kept.labels)
         label = logits.gather(1, row) * held
         largest = logits.max(dim=1, keepdim=True).values
@@ -142,7 +177,7 @@ class SharedOutput:
         """Return the gradient of the last stage's output on the rank that computed it."""
         kept = self._kept[microbatch]
         kept.wait(Exchanged.GRADIENT)
-        kept.loss_gradient = self._lose(microbatch).to(kept.statistics.dtype)
+        kept.loss_gradient = self._lose(microbatch, kept).to(kept.statistics.dtype)
         gradient = (kept.part * kept.loss_gradient).to(kept.part.dtype)
         return self._tensor_ranks.reduce(gradient).view(self._shape).to(self._type)
 
@@ -166,11 +201,9 @@ class SharedOutput:
     def close(self) -> None:
         """End a step.  What is left are microbatches of an evaluation, whose losses go to the head."""
         for microbatch in sorted(self._kept):
-            for what in tuple(self._kept[microbatch].under_way):
-                self._kept[microbatch].wait(what)
+            kept = self._ended(microbatch)
             if self._head is not None:
-                self._lose(microbatch)
-            del self._kept[microbatch]
+                self._lose(microbatch, kept)
 
     def _broadcast_hidden(self, microbatch: int) -> list[dist.Work]:
         if self._head is None:
@@ -222,15 +255,9 @@ class SharedOutput:
         largest = kept.of_all[:, 0].max(dim=0).values
         return largest, (kept.of_all[:, 1] * (kept.of_all[:, 0] - largest).exp()).sum(dim=0)
 
-    def _lose(self, microbatch: int) -> torch.Tensor:
+    def _lose(self, microbatch: int, kept: _Microbatch) -> torch.Tensor:
         """Give the loss of every token to the head, and return their gradients."""
         assert self._head is not None
-        kept = self._kept[microbatch]
         largest, total = self._over_all(kept)
         losses = largest + total.log() - kept.of_all[:, 2].sum(dim=0)
         return self._head.gradient(microbatch, losses[:, 0])[:, None]
-
-
-def _precise(weight: torch.Tensor) -> torch.dtype:
-    """Return the type in which logits are summed: no less than single precision."""
-    return torch.promote_types(weight.dtype, torch.float32)

@@ -117,15 +117,11 @@ class VersionedStage:
         self.stage.backward_weight(microbatch)
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 class _References:
     """Autograd hooks that recognise weights among saved tensors by where their numbers lie at the moment."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], meter: ActivationMeter | None) -> None:
-        self._keep_other = meter.pack if meter else _unchanged
+        self._keep_other = meter.pack if meter else lambda tensor: tensor
         self._sorted = sorted(parameters, key=torch.Tensor.data_ptr)
         self._starts = [parameter.data_ptr() for parameter in self._sorted]
 

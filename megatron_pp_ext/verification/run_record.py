@@ -107,5 +107,4 @@ def _tensors(path: Path) -> dict[str, "torch.Tensor"]:
     import torch
 
     # Mapped: a tensor is read from the file when it is compared.
-    tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return tensors
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

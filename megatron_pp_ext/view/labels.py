@@ -27,7 +27,8 @@ def write_names(axes: Any, names: Mapping[tuple[float, float], str], size: float
         def covered(side: tuple[float, float], label: Any = label) -> float:
             label.set(position=side, horizontalalignment="left" if side[0] > 0 else "right")
             box = label.get_window_extent(renderer)
-            return sum(_common(box, other) for other in taken) + _outside(box, axes.figure.bbox)
+            outside = box.width * box.height - _common(box, axes.figure.bbox)
+            return sum(_common(box, other) for other in taken) + outside
 
         covered(min(_SIDES, key=covered))
         taken.append(label.get_window_extent(renderer))
@@ -59,8 +60,3 @@ def _common(box: Bbox, other: Bbox) -> float:
     """Return the area, in pixels, that two boxes share."""
     shared = Bbox.intersection(box, other)
     return shared.width * shared.height if shared else 0.0
-
-
-def _outside(box: Bbox, whole: Bbox) -> float:
-    """Return the area, in pixels, of ``box`` beyond ``whole``."""
-    return box.width * box.height - _common(box, whole)

@@ -136,12 +136,6 @@ def read(path: Path) -> RecordedStep:
         ) from error
 
 
-def _measurements(event: Measured) -> dict[str, Any]:
-    """Return what is shown beside an action, with its processor time if that was measured."""
-    measured = {"live_bytes": event.live_bytes, "processor_seconds": event.processor_seconds}
-    return {name: value for name, value in measured.items() if value is not None}
-
-
 def _measured(event: dict[str, Any]) -> Measured:
     arguments = event["args"]
     action = Action(arguments["stage"], Kind(arguments["kind"]), arguments["microbatch"])
@@ -182,7 +176,9 @@ def _write(
         for event in record.events:
             times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
             kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
-            shown = {**event.action._asdict(), **_measurements(event)}
+            shown = {**event.action._asdict(), "live_bytes": event.live_bytes}
+            if event.processor_seconds is not None:
+                shown["processor_seconds"] = event.processor_seconds
             events.append({**kind, **here, **times, "args": shown})
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]

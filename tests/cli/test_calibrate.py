@@ -56,9 +56,7 @@ def test_what_is_not_measured_is_another_system_s(brief: None, mpp, tmp_path: Pa
     assert found.sources["network"] == "h100's: not measured"
 
 
-def test_one_device_has_links_only_of_another_system(
-    brief: None, mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_device_has_links_only_of_another_system(brief, mpp, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "available", lambda on_gpu: 1)
     refused = mpp("calibrate", tmp_path / "a.json", "--cpu")
     assert (refused.exit_code, refused.stdout) == (2, "")
@@ -68,9 +66,7 @@ def test_one_device_has_links_only_of_another_system(
 
 
 @pytest.mark.parametrize("fails", [lambda device: 1 / 0, lambda device: os._exit(3)])
-def test_a_rank_that_fails_ends_it(
-    fails, brief: None, mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_ends_it(fails, brief, mpp, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "copy_rate", fails)
     result = mpp("calibrate", tmp_path / "a.json", "--cpu")
     assert result.exit_code == 2

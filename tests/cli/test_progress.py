@@ -2,8 +2,6 @@
 
 import io
 import logging
-import os
-import subprocess
 import sys
 import time
 from unittest import mock
@@ -65,38 +63,3 @@ def test_a_terminal_shows_the_latest_line_beside_its_spinner(monkeypatch):
     with progress.waiting("thinking"):
         LOG.info("some progress")
     assert "thinking: some progress" in terminal.file.getvalue()
-
-
-FIRST_TIME = """
-import sys
-from megatron_pp_ext.cli import app, progress
-
-progress._PATIENCE_SECONDS = progress._PAUSE_SECONDS = 0.0
-app(sys.argv[1:])
-"""
-
-
-@pytest.mark.wide  # all loops, a minute of one core; test_loops has the fact
-def test_a_command_says_once_that_it_compiles_loops(tmp_path):
-    words = "schedule flex -p 2 -m 2 --memory-limit 1 --f 20 --i 22 --w 14 --hop 1 --trials 1"
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
-
-    def said(cache):
-        run = subprocess.run(
-            [sys.executable, "-c", FIRST_TIME, *words.split()],
-            env=environment | {"MEGATRON_PP_EXT_CACHE": str(tmp_path / cache)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=True,
-        )
-        return {
-            line.removeprefix("compiling flex: ").removesuffix(" ...") for line in run.stderr.splitlines()
-        }
-
-    loops = {line for line in said("first") if line.startswith("compiling inner loops for this machine")}
-    assert len(loops) == 1
-    again = said("second")
-    assert not again & loops
-    assert any(line.startswith("compiling a schedule for p = 2, m = 2, ") for line in again)
-    assert not any("a schedule for" in line for line in said("second"))

@@ -50,22 +50,6 @@ ESTIMATED = {
         "--vocab-size 32000",
         32,
     ),
-    "ModelZoo mixtral-8x22b": (
-        f"{COMMON} "
-        f"--num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48 {SIZES} "
-        f"--group-query-attention --num-query-groups 8 --num-experts 8 --moe-router-topk 2 {DROPLESS} "
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --expert-model-parallel-size 8 "
-        "--num-layers-per-virtual-pipeline-stage 1 --expert-tensor-parallel-size 1 --global-batch-size 256 "
-        "--vocab-size 32000",
-        64,
-    ),
-    "ModelZoo qwen3-30b-a3b": (
-        f"{COMMON} {QWEN3} "
-        f"--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-        f"{SIZES} --moe-ffn-hidden-size 768 --moe-router-topk 8 {DROPLESS} --expert-model-parallel-size 8 "
-        "--expert-tensor-parallel-size 1 --global-batch-size 256 --vocab-size 151936",
-        8,
-    ),
     "ModelZoo qwen3-235b-a22b": (
         f"{COMMON} {QWEN3} "
         f"--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
@@ -99,13 +83,6 @@ OF_A_NAME = [
         "--pipeline-model-parallel-layout Et|(tt|)*30mL --fp8-format hybrid --moe-token-dispatcher-type flex "
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --mtp-num-layers 1",
         512,
-    ),
-    (
-        "kimi-k2",
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 16 --sequence-parallel "
-        "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --seq-length 131072 "
-        "--global-batch-size 128 --pipeline-model-parallel-layout Et|t|(tt|)*29tL",
-        128,
     ),
     (
         "qwen3-next-80b",

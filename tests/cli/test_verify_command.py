@@ -71,9 +71,7 @@ def test_a_script_of_the_user(mpp: Callable[..., Result], runs: list[Sequence[st
         (("--checkpoint", "nowhere", "--", *JOB), "holds no checkpoint"),
     ],
 )
-def test_bad_input(
-    mpp: Callable[..., Result], runs: list[Sequence[str]], words: Sequence[str], message: str
-) -> None:
+def test_bad_input(mpp, runs, words, message):
     result = mpp("verify", "--cpu", *words)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -82,9 +80,7 @@ def test_bad_input(
     assert not runs
 
 
-def test_a_run_that_fails_is_named_with_its_log(
-    mpp: Callable[..., Result], runs: list[Sequence[str]], tmp_path: Path
-) -> None:
+def test_a_run_that_fails_is_named_with_its_log(mpp, runs, tmp_path):
     result = mpp("verify", "--cpu", "--", *JOB, "--no-such-flag")
     assert result.exit_code == 2, result.output
     log = tmp_path / "runs/verify/checkpoint.log"

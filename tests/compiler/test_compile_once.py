@@ -86,21 +86,13 @@ def test_nobody_waits_for_ever(held, compilations: list[int], capsys: pytest.Cap
     assert "was locked by another process for 0.2 s; the schedule is compiled without waiting" in line
 
 
-def test_what_is_in_the_cache_needs_no_lock(
-    held, compilations: list[int], capsys: pytest.CaptureFixture
-) -> None:
+def test_what_is_in_the_cache_needs_no_lock(held, compilations, capsys):
     assert compiled(3).microbatches == 3
     assert (compilations, capsys.readouterr().out) == ([], "")
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-def test_a_file_system_without_locks(
-    error: int,
-    folder: Path,
-    compilations: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_file_system_without_locks(error, folder, compilations, monkeypatch, capsys):
     """Even where an unfinished job has left what marks a lock on such file systems."""
 
     def flock(*_: object) -> None:
@@ -116,13 +108,7 @@ def test_a_file_system_without_locks(
 
 
 @pytest.mark.parametrize("where", ["a file", "below a file", "read-only"])
-def test_no_folder_to_keep_schedules_in(
-    where: str,
-    tmp_path: Path,
-    compilations: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_no_folder_to_keep_schedules_in(where, tmp_path, compilations, monkeypatch, capsys):
     there = tmp_path / "cache"
     if where == "read-only":
         # Root may write anywhere but here.
@@ -150,9 +136,7 @@ def test_a_full_disk(folder: Path, compilations: list[int], monkeypatch: pytest.
     assert not list(folder.glob("*.json"))
 
 
-def test_a_filled_cache_that_is_read_only(
-    folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_filled_cache_that_is_read_only(folder, compilations, monkeypatch, capsys):
     """As an administrator may prepare it: it is read, without a lock and without a word."""
     compiled()
     monkeypatch.setattr(source, "FileLock", None)
@@ -180,9 +164,7 @@ def test_one_of_those_who_compile_at_once_searches(folder: Path) -> None:
     assert sum(searched for _, searched in found) == 1
 
 
-def test_different_schedules_do_not_wait_for_each_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_schedules_do_not_wait_for_each_other(folder, monkeypatch):
     """While one job compiles for an hour, another one compiles something else."""
     compiled()
     (lock,) = folder.glob("*.lock")

@@ -1,12 +1,8 @@
-"""What the compiler logs: the loops that it compiles the first time, and each search with its sizes."""
+"""What the compiler logs: each search with its sizes."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,41 +23,7 @@ def said() -> Iterator[list[str]]:
         yield lines
 
 
-COMPILE = """
-import logging, sys
-from megatron_pp_ext.compiler.search.integer_timing import time_orders
-from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.proposals import one_at_a_time
-from megatron_pp_ext.compiler.search.timed_order import timed_order
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import v
-
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-problem = problem_of(v(2), 1, Costs.unit(v(2)), [2] * 2)
-orders = one_at_a_time(problem)
-timed_order(problem, orders, time_orders(problem, orders).starts)
-"""
-"""Runs two loops that take a second or two to compile."""
-
-
-def test_loops_are_announced_only_where_there_is_no_code(tmp_path: Path) -> None:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_DISABLE_JIT": "0"}
-
-    def said() -> list[str]:
-        command = [sys.executable, "-c", COMPILE]
-        run = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=600, check=True
-        )
-        return run.stdout.splitlines()
-
-    line = "compiling inner loops for this machine, which takes about ten seconds the first time"
-    assert {*said()} == {line}
-    assert said() == []
-
-
-def test_a_search_says_what_it_compiles_and_what_that_took(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]
-) -> None:
+def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path, said):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
     for limits in (3.0, (3.0, 3.0, 4.0)):
@@ -70,18 +32,13 @@ def test_a_search_says_what_it_compiles_and_what_that_took(
     expected = [
         rf"{word} a schedule for p = 3, m = 5, v placement, {limit}{took}"
         for limit in ("limit 3", "limits from 3 to 4")
-        for word, took in (
-            ("compiling", ""),
-            ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"),
-        )
+        for word, took in (("compiling", ""), ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"))
     ]
     assert len(said) == len(expected)
     assert all(map(re.fullmatch, expected, said)), said
 
 
-def test_a_long_search_says_now_and_then_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
+def test_a_long_search_says_now_and_then_how_far_it_is(monkeypatch, said):
     clock = iter((100.0, 105.0, 111.0, 112.0, 121.0, 122.0, 122.5))
     monkeypatch.setattr(diary.time, "monotonic", lambda: next(clock))
     what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"

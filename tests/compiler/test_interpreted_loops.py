@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v, wave
@@ -25,9 +23,7 @@ def digests() -> list[str]:
     return found
 
 
-def test_compiled_and_interpreted_loops_find_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_and_interpreted_loops_find_the_same(tmp_path, monkeypatch):
     root = str(Path(__file__).parents[2])
     script = "from tests.compiler.test_interpreted_loops import digests; print(*digests())"
     environment = os.environ | {

@@ -1,7 +1,5 @@
 """What a search proposes: the shortest of its results whose messages fit, too."""
 
-import pytest
-
 from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import Proposal, families_of, from_search, one_at_a_time
@@ -11,9 +9,7 @@ from megatron_pp_ext.schedule.placement import v
 RANKS, MICROBATCHES, BOUND, LIMITS = 2, 4, 30, (1000.0, 1000.0)
 
 
-def proposed(
-    lengths: list[int], fitting: set[int], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[float], list[int], list[float]]:
+def proposed(lengths, fitting, monkeypatch):
     """Search where the results have ``lengths``, and those at the places ``fitting`` keep the limits.
 
     Return the lengths of the proposals, the places that the search came to, and the lengths that were judged.

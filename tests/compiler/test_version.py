@@ -5,8 +5,6 @@ is used under a new search, or two machines that find two, would be seen here.  
 numbers, so the digests are those of every machine.
 """
 
-from pathlib import Path
-
 import pytest
 
 from megatron_pp_ext.compiler import compile as compiler
@@ -45,9 +43,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_search_with_another_result_has_another_version(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_search_with_another_result_has_another_version(name, monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
     ranks, microbatches, costs, limit = INPUTS[name]
     found = compile_schedule(ranks, microbatches, costs, limit, trials=100).timeline.schedule.digest[:16]

@@ -28,9 +28,7 @@ def work(changed: dict, **framework: bool) -> Workload:
         ({"tensor_model_parallel_size": 1}, True, HIDDEN, 0),
     ],
 )
-def test_ranks_send_parts_and_gather_them(
-    changed: dict, is_divided: bool, sent: float, gathered: float
-) -> None:
+def test_ranks_send_parts_and_gather_them(changed, is_divided, sent, gathered):
     """Each of 8 ranks sends an eighth, and the gathering runs within the node; memory keeps the whole."""
     found = work(changed, scatter_gather_tensors_in_pipeline=is_divided)
     is_near = changed.get("tensor_model_parallel_size") == 1

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.costs.kernels import KernelSeconds, SystemKernelSeconds
+from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.step.model_description import describe
 
 MACHINE = {
@@ -17,7 +18,10 @@ MACHINE = {
     "node": {"bytes_per_second": 1e11, "latency_seconds": 0},
     "network": {"bytes_per_second": 1e10, "latency_seconds": 0},
 }  # fmt: skip
-MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "bf16": True}
+MODEL = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "bf16": True,
+    "attention_dropout": 0.0,
+}  # fmt: skip
 
 
 def kernels(machine: dict[str, Any] | None = None, **changed: Any) -> SystemKernelSeconds:
@@ -61,10 +65,19 @@ def test_experts_of_the_same_node_take_its_links_and_others_the_network() -> Non
 
 
 def test_a_dispatcher_that_sends_a_token_once_to_a_node() -> None:
-    """Eight experts of a token are on both of two nodes but for one in 128."""
-    sent = {"num_experts": 16, "expert_model_parallel_size": 16, "moe_router_topk": 8}
-    once = kernels(**sent, moe_token_dispatcher_type="flex").shuffle(1e6)
-    assert once == pytest.approx(kernels(**sent).shuffle(1e6) * 2 * (1 - 0.5**8) / 8)
+    """Eight experts of a token are on both of two nodes but for one in 128, and on five of eight ranks."""
+    sent = {"num_experts": 16, "moe_router_topk": 8, "moe_token_dispatcher_type": "flex"}
+    far = kernels(**sent, expert_model_parallel_size=16).shuffle(8e6) - 37e-6
+    assert far == pytest.approx(1e6 * 2 * (1 - 0.5**8) / 2 / 1e10)
+    near = kernels(**sent, expert_model_parallel_size=8).shuffle(8e6) - 37e-6
+    assert near == pytest.approx(1e6 * (8 * (1 - (7 / 8) ** 8) * 7 / 8 + 1.6) / 1e11)
+
+
+@pytest.mark.parametrize(("dispatcher", "processors"), [("flex", 20), ("alltoall", 32)])
+def test_an_exchange_takes_processors(dispatcher: str, processors: int) -> None:
+    flags = {"num_experts": 8, "moe_token_dispatcher_type": dispatcher}
+    assert kernels({"processors": 100}, **flags).left_beside_exchange == pytest.approx(1 - processors / 100)
+    assert kernels(**flags).left_beside_exchange == 1
 
 
 def test_no_action_is_shorter_than_its_launches() -> None:
@@ -76,21 +89,32 @@ def test_no_action_is_shorter_than_its_launches() -> None:
 
 
 def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
-    """A query sees half of the keys, or a window, and takes as long as some keys more would."""
+    """A query sees half of the keys, or a window, and takes as long as some keys more would.
+
+    Where windows begin inside the sequence, as those of half of the queries do, they cut a tile of 128.
+    """
     machine = kernels({"attention_rates": [[64, 1e12, 100], [128, 2e12, 50]]})
     for width, rate in ((64, 1e12 * 512 / 612), (96, 1.5e12 * 512 / 587), (256, 2e12 * 512 / 562)):
         forward, backward = machine.attention(2e9, 0, True, 1024, width)
         assert forward == pytest.approx(1e9 / rate)
         assert backward == pytest.approx(2.5e9 / rate)
     windowed, _ = machine.attention(2e9, 0, True, 1024, 64, seen=0.25)
-    assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / 356))
+    assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / (356 + 64)))
 
 
-def test_attention_leaves_processors_idle_like_products() -> None:
-    """Three tiles of 128 queries on two processors take a wave and a half, and half of what is idle then."""
+def test_fused_attention_makes_random_numbers_for_dropout() -> None:
+    """As many in either pass as there are scores; with heads of 128 they take 1.5 times the forward."""
+    for width in (64, 128):
+        plain, dropped = (kernels(attention_dropout=p).attention(2e9, 0, True, 64, width) for p in (0, 0.1))
+        more = 1.5 * plain[0] * 128 / width
+        assert dropped == pytest.approx([seconds + more for seconds in plain])
+
+
+def test_attention_leaves_processors_idle_at_its_end() -> None:
+    """Three tiles of 128 queries on two processors take a wave and a half, and 0.8 of one more."""
     machine = kernels({"attention_rates": [[128, 1e12, 64]], "processors": 2})
     forward, _ = machine.attention(4 * 384 * 384 * 128, 0, True, 384, 128)
-    assert forward == pytest.approx(2 * 384 * (192 + 64) * 2 * 128 / 1e12 * 1.75 / 1.5)
+    assert forward == pytest.approx(2 * 384 * (192 + 64) * 2 * 128 / 1e12 * 2.3 / 1.5)
 
 
 def test_sums_that_a_product_does_not_hide_are_read_and_written_behind_it() -> None:
@@ -115,6 +139,25 @@ def test_numbers_that_ranks_gather_are_cast_by_parts() -> None:
     """A quarter is read and written by rows, and all is read once more and written by columns."""
     cast = kernels(fp8="hybrid").cast(4e6, ranks=4)
     assert cast == pytest.approx((3e6 + 8e6) / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "alone", "behind_a_norm"), [("delayed", 4, 1), ("tensorwise", 6, 6), ("blockwise", 4, 4)]
+)
+def test_scales_tell_what_a_cast_reads(recipe: str, alone: int, behind_a_norm: int) -> None:
+    """Scales of the tensor itself take a pass over it.  A norm that knows them writes a byte, not two."""
+    made = kernels(fp8="hybrid", fp8_recipe=recipe)
+    assert made.cast(1e6) == pytest.approx(alone * 1e6 / 1e12)
+    assert made.cast(1e6, is_normed=True) == pytest.approx(behind_a_norm * 1e6 / 1e12)
+
+
+def test_scales_of_blocks_have_products_of_their_own() -> None:
+    flags = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
+    with pytest.raises(ValueError, match="no matrix rate for fp8_block"):
+        kernels(**flags).product(64, 64, 64)
+    rates = {**MACHINE["matrix_rates"], "fp8_block": [[1, 1, 1, 1.5e12]]}
+    found = kernels({"matrix_rates": rates}, **flags).product(4096, 4096, 4096)
+    assert found == pytest.approx(2 * 4096**3 / 1.5e12)
 
 
 def test_attention_that_is_not_fused_may_be_in_fp32() -> None:

@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.step.model_description import describe
 S, B, H, A, V = 512, 3, 256, 8, 1024
 MODEL = {
     "num_layers": 2, "hidden_size": H, "num_attention_heads": A, "seq_length": S, "micro_batch_size": B,
-    "vocab_size": V, "max_position_embeddings": S, "bf16": True,
+    "vocab_size": V, "max_position_embeddings": S, "bf16": True, "hidden_dropout": 0.0,
 }  # fmt: skip
 HIDDEN = 2 * S * B * H
 """The bytes of one activation of the hidden size in bf16."""
@@ -43,7 +43,7 @@ class Only(KernelSeconds):
     def copy(self, size):
         return size if self.kind == "copy" else 0
 
-    def cast(self, numbers, ranks=1):
+    def cast(self, numbers, ranks=1, is_normed=False):
         return numbers / ranks if self.kind == "cast" else 0
 
     def gather(self, size):
@@ -164,6 +164,17 @@ def test_what_is_copied_in_a_dense_layer():
     assert seconds(layer("copy")) == (2 * 5 * HIDDEN + 2 * inner, 2 * 5 * HIDDEN + 3 * inner, 0)
     gated = 2 * S * B * 768
     assert seconds(layer("copy", **GATED)) == (10 * HIDDEN + 3 * gated, 10 * HIDDEN + 5 * gated, 0)
+
+
+def test_what_dropout_copies():
+    """The mask is written, and read with a gradient that is written: behind attention and behind the MLP."""
+    plain, dropped = (layer("copy", hidden_dropout=p) for p in (0.0, 0.1))
+    assert seconds(dropped) == (
+        plain.forward_seconds + HIDDEN,
+        plain.input_gradient_seconds + HIDDEN + 4 * HIDDEN,
+        0,
+    )
+    assert dropped.after_forward - plain.after_forward == HIDDEN
 
 
 def test_what_is_copied_in_a_layer_of_experts():
@@ -318,7 +329,7 @@ def test_recomputed_experts():
     none = made([])
     chosen, inner, shared = 2, 2 * S * B * 384, 2 * S * B * 640
     assert none.after_forward - made(["shared_experts"]).after_forward == 2 * shared
-    assert made(["moe"]).after_forward == 2 * HIDDEN + S * B * H
+    assert made(["moe"]).after_forward == 2 * HIDDEN
     # What the probabilities multiply, and the product.
     assert none.after_forward - made(["moe_act"]).after_forward == 2 * chosen * inner
     assert made(["moe_act"]).input_gradient_seconds - none.input_gradient_seconds == chosen * 4 * inner

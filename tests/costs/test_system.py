@@ -1,6 +1,7 @@
 """Descriptions of machines: look-ups, links, files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,15 @@ PLAIN = {
 }  # fmt: skip
 
 
+RATE, COPY = 1e14, 2e12
+NODE, NETWORK = Link(1e11, 1e-6), Link(1e10, 1e-5)
+RATES = {"bf16": RATE, "fp8": 3 * RATE, "fp32": RATE / 8}
+MACHINE = System(
+    "test", 4, 80e9, {name: [[64, 64, 64, rate]] for name, rate in RATES.items()}, COPY, NODE, NETWORK,
+    peak_rates={"bf16": 4e14, "fp8": 8e14},
+)  # fmt: skip
+
+
 def made(**changed):
     return System.from_json(json.dumps({**PLAIN, **changed}), "here")
 
@@ -28,32 +38,6 @@ def test_shipped_systems_name_a_source_for_every_figure(name):
         assert len(machine.sources[field]) > 10
     assert machine.rate("bf16", 4096, 4096, 4096) <= machine.peak("bf16")
     assert System.from_json(machine.to_json(), name) == machine
-
-
-def test_rates_are_exact_at_rows_and_between_them_elsewhere():
-    machine = made()
-    assert machine.rate("bf16", 64, 64, 64) == 1e12
-    assert machine.rate("bf16", 4096, 4096, 4096) == 9e12
-    assert 1e12 < machine.rate("bf16", 512, 512, 512) < 9e12
-    # Long, but thin: nearer to the small product than the square one of as many operations.
-    assert machine.rate("bf16", 64, 4096, 4096) < machine.rate("bf16", 1024, 1024, 1024)
-
-
-def test_groups_across_nodes_share_their_nodes_links():
-    machine = made()
-    assert machine.link(4, 1) == machine.node
-    assert machine.link(8, 1).bytes_per_second == 4e10
-    assert machine.link(2, 4) == Link(1e10, 0)
-    # Each of four ranks sends three quarters twice.
-    assert machine.all_reduce_seconds(4e9, 4) == pytest.approx(2 * 3e9 / 1e11)
-    assert machine.gather_seconds(4e9, 4) == pytest.approx(3e9 / 1e11)
-
-
-def test_measured_all_reduces_win():
-    machine = made(all_reduce=[[2, 1e6, 1e-3], [2, 1.5e6, 1.2e-3], [2, 3e6, 2e-3]])
-    assert machine.all_reduce_seconds(0.5e6, 2) == pytest.approx(1e-3)
-    assert machine.all_reduce_seconds(2.25e6, 2) == pytest.approx(1.6e-3)
-    assert machine.all_reduce_seconds(6e6, 2) == pytest.approx(4e-3)
 
 
 def test_other_collectives_are_measured_by_themselves_within_a_node_alone():
@@ -78,10 +62,7 @@ def test_messages_between_nodes_are_slower_than_rings():
     [
         ({"memory_bytes": -1}, "memory_bytes is -1, but must be a number above 0"),
         ({"memory_byte": 1}, "'memory_byte' is unknown: did you mean 'memory_bytes'"),
-        (
-            {"node": {"bytes_per_second": 1, "latency_seconds": -1}},
-            "node: latency_seconds is -1, but",
-        ),
+        ({"node": {"bytes_per_second": 1, "latency_seconds": -1}}, "node: latency_seconds is -1, but"),
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
         ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
@@ -91,10 +72,7 @@ def test_messages_between_nodes_are_slower_than_rings():
         ({"around_loop": {"bf16": -1}}, "around_loop: bf16 is -1, but must be a number of 0 or more"),
         ({"matrix_rates": {}}, "neither bf16 nor fp32"),
         ({"matrix_rates": {"bf16": [[1, 2]]}}, r"matrix_rates bf16: 0 is \[1, 2\], but must be a list of 4"),
-        (
-            {"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}},
-            "give one of bf16, fp32, fp8",
-        ),
+        ({"matrix_rates": {**PLAIN["matrix_rates"], "int3": [[1, 1, 1, 1]]}}, "give one of bf16, fp32, fp8"),
     ],
 )
 def test_what_is_no_description_is_refused(changed, message):
@@ -116,3 +94,60 @@ def test_what_is_no_json_is_refused_with_what_writes_it():
 def test_unknown_hardware_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--system h10 is neither .* \(did you mean 'h100'\?\)"):
         system.read("h10")
+
+
+def ring(size, ranks, link=NODE, within=0):
+    """A reduce-scatter or an all-gather: each rank sends all parts but one to its neighbour.
+
+    ``within`` of the steps stay within a node, though ``link`` is one between nodes.
+    """
+    latency = (ranks - 1 - within) * link.latency_seconds + within * NODE.latency_seconds
+    return latency + size * (ranks - 1) / ranks / link.bytes_per_second
+
+
+def test_collectives_take_the_steps_of_a_ring_with_their_latency():
+    assert MACHINE.gather_seconds(8e6, 4) == pytest.approx(ring(8e6, 4))
+    assert MACHINE.all_reduce_seconds(8e6, 4) == pytest.approx(2 * ring(8e6, 4))
+    assert MACHINE.all_to_all_seconds(8e6, 4) == pytest.approx(NODE.seconds(6e6))
+    for ranks, size in ((1, 8e6), (4, 0)):
+        assert MACHINE.all_reduce_seconds(size, ranks) == MACHINE.all_to_all_seconds(size, ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "within"), [(8, 1, 6), (6, 1, 4), (4, 2, 2), (3, 2, 1), (4, 4, 0), (2, 3, 0)]
+)
+def test_a_ring_crosses_into_each_other_node_once(ranks, stride, within):
+    """Nodes have four GPUs; an empty message within one takes a tenth of the time of one between them."""
+    expected = ring(8e6, ranks, MACHINE.link(ranks, stride), within)
+    assert MACHINE.gather_seconds(8e6, ranks, stride) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "rate"),
+    [(4, 1, 1e11), (5, 1, 4e10), (2, 2, 1e11), (2, 4, 1e10), (4, 2, 2e10), (8, 3, 1e10), (2, 8, 1e10)],
+)
+def test_a_group_is_as_fast_as_its_slowest_part(ranks, stride, rate):
+    """Nodes have four GPUs, and each a link of its own into the network."""
+    wide = Link(rate, NODE.latency_seconds if rate == 1e11 else NETWORK.latency_seconds)
+    assert MACHINE.link(ranks, stride) == wide
+    slow_node = replace(MACHINE, node=Link(1.5e10, 0))
+    assert slow_node.link(ranks, stride).bytes_per_second == min(1.5e10, rate)
+
+
+def test_measured_collectives_reach_below_and_beyond_their_rows():
+    measured = replace(MACHINE, all_reduce=[[2, 4e6, 3e-3], [2, 1e6, 1e-3], [4, 1e6, 9e-3]])
+    for size, seconds in ((1e3, 1e-3), (1e6, 1e-3), (2e6, 1e-3 + 2e-3 / 3), (4e6, 3e-3), (8e6, 6e-3)):
+        assert measured.all_reduce_seconds(size, 2) == pytest.approx(seconds)
+    assert measured.all_reduce_seconds(1e6, 3) == pytest.approx(2 * ring(1e6, 3))
+
+
+def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
+    """Half-way between rows is their mean; at a third, the nearer one counts four times."""
+    rates = {"bf16": [[16, 16, 16, 1e12], [1024, 1024, 1024, 7e12]]}
+    machine = replace(MACHINE, matrix_rates=rates)
+    assert machine.rate("bf16", 128, 128, 128) == pytest.approx(4e12)
+    assert machine.rate("bf16", 64, 64, 64) == pytest.approx((4 * 1e12 + 7e12) / 5)
+    # Thin: 2**18 operations from the first row, 2**6 in the smallest side from the second.
+    assert machine.rate("bf16", 16, 2**13, 2**13) == pytest.approx((1e12 + 9 * 7e12) / 10)
+    assert machine.peak("bf16") == 4e14
+    assert replace(machine, peak_rates={}).peak("bf16") == 7e12

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,10 +11,6 @@ import pytest
 
 from megatron_pp_ext import __main__ as launcher
 from megatron_pp_ext import cpu, integration
-from tests.support import rounding
-from tests.support.training import TINY, train
-
-CHECKOUT = os.environ.get("MEGATRON_LM", "")
 
 
 @pytest.mark.parametrize(
@@ -97,28 +92,3 @@ def test_a_link_stands_for_the_script_that_it_leads_to(
     (tmp_path / "checkout" / "script.py").write_text("import beside_the_script\n")
     (tmp_path / "link.py").symlink_to(tmp_path / "checkout" / "script.py")
     launcher.main([str(tmp_path / "link.py")])
-
-
-@pytest.mark.checkout
-@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM does not name a Megatron-LM checkout")
-def test_a_checkouts_own_script_trains_as_ours_does() -> None:
-    """The launcher builds the checkout's dataset helpers where they are missing."""
-    layout = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        "-m",
-        "megatron_pp_ext",
-        "--cpu",
-        f"{CHECKOUT}/pretrain_gpt.py",
-        *TINY,
-        "--mock-data",
-        *layout,
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    printed = [float(loss) for loss in re.findall(r"iteration +\d+/.* lm loss: (\S+)", run.stdout)]
-    ours = train(2, layout, initialize=lambda chunks: None)[-1]
-    # Megatron prints the mean of the first two steps as the loss of the second.
-    assert printed == pytest.approx(
-        [ours.losses[0], sum(ours.losses[:2]) / 2, ours.losses[2]], rel=rounding.PRINTED
-    )

@@ -34,12 +34,9 @@ def test_a_failure_reports_its_rank_and_what_was_printed() -> None:
         run_ranks(fail, 2)
 
 
-def test_a_rank_that_dies_silently_is_a_failure() -> None:
+def test_a_rank_that_dies_silently_is_a_failure_and_one_that_does_not_finish_is_killed() -> None:
     with pytest.raises(RankError, match="rank 0 failed"):
         run_ranks(lambda rank: os._exit(3), 1)
-
-
-def test_ranks_that_do_not_finish_are_killed() -> None:
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 0.5 seconds"):
         run_ranks(lambda rank: signal.pause(), 2, timeout=0.5)
 

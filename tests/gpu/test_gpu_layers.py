@@ -29,9 +29,7 @@ def _engine() -> Any:
     return pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
 
 
-def _gradients(
-    layer: torch.nn.Module, split: bool, call: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def _gradients(layer, split, call):
     """Of the inputs of all microbatches, and of all parameters; every forward comes before every backward."""
     accumulators = []
     for parameter in layer.parameters():

@@ -11,6 +11,7 @@ when what is behind the commands is rebuilt.  A refusal counts as a result too: 
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -157,6 +158,9 @@ def write(
         for line in list(kinds[kind]())[:: part if kind == "schedules" else 1]
     ]
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["MEGATRON_PP_EXT_CACHE"] = (
+            folder  # else schedules come from where the other checkout put them
+        )
         results = {line: result(line, Path(folder)) for line in track(lines, console=None)}
     file.write_text(json.dumps(results, indent=0, sort_keys=True))
     refused = sum("told" in one for one in results.values())

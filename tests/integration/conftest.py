@@ -4,9 +4,12 @@ Without --pipeline-schedule the patches must change nothing; ``test_seams`` hold
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 from megatron_pp_ext.integration import install
 from tests.conftest import CACHE
@@ -21,3 +24,22 @@ def short_search() -> Iterator[None]:
     """The patch is its own, so that a test's ``monkeypatch`` ends before the fixtures that it follows."""
     with few_trials(os.path.join(os.environ[CACHE], "short")):
         yield
+
+
+@pytest.fixture
+def said_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[ModuleType], Path]:
+    """Return the file for the lines that a module of this package lets rank 0 print in a job."""
+
+    def keep(module: ModuleType) -> Path:
+        file = tmp_path / "said"
+        file.touch()
+
+        def print_rank_0(text: str) -> None:
+            if dist.get_rank() == 0:
+                with file.open("a") as lines:
+                    lines.write(f"{text}\n")
+
+        monkeypatch.setattr(module, "print_rank_0", print_rank_0)
+        return file
+
+    return keep

@@ -4,28 +4,31 @@ The embeddings are tied: ranks that disagree about the placement would otherwise
 the model is built, or after it, until the timeout.
 """
 
+import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import megatron_pp_ext
 from megatron_pp_ext import cpu, pretrain_gpt
+from megatron_pp_ext.integration.trainer import agreement, same_request
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule import catalog, csv_file
+from tests.support.flags import arguments
 from tests.support.ranks import run_ranks
+from tests.support.tiers import first
 from tests.support.training import TINY
 
-PP2 = ("--pipeline-model-parallel-size", "2")
-V_HALF = ("--pipeline-schedule", "v-half")
-FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")
+PP2 = "--pipeline-model-parallel-size 2"
+V_HALF = "--pipeline-schedule v-half"
+FLEX = "--pipeline-schedule flex --pipeline-memory-limit"
+CSV = "--pipeline-schedule csv:mine.csv"
 
 
-def start(rank: int, flags: list[list[str]], change: Callable[[int], None] | None) -> str:
+def start(rank: int, flags: list[str]) -> str:
     """Start a rank with its own ``flags``; return the line with which it ended."""
-    sys.argv = ["pretrain_gpt.py", *cpu.with_cpu_flags([*TINY, "--mock-data", *PP2, *flags[rank]])]
-    if change is not None:
-        change(rank)
+    sys.argv = ["pretrain_gpt.py", *cpu.with_cpu_flags([*TINY, "--mock-data", *flags[rank].split()])]
     try:
         pretrain_gpt.main()
     except SystemExit as end:
@@ -33,64 +36,61 @@ def start(rank: int, flags: list[list[str]], change: Callable[[int], None] | Non
     return "trained"
 
 
-def lines(*flags: tuple[str, ...], change: Callable[[int], None] | None = None) -> list[str]:
+def lines(*flags: str) -> list[str]:
     """Return the lines with which the ranks of a job ended that were started with ``flags``, one each."""
-    found = run_ranks(start, len(flags), [list(words) for words in flags], change)
+    found = run_ranks(start, len(flags), [f"{PP2} {words}" for words in flags])
     assert all(line.startswith("megatron_pp_ext: ") and "\n" not in line for line in found)
     return [line.removeprefix("megatron_pp_ext: ") for line in found]
 
 
+def report(flags: str) -> str:
+    """Return what a rank of two with ``flags`` tells the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        args = arguments(f"{PP2} {flags}")
+        return json.dumps(same_request.values(args, read_flags(args)))
+
+
 DIFFERENT = {
-    "a schedule on one rank only": (V_HALF, (), "--pipeline-schedule is v-half on rank 0 and not given"),
-    "no schedule on the first rank": ((), V_HALF, "--pipeline-schedule is not given on rank 0 and v-half"),
-    "stock by name": (V_HALF, ("--pipeline-schedule", "1f1b"), "is v-half on rank 0 and 1f1b on rank 1"),
-    "another limit": (
-        (*FLEX, "0.75", "--global-batch-size", "2"),
-        (*FLEX, "1", "--global-batch-size", "2"),
-        "--pipeline-memory-limit is 0.75 on rank 0 and 1 on rank 1",
-    ),
-    "other chunks": (
-        ("--pipeline-schedule", "interleaved"),
-        ("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "4"),
-        "the placement is loop, 2 ranks x 2 chunks on rank 0 and loop, 2 ranks x 4 chunks on rank 1",
-    ),
-    "other layers": (
-        (*V_HALF, "--pipeline-model-parallel-layout", "Ett|tt|tt|ttL"),
-        (*V_HALF, "--pipeline-model-parallel-layout", "Et|tt|tt|tttL"),
-        "--pipeline-model-parallel-layout is Ett|tt|tt|ttL on rank 0 and Et|tt|tt|tttL on rank 1",
-    ),
-    "other microbatches": (
-        (*V_HALF, "--global-batch-size", "4"),
-        (*V_HALF, "--global-batch-size", "8"),
-        "the microbatches of a step are 4 on rank 0 and 8 on rank 1",
-    ),
-    "seeds by layer": (
-        (*V_HALF, "--pipeline-layer-seeds"),
+    (V_HALF, ""): "--pipeline-schedule is v-half on rank 0 and not given on rank 1",
+    (V_HALF, "--pipeline-schedule 1f1b"): "is v-half on rank 0 and 1f1b on rank 1",
+    (f"{FLEX} 0.75", f"{FLEX} 1"): "--pipeline-memory-limit is 0.75 on rank 0 and 1 on rank 1",
+    (
+        "--pipeline-schedule interleaved",
+        "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 4",
+    ): "the placement is loop, 2 ranks x 2 chunks on rank 0 and loop, 2 ranks x 4 chunks on rank 1",
+    (
+        f"{V_HALF} --pipeline-model-parallel-layout Ett|tt|tt|ttL",
+        f"{V_HALF} --pipeline-model-parallel-layout Et|tt|tt|tttL",
+    ): "--pipeline-model-parallel-layout is Ett|tt|tt|ttL on rank 0 and Et|tt|tt|tttL on rank 1",
+    (
+        f"{V_HALF} --global-batch-size 4",
         V_HALF,
-        "--pipeline-layer-seeds is given on rank 0 and not given on rank 1",
-    ),
-    "a trace on one rank only": (
-        (*V_HALF, "--pipeline-trace", "trace.json"),
+    ): "the microbatches of a step are 4 on rank 0 and 8 on rank 1",
+    (
+        f"{V_HALF} --pipeline-layer-seeds",
         V_HALF,
-        "--pipeline-trace is given on rank 0 and not given on rank 1",
-    ),
+    ): "--pipeline-layer-seeds is given on rank 0 and not given on rank 1",
+    (
+        f"{V_HALF} --pipeline-trace trace.json",
+        V_HALF,
+    ): "--pipeline-trace is given on rank 0 and not given on rank 1",
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_different_flags(case: str) -> None:
-    first, second, message = DIFFERENT[case]
-    told = lines(first, second)
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_flags(one: str, other: str) -> None:
+    assert DIFFERENT[one, other] in agreement._judge([report(one), report(other)])
+
+
+def test_all_ranks_are_named_and_told() -> None:
+    told = lines("", V_HALF)
     assert told[0] == told[1]
-    assert message in told[0]
+    assert "--pipeline-schedule is not given on rank 0 and v-half on rank 1" in told[0]
     assert told[0].endswith("start all ranks with the same flags and files, and the same megatron_pp_ext")
-
-
-def test_all_ranks_are_named() -> None:
-    flags = ("--pipeline-model-parallel-size", "4", *V_HALF)
-    told = lines(flags, flags, (*flags, "--pipeline-layer-seeds"), flags)
-    assert set(told) == {told[0]}
-    assert "--pipeline-layer-seeds is not given on ranks 0, 1, 3 and given on rank 2;" in told[0]
+    plain, seeds = report(V_HALF), report(f"{V_HALF} --pipeline-layer-seeds")
+    found = agreement._judge([plain, plain, seeds, plain])
+    assert "--pipeline-layer-seeds is not given on ranks 0, 1, 3 and given on rank 2;" in found
 
 
 @pytest.mark.parametrize(
@@ -107,66 +107,55 @@ def test_all_ranks_are_named() -> None:
 def test_a_file_with_another_content_under_the_same_name(
     names: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = []
-    for rank, name in enumerate(names):
+    """As on two machines with a disk each."""
+    monkeypatch.chdir(tmp_path)
+    digests, reports = [], []
+    for name in names:
         schedule = catalog.build(name, 2, 8)
+        csv_file.write(schedule, Path("mine.csv"))
         digests.append(schedule.digest[:12])
-        (tmp_path / str(rank)).mkdir()
-        csv_file.write(schedule, tmp_path / str(rank) / "mine.csv")
-
-    def go_there(rank: int) -> None:
-        monkeypatch.chdir(tmp_path / str(rank))  # as on two machines with a disk each
-
-    flags = ("--pipeline-schedule", "csv:mine.csv")
-    told = lines(flags, flags, change=go_there)
-    assert told[0] == told[1]
-    assert message.format(*digests) in told[0]
+        reports.append(report(CSV))
+    assert message.format(*digests) in agreement._judge(reports)
 
 
-def test_a_file_of_costs_with_another_content(tmp_path: Path) -> None:
-    flags = []
-    for rank, message in enumerate(("1.0", "2.0")):
-        file = tmp_path / f"{rank}.json"
+def test_a_file_of_costs_with_another_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reports = []
+    for message in ("1.0", "2.0"):
         stage = '{"forward": 1, "input_gradient": 1, "weight_gradient": 1, "activation": 1}'
-        file.write_text(f'{{"message": {message}, "stages": [{", ".join([stage] * 4)}]}}')
-        flags.append((*FLEX, "1", "--pipeline-costs", str(file)))
-    told = lines(*flags)
-    assert told[0] == told[1]
-    assert "the content of --pipeline-costs has the digest " in told[0]
+        Path("costs.json").write_text(f'{{"message": {message}, "stages": [{", ".join([stage] * 4)}]}}')
+        reports.append(report(f"{FLEX} 1 --pipeline-costs costs.json"))
+    assert "the content of --pipeline-costs has the digest " in agreement._judge(reports)
 
 
 def test_the_same_content_under_other_names_trains(tmp_path: Path) -> None:
     """Each machine may keep its copy of the file where it likes."""
-    flags = []
-    for rank in range(2):
-        file = tmp_path / f"{rank}.csv"
+    files = [tmp_path / f"{rank}.csv" for rank in range(2)]
+    for file in files:
         csv_file.write(catalog.build("v-half", 2, 8), file)
-        flags.append(["--pipeline-schedule", f"csv:{file}"])
-    assert run_ranks(start, 2, flags, None) == ["trained", "trained"]
+    flags = [f"{PP2} --train-iters 1 --pipeline-schedule csv:{file}" for file in files]
+    assert run_ranks(start, 2, flags) == ["trained", "trained"]
 
 
 def test_another_release_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def grow_old(rank: int) -> None:
-        if rank == 1:
-            monkeypatch.setattr(megatron_pp_ext, "__version__", "0.0.9")
-
-    told = lines(V_HALF, V_HALF, change=grow_old)
-    assert told[0] == told[1]
-    assert f"megatron_pp_ext is {megatron_pp_ext.__version__} on rank 0 and 0.0.9 on rank 1" in told[0]
+    new, version = report(V_HALF), megatron_pp_ext.__version__
+    monkeypatch.setattr(megatron_pp_ext, "__version__", "0.0.9")
+    told = agreement._judge([new, report(V_HALF)])
+    assert f"megatron_pp_ext is {version} on rank 0 and 0.0.9 on rank 1" in told
 
 
-REFUSED = {
-    "no such file": (("--pipeline-schedule", "csv:/nowhere.csv"), "/nowhere.csv"),
-    "no such schedule": (("--pipeline-schedule", "v-haf"), "no schedule is called 'v-haf'"),
-    "a limit that cannot be kept": ((*FLEX, "0.01"), "infeasible"),
-    "a check of Megatron's": ((*V_HALF, "--num-attention-heads", "5"), "Megatron refuses these flags"),
-}
-
-
-@pytest.mark.parametrize(("refused", "case"), enumerate(REFUSED))
-def test_a_rank_that_is_refused_takes_the_others_along(refused: int, case: str) -> None:
-    refused %= 2
-    flags, message = REFUSED[case]
-    told = lines(*((flags if rank == refused else V_HALF) for rank in range(2)))
+@pytest.mark.parametrize(
+    ("refused", "flags", "message"),
+    first(
+        1,
+        [
+            (1, "--pipeline-schedule csv:/nowhere.csv", "/nowhere.csv"),
+            (0, f"{FLEX} 0.01", "infeasible"),
+            (1, f"{V_HALF} --num-attention-heads 5", "Megatron refuses these flags"),
+        ],
+    ),
+)
+def test_a_rank_that_is_refused_takes_the_others_along(refused: int, flags: str, message: str) -> None:
+    told = lines(*(flags if rank == refused else V_HALF for rank in range(2)))
     assert message in told[refused]
     assert told[1 - refused] == f"rank {refused} of this job was refused: {told[refused]}"

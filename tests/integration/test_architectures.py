@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.architectures import FLAGS, flags
-from tests.support.comparison import assert_same_bits, run
+from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.tiers import wide
 
 IN_MAKE_TEST = ("nemotron-3", "v-half")
@@ -19,3 +19,15 @@ def test_trains_as_stock(model: str, schedule: str) -> None:
     words += ["--pipeline-model-parallel-size", "2", "--clip-grad", "0"]
     ours = run(2, [*words, "--pipeline-schedule", schedule, *LIMIT.get(schedule, ())])
     assert_same_bits(ours, run(2, words))
+
+
+@pytest.mark.parametrize("model", [wide(model) for model in FLAGS if "nemotron" not in model])
+def test_trains_in_pairs_as_stock(model: str) -> None:
+    """Those whose plans Megatron has, under dualpipe-v: hybrid models have none."""
+    words = [
+        *flags(model, stages=4),
+        *["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],
+    ]
+    words += ["--bf16", "--accumulate-allreduce-grads-in-fp32", "--clip-grad", "0"]
+    ours = run(4, [*words, "--overlap-moe-expert-parallel-comm", "--pipeline-schedule", "dualpipe-v"])
+    assert_same_bits(ours, stock(4, *words, "--num-layers-per-virtual-pipeline-stage", "2"))

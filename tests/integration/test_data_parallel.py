@@ -63,15 +63,6 @@ def test_weights_are_gathered_a_chunk_ahead() -> None:
     assert job.done == [f"gather {chunk}" for chunk in range(4)]
 
 
-def test_a_single_chunk_is_gathered_once() -> None:
-    job = Job(1)
-    job.config.param_sync_func = job.config.param_sync_func[0]
-    parallel = job.parallel()
-    with parallel.step():
-        parallel.first_forward(0)
-    assert job.done == ["gather 0"]
-
-
 def test_an_evaluation_gathers_nothing() -> None:
     job = Job(2)
     parallel = job.parallel(forward_only=True)

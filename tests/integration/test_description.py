@@ -7,7 +7,6 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import describe
@@ -27,7 +26,7 @@ def test_a_description_and_its_flags_say_the_same():
         "hidden_dropout": 0.05, "fp8": "hybrid", "bf16": True, "normalization": "RMSNorm", "num_experts": 4,
     }  # fmt: skip
     candidate = Candidate(2, 1, 2, 2, 4, 1, 8, Recompute("all", "full", "uniform", 1), "flex", 2, 123456)
-    args = read_by_megatron(launch_lines.flags(candidate, spelled(values)))
+    args = read_by_megatron(candidate.flags(spelled(values)))
     assert Job.of(args) == candidate.described(describe(values))
 
 
@@ -46,12 +45,9 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--no-such-flag", "in the model's flags: --no-such-flag is none of Megatron's"),
-        ("--hidden-size many", "invalid int value: 'many'"),
         ("--hidden-size 33", "--hidden-size 33 is not divisible by --num-attention-heads 4"),
         ("--group-query-attention --num-query-groups 3", "3 does not divide --num-attention-heads 4"),
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4: lower it"),
-        ("--bf16 --fp16", "contradict each other"),
         ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (

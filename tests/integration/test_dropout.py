@@ -1,23 +1,18 @@
 """With dropout, what equals stock goes by the order in which each rank takes which layers forward."""
 
-import pytest
-
 from tests.support.comparison import assert_same_bits, run, stock
-from tests.support.tiers import first
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 PP2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", *DROPOUT)
 TWO_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "2")
 
 
-@pytest.mark.parametrize("name", first(1, ["zb-h1", "gpipe", "1f1b", "zb-h2"]))
-def test_one_stage_a_rank_is_equal_to_stocks_1f1b(name: str) -> None:
-    assert_same_bits(run(2, [*PP2, "--pipeline-schedule", name]), stock(2, *PP2))
+def test_one_stage_a_rank_is_equal_to_stocks_1f1b() -> None:
+    assert_same_bits(run(2, [*PP2, "--pipeline-schedule", "zb-h1"]), stock(2, *PP2))
 
 
-@pytest.mark.parametrize("name", first(1, ["interleaved-zb", "interleaved"]))
-def test_a_loop_is_equal_to_stocks_interleaved(name: str) -> None:
-    ours = run(2, [*PP2, *TWO_CHUNKS, "--pipeline-schedule", name])
+def test_a_loop_is_equal_to_stocks_interleaved() -> None:
+    ours = run(2, [*PP2, *TWO_CHUNKS, "--pipeline-schedule", "interleaved-zb"])
     assert_same_bits(ours, stock(2, *PP2, *TWO_CHUNKS))
 
 

@@ -27,9 +27,9 @@ NAME = "gpipe-wave"
 
 
 def examples(section: str) -> list[str]:
-    """The Python of a section of the document."""
+    """The Python and the rows of tables in a section of the document."""
     _, _, text = DOCUMENT.read_text().partition(f"## {section}\n")
-    return re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
+    return re.findall(r"```(?:python|toml)\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def mpp(package: Path, words: str) -> str:
 
 def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
     declared, read = examples("A new flag")
-    insert(own_copy / "job" / "our_flags.py", "    return parser\n", declared)
+    insert(own_copy / "job" / "our_flags.toml", "[--pipeline-trace]\n", declared)
     insert(own_copy / "job" / "pipeline.py", "    is_paired = job.parallel.", read)
     job = (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --global-batch-size 8 --micro-batch-size 1"

@@ -11,19 +11,10 @@ from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
 from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock
-from tests.support.flags import PP4, assert_refused, estimated_costs, read
-from tests.support.tiers import first
-from tests.support.training import train
+from tests.support.flags import PP4, estimated_costs, read
 
-PIPELINE = ("--pipeline-model-parallel-size", "4")
 FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit")
-
-
-@pytest.mark.parametrize("limit", first(0, ["0.5", "1"]))
-def test_flex_trains_as_stock(limit: str) -> None:
-    assert_same_gradients(run(4, [*PIPELINE, *FLEX, limit]), stock(4, *PIPELINE))
 
 
 def test_a_wave_of_four_chunks_trains_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,16 +36,6 @@ def test_a_file_trains_as_stock(tmp_path: Path) -> None:
     csv_file.write(catalog.build("v-zb", 2, 8), file)
     flags = ("--pipeline-model-parallel-size", "2")
     assert_same_bits(run(2, [*flags, "--pipeline-schedule", f"csv:{file}"]), stock(2, *flags))
-
-
-def test_the_limit_is_kept_when_measured(tmp_path: Path) -> None:
-    """The measured peaks of a tighter limit are lower, on the ranks that hold nothing but layers."""
-    peaks = {}
-    for limit in ("0.5", "1"):
-        file = tmp_path / f"{limit}.json"
-        train(4, [*PIPELINE, "--train-iters", "2", *FLEX, limit, "--pipeline-trace", str(file)])
-        peaks[limit] = [record.peak_bytes for record in trace_file.read(file).records]
-    assert all(tight < 0.7 * loose for tight, loose in zip(peaks["0.5"][1:], peaks["1"][1:], strict=True))
 
 
 def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,45 +88,6 @@ def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
     family = source.from_catalogue("1f1b", linear(2))
     assert family.limits(costs, family.build(4, None), lambda: [0.0] * 2) == ((0.0, 8.0), costs)
-
-
-REFUSED = {
-    "no limit": (f"{PP4} --pipeline-schedule flex", "flex needs --pipeline-memory-limit; give a fraction"),
-    "limit of 0": (
-        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0",
-        "--pipeline-memory-limit is 0, but must be a number above 0",
-    ),
-    "too small a limit": (
-        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.1",
-        "infeasible.*raise the limit to at least",
-    ),
-    "too small a limit of one rank": (
-        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1-1-0.1-1",
-        "of rank 2 is infeasible.*raise the limit to at least",
-    ),
-    "limits of other ranks": (
-        f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 1-1-1",
-        "limit 1-1-1 is for 3 ranks, but --pipeline-model-parallel-size is 4; give one number",
-    ),
-    "limit of a family": (
-        f"{PP4} --pipeline-schedule v-half --pipeline-memory-limit 0.5",
-        "--pipeline-memory-limit 0.5 has no meaning for --pipeline-schedule v-half",
-    ),
-    "no such file": (f"{PP4} --pipeline-schedule csv:/nowhere.csv", "No such file"),
-    "free memory before the first update": (
-        f"{PP4} --pipeline-schedule auto --fp16",
-        "auto measures .* and the dynamic loss scale .* skips the first ones; use --bf16",
-    ),
-    "no such costs": (
-        f"{PP4} --pipeline-schedule auto --pipeline-costs /nowhere.json",
-        "No such file",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused(monkeypatch, *REFUSED[case])
 
 
 def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,47 +1,52 @@
 """pipedream and pipedream-2bw on Megatron, against one process that keeps every version of the weights."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.runners import flush_free, free_memory
 from megatron_pp_ext.job import updates
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.view import trace_file
-from tests.support import frozen, rounding, training
-from tests.support.ranks import RankError, run_ranks
-from tests.support.samples import samples_of
+from tests.support import frozen, rounding
+from tests.support.ranks import RankError
 from tests.support.tiers import first
-from tests.support.without_flush import ADAM, MODEL, SGD, UPDATES, flags_of, noted, reference, run
+from tests.support.without_flush import (
+    ADAM,
+    MODEL,
+    SGD,
+    UPDATES,
+    assert_same_parameters,
+    flags_of,
+    reference,
+    run,
+)
 
 TIGHT = ("--train-iters", "2", *flags_of("1-1-1-1", 1, "latest"))
 
 CASES = [
-    ("1-1-1-1", 1, "latest"),
-    ("1-1-1-1", 4, "previous"),
-    ("1-1-1", 1, "same"),
-    ("1-1", 1, "latest"),
-    ("1-1-1", 1, "latest"),
-    ("1-1-1-1", 2, "latest"),
+    ("1-1-1-1", 1, "latest", SGD),
+    ("1-1-1-1", 4, "previous", SGD),
+    ("1-1-1", 1, "same", SGD),
+    ("1-1-1", 3, "previous", ADAM),
+    ("1-1-1-1", 2, "latest", ADAM),
 ]
+EVALUATION = ("--eval-interval", "3", "--eval-iters", "2")
 
 
-@pytest.mark.parametrize(("replicas", "interval", "rule"), first(1, CASES))
-def test_parameters_after_ten_updates_with_sgd(replicas: str, interval: int, rule: str) -> None:
-    stages = len(replicas.split("-"))
-    expected = reference(replicas, interval, rule, SGD)
-    ranks = run(stages, (*MODEL, *SGD, *flags_of(replicas, interval, rule)))
+@pytest.mark.parametrize(("replicas", "interval", "rule", "optimizer"), first(1, CASES))
+def test_parameters(replicas: str, interval: int, rule: str, optimizer: tuple[str, ...], tmp_path) -> None:
+    """Evaluations leave alone what is in flight, and a trace shows one 1F1B over all updates."""
+    stages, file = len(replicas.split("-")), tmp_path / "trace.json"
+    expected = reference(replicas, interval, rule, optimizer)
+    watched = (*EVALUATION, "--pipeline-trace", str(file))
+    ranks = run(stages, (*MODEL, *optimizer, *watched, *flags_of(replicas, interval, rule)))
     assert ranks[-1]["losses"] == expected["losses"]
-    trained = {name: value for rank in ranks for name, value in rank["parameters"].items()}
-    assert trained.keys() == expected["parameters"].keys()
-    for name, value in trained.items():
-        assert torch.equal(value, expected["parameters"][name]), name
+    assert_same_parameters(ranks, expected)
     # Beside the newest: n - s - 1 for PipeDream, as many as on the first stage in step, one for 2BW.
     behind = {
         "latest": range(stages - 1, -1, -1),
@@ -49,17 +54,10 @@ def test_parameters_after_ten_updates_with_sgd(replicas: str, interval: int, rul
         "previous": [interval] * stages,
     }
     assert [rank["versions"] for rank in ranks] == [math.ceil(n / interval) for n in behind[rule]]
-
-
-@pytest.mark.parametrize(
-    ("replicas", "interval", "rule"),
-    first(0, [("1-1-1", 3, "previous"), ("1-1", 1, "latest"), ("1-1-1-1", 1, "latest")]),
-)
-def test_parameters_after_ten_updates_with_adam(replicas: str, interval: int, rule: str) -> None:
-    expected = reference(replicas, interval, rule, ADAM)
-    for rank in run(len(replicas.split("-")), (*MODEL, *ADAM, *flags_of(replicas, interval, rule))):
-        for name, value in rank["parameters"].items():
-            assert torch.equal(value, expected["parameters"][name]), name
+    if rule == "latest":
+        step = trace_file.read(file)
+        assert step.timeline().schedule.orders == one_f_one_b.build(4, UPDATES * interval).orders
+        assert [record.peak_microbatches for record in step.records] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("kind", first(0, ["layers", "adapters"]))
@@ -69,9 +67,7 @@ def test_parameters_beside_frozen_ones(kind: str) -> None:
     expected = reference("1-1-1", 1, "latest", flags)
     ranks = run(3, (*MODEL, *flags, *flags_of("1-1-1", 1, "latest")))
     assert ranks[-1]["losses"] == expected["losses"]
-    for rank in ranks:
-        for name, value in rank["parameters"].items():
-            assert torch.equal(value, expected["parameters"][name]), name
+    assert_same_parameters(ranks, expected)
     assert (ranks[0]["versions"] == 0) == (kind == "layers")
     assert all(rank["versions"] < 1 for rank in ranks)
 
@@ -98,26 +94,14 @@ def test_losses_with_other_parallelism_and_precision(variant: str) -> None:
     assert ranks[-1]["losses"] == pytest.approx(alone[0]["losses"], rel=within)
 
 
-def test_evaluation_leaves_alone_what_is_in_flight() -> None:
-    evaluation = ("--eval-interval", "3", "--eval-iters", "2")
-    ranks = run(4, (*MODEL, *SGD, *evaluation, *flags_of("1-1-1-1", 1, "latest")))
-    assert ranks[-1]["losses"] == reference("1-1-1-1", 1, "latest", SGD)["losses"]
-
-
-def test_clipping_goes_by_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clipping_goes_by_stage(said_by) -> None:
     """The two stages' norms make up the whole model's; neither has waited for the other's, which is said."""
-    said = tmp_path / "said"
-
-    def print_rank_0(text: str) -> None:
-        with said.open("a") as log:
-            log.write(f"{text}\n")
-
-    monkeypatch.setattr(flush_free, "print_rank_0", print_rank_0)
+    said = said_by(flush_free)
     flags = (*MODEL, *SGD, "--clip-grad", "0.1", "--train-iters", "2")
     first, last = (rank["norms"][0] for rank in run(2, (*flags, *flags_of("1-1", 1, "latest"))))
-    assert said.read_text().count("--clip-grad 0.1 goes by each pipeline stage's own gradient norm") == 2
+    assert said.read_text().count("--clip-grad 0.1 goes by each pipeline stage's own gradient norm") == 1
     whole = run(2, (*flags, *flags_of("1-1", 1, "latest"), "--pipeline-allow-waits"))
-    assert said.read_text().count("goes by each") == 2
+    assert said.read_text().count("goes by each") == 1
     assert whole[0]["norms"] == whole[1]["norms"]
     assert first != last
     assert math.hypot(first, last) == pytest.approx(whole[0]["norms"][0], rel=rounding.relative())
@@ -174,31 +158,3 @@ def test_another_number_of_microbatches_under_way_is_refused() -> None:
     running._updates = updates.Updates(4, Weights.PREVIOUS, False, Replicas.straight(4))
     with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
         running.update(SimpleNamespace(microbatches=2), None)
-
-
-@pytest.mark.wide
-def test_a_killed_and_resumed_run_uses_every_sample_once(tmp_path) -> None:
-    """The samples of every step are those that stock takes for it, whatever was in flight at the end."""
-    steps = (*MODEL, *ADAM, "--train-iters", "8", "--pipeline-model-parallel-size", "3")
-    argv = cpu.with_cpu_flags([*training.TINY, "--mock-data", *steps, "--global-batch-size", "2"])
-    ours = [*argv, *flags_of("1-1-1", 2, "latest")]
-    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", "3", "--ckpt-format", "torch_dist")
-    run_ranks(noted, 3, argv, str(tmp_path / "stock"), None)
-    with pytest.raises(RankError, match="killed"):
-        run_ranks(noted, 3, [*ours, *saves], str(tmp_path / "killed"), 5)
-    run_ranks(noted, 3, [*ours, "--load", str(tmp_path / "ckpt")], str(tmp_path / "resumed"), None)
-
-    stock, killed, resumed = (samples_of(tmp_path / f"{name}.2") for name in ("stock", "killed", "resumed"))
-    assert min(resumed) == 3  # the checkpoint's
-    assert {step: killed[step] for step in range(3)} | resumed == stock
-    assert [len(samples) for samples in stock.values()] == [2] * 8
-
-
-def test_ten_updates_are_one_1f1b(tmp_path) -> None:
-    """The recorded order is 1F1B over all microbatches: the pipeline does not drain between two updates."""
-    file = tmp_path / "trace.json"
-    flags = (*MODEL, *SGD, "--train-iters", "10", "--pipeline-trace", str(file))
-    run(4, (*flags, *flags_of("1-1-1-1", 2, "latest")))
-    step = trace_file.read(file)
-    assert step.timeline().schedule.orders == one_f_one_b.build(4, 20).orders
-    assert [record.peak_microbatches for record in step.records] == [4, 3, 2, 1]

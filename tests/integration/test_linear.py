@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,18 +53,10 @@ def in_halves(loss):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_of_another_dtype_have_stock_s_gradients(dtype):
-    stock = gradients(Whole, dtype)
-    ours = gradients(split_backward(Whole), dtype, in_halves)
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert mine.dtype == dtype and theirs.any()
-        assert torch.equal(mine, theirs)
+    """What waits for W has the input's dtype, too, and not the logits' fp32."""
+    stock, held = gradients(Whole, dtype), []
 
-
-def test_what_waits_for_w_is_cast_too():
-    """In bf16, as the input is, and not in the logits' fp32."""
-    held = []
-
-    def count(loss):
+    def in_halves(loss):
         with STORE.collecting(SLOT):
             loss.backward()
         held.append(STORE.meter.live_bytes)
@@ -71,36 +64,30 @@ def test_what_waits_for_w_is_cast_too():
 
     STORE.meter = ActivationMeter([])
     try:
-        gradients(split_backward(Whole), torch.bfloat16, count)
+        ours = gradients(split_backward(Whole), dtype, in_halves)
     finally:
         STORE.meter = None
-    assert held == [2 * ROWS * (WIDTH + OUT)]
+    assert held == [dtype.itemsize * ROWS * (WIDTH + OUT)]
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.dtype == dtype and theirs.any()
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
     ("kept_in", "kernel"),
     [(torch.float32, "wgrad_gemm_accum_fp32"), (torch.bfloat16, "wgrad_gemm_accum_fp16")],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernel_goes_by_the_gradients_dtype(dtype, kept_in, kernel, monkeypatch):
+def test_the_fused_kernel_goes_by_the_gradients_dtype(kept_in, kernel, monkeypatch):
     """Weights in bf16 often have gradients in fp32; the weight is marked as one that has its gradient."""
-    called = []
-
-    def kernel_called(name):
-        return lambda input, gradient, into: called.append((name, input, gradient, into))
-
-    names = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
-    kernels = SimpleNamespace(**{name: kernel_called(name) for name in names})
+    kernels = Mock()
     monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
-    weight = torch.nn.Parameter(torch.zeros(OUT, WIDTH, dtype=dtype))
+    weight = torch.nn.Parameter(torch.zeros(OUT, WIDTH, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(OUT, WIDTH, dtype=kept_in)
-    input, gradient = torch.zeros(ROWS, WIDTH, dtype=dtype), torch.zeros(ROWS, OUT, dtype=dtype)
+    input, gradient = (torch.zeros(ROWS, size, dtype=torch.bfloat16) for size in (WIDTH, OUT))
     local_linear._accumulate_fused(input, gradient, weight)
-    ((name, *operands),) = called
+    ((name, operands, _),) = kernels.method_calls
     assert name == kernel
-    assert all(
-        mine is theirs for mine, theirs in zip(operands, (input, gradient, weight.main_grad), strict=True)
-    )
+    assert [id(one) for one in operands] == [id(input), id(gradient), id(weight.main_grad)]
     assert weight.grad_added_to_main_grad is True
 
 

@@ -20,12 +20,7 @@ from tests.support import rounding
 from tests.support.training import initialize_by_layer, train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
-SCHEDULES = {
-    "stock": (),
-    "v-half": ("--pipeline-schedule", "v-half"),
-    "zb-h1": ("--pipeline-schedule", "zb-h1"),
-}
-OURS = ["v-half", "zb-h1"]
+SCHEDULES = {"stock": (), "v-half": ("--pipeline-schedule", "v-half")}
 EVERYTHING = ("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput")
 CLOCK = ("elapsed time per iteration (ms)", "throughput per GPU (TFLOP/s/GPU)")
 
@@ -49,57 +44,44 @@ def printed(world: int, file: Path, *flags: str) -> list[dict[str, str]]:
     return [dict(re.findall(r" ([^|:]+): +(\S+) \|", line)) for line in file.read_text().splitlines()]
 
 
-MODES = {
-    "replicated": (),
-    "distributed-bf16": ("--use-distributed-optimizer", "--bf16"),
-    "untied-tensor-parallel": ("--untie-embeddings-and-output-weights", "--tensor-model-parallel-size", "2"),
-}
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("mode", MODES)
-def test_iteration_lines(mode: str, tmp_path: Path) -> None:
+def test_iteration_lines(tmp_path: Path) -> None:
     """Losses, norms and counts agree to the last printed digit; clocks are there."""
-    lines = {
-        name: printed(4, tmp_path / name, *MODES[mode], *flags)
-        for name, flags in SCHEDULES.items()
-        if name != "zb-h1"
-    }
-    stock = lines.pop("stock")
+    flags = ("--use-distributed-optimizer", "--bf16")
+    stock, ours = (printed(4, tmp_path / name, *flags, *SCHEDULES[name]) for name in ("stock", "v-half"))
     assert len(stock) == 3
     assert {"lm loss", "grad norm", "params norm", "num zeros", "learning rate", *CLOCK} <= stock[0].keys()
-    for ours in lines.values():
-        assert [line.keys() for line in ours] == [line.keys() for line in stock]
-        assert [_timeless(line) for line in ours] == [_timeless(line) for line in stock]
+    assert [line.keys() for line in ours] == [line.keys() for line in stock]
+    assert [_timeless(line) for line in ours] == [_timeless(line) for line in stock]
 
 
 def _timeless(line: dict[str, str]) -> dict[str, str]:
     return {field: value for field, value in line.items() if field not in CLOCK}
 
 
-def test_event_files(tmp_path: Path) -> None:
+def test_event_files_and_timers(tmp_path: Path) -> None:
     """Tags, steps and values: the losses to the bit, norms within what another order of summing leaves."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     flags = [*PIPELINE, *EVERYTHING, "--tensorboard-log-interval", "1", "--log-memory-to-tensorboard"]
-    flags += ["--log-timers-to-tensorboard", "--timing-log-level", "1", "--eval-interval", "3"]
-    flags += ["--eval-iters", "1", "--log-validation-ppl-to-tensorboard"]
+    flags += ["--log-timers-to-tensorboard", "--timing-log-level", "2", "--timing-log-option", "all"]
+    flags += ["--eval-interval", "3", "--eval-iters", "1", "--log-validation-ppl-to-tensorboard"]
     scalars = {}
     for name in ("stock", "v-half"):
-        train(2, [*flags, *SCHEDULES[name], "--tensorboard-dir", str(tmp_path / name)])
+        words = [*flags, *SCHEDULES[name], "--tensorboard-dir", str(tmp_path / name)]
+        ranks = train(2, words, initialize=count_starts, grab=starts_of_timers)
+        _require_starts([rank.grabbed for rank in ranks], *((2, 2) if name == "v-half" else (1, 1)))
         file = events.EventAccumulator(str(tmp_path / name)).Reload()
         tags = file.Tags()["scalars"]
         scalars[name] = {tag: [(event.step, event.value) for event in file.Scalars(tag)] for tag in tags}
     stock, ours = scalars["stock"], scalars["v-half"]
     assert {"lm loss", "learning-rate", "grad-norm", "params-norm", "lm loss validation"} <= stock.keys()
-    assert ours.keys() == stock.keys()
-    for tag in stock:
+    # Stock times its messages, which wait for each other; ours are under way while a rank computes.
+    assert ours.keys() == {tag for tag in stock if not re.search("send|recv", tag)}
+    for tag in ours:
         assert [step for step, _ in ours[tag]] == [step for step, _ in stock[tag]]
         if "time" not in tag and "throughput" not in tag:
             same = [pytest.approx(value, rel=rounding.relative()) for _, value in stock[tag]]
             assert [value for _, value in ours[tag]] == same, tag
-
-
-TIMED = ("--timing-log-level", "2", "--timing-log-option", "all", "--train-iters", "1")
 
 
 def starts_of_timers(chunks: list[torch.nn.Module]) -> Counter[str]:
@@ -119,23 +101,12 @@ def count_starts(chunks: list[torch.nn.Module]) -> None:
     Timer.start = counted
 
 
-def test_timers() -> None:
+def _require_starts(of_ranks: list[Counter[str]], chunks: int, halves: int) -> None:
     """A whole backward is timed once, one in two halves twice, and forward-backward covers them all."""
-    for name, flags in SCHEDULES.items():
-        ranks = train(
-            2,
-            [*PIPELINE, *flags, *TIMED],
-            initialize=count_starts,
-            grab=starts_of_timers,
-        )
-        chunks, halves = (2 if name == "v-half" else 1), (1 if name == "stock" else 2)
-        for rank in ranks:
-            assert rank.grabbed["forward-backward"] == 1
-            assert rank.grabbed["forward-compute"] == 8 * chunks
-            assert rank.grabbed["backward-compute"] == 8 * chunks * halves
-
-
-SHORT_ON_FOUR = ("--pipeline-model-parallel-size", "4", "--train-iters", "1", "--global-batch-size", "4")
+    for starts in of_ranks:
+        assert starts["forward-backward"] == 1
+        assert starts["forward-compute"] == 8 * chunks
+        assert starts["backward-compute"] == 8 * chunks * halves
 
 
 def report(chunks: list[torch.nn.Module]) -> tuple[float, float, float, Namespace]:
@@ -150,20 +121,11 @@ def report(chunks: list[torch.nn.Module]) -> tuple[float, float, float, Namespac
 
 
 def test_theoretical_memory() -> None:
-    reported = {}
-    for name in ("stock", "1f1b", "v-half", "interleaved"):
-        flags = () if name == "stock" else ("--pipeline-schedule", name)
-        reported[name] = train(
-            4,
-            [*SHORT_ON_FOUR, *flags],
-            grab=report,
-        )[0].grabbed
-    *stock, args = reported["stock"]
-    assert reported["1f1b"][:3] == tuple(stock)
+    short = ("--pipeline-model-parallel-size", "4", "--train-iters", "1", "--global-batch-size", "4")
+    stock, ours = (train(4, [*short, *SCHEDULES[name]], grab=report) for name in ("stock", "v-half"))
+    *theirs, args = stock[0].grabbed
+    weights, *activations, _ = ours[0].grabbed
     # V-Half keeps floor((p + 2) / 2) whole stages of its four ranks' 1F1B; 1F1B keeps p.
-    weights, *activations, _ = reported["v-half"]
-    assert activations == pytest.approx([3 / 4 * bytes for bytes in stock[1:]])
+    assert activations == pytest.approx([3 / 4 * size for size in theirs[1:]])
     # 18 bytes a parameter: bf16 weight, fp32 gradient, weight and two moments.
-    assert weights == stock[0] + 18 * args.hidden_size * args.padded_vocab_size
-    # Megatron's own estimate of its interleaved schedule: 1 + (p - 1) / (p v) of 1F1B.
-    assert reported["interleaved"][1:3] == pytest.approx([11 / 8 * bytes for bytes in stock[1:]])
+    assert weights == theirs[0] + 18 * args.hidden_size * args.padded_vocab_size

@@ -14,7 +14,6 @@ from megatron_pp_ext import pretrain_gpt
 from tests.support import training
 from tests.support.comparison import stock
 from tests.support.ranks import RankError
-from tests.support.tiers import first
 
 V_HALF = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half")
 
@@ -43,18 +42,16 @@ def noted_events(chunks: list[torch.nn.Module]) -> list[str]:
     return _events
 
 
-@pytest.mark.parametrize("per_token", first(1, [True, False]))
-def test_losses_follow_the_gradients(per_token: bool) -> None:
+def test_losses_follow_the_gradients() -> None:
     """Only a count of tokens, by which gradients are divided, has to come before them."""
-    flags = ("--calculate-per-token-loss",) if per_token else ()
-    sender, last = training.train(2, [*V_HALF, *flags], initialize=listen, grab=noted_events)
-    before = ["send"] if per_token else []
-    step = [*before, "finalize_model_grads", "send"]
+    per_token = "--calculate-per-token-loss"
+    sender, last = training.train(2, [*V_HALF, per_token], initialize=listen, grab=noted_events)
+    step = ["send", "finalize_model_grads", "send"]
     # In the first step the form of the losses comes with them.  Neighbours have met before all that.
-    expected = [*before, "finalize_model_grads", "send", "send", *step, *step]
+    expected = [*step, "send", *step, *step]
     assert sender.grabbed[-len(expected) :] == expected
     assert set(sender.grabbed[: -len(expected)]) <= {"send"}
-    assert last.losses == stock(2, *V_HALF[:2], *flags, "--train-iters", "3").losses
+    assert last.losses == stock(2, *V_HALF[:2], per_token, "--train-iters", "3").losses
 
 
 def with_loss_function(change: Callable[[dict[str, Any], int], Any]) -> Callable[..., None]:

@@ -21,7 +21,8 @@ KEPT = (
 )
 HYBRID = (
     "--spec tests.support.hybrid_layers stack --position-embedding-type rope --num-experts 4 "
-    "--moe-router-topk 2 --disable-bias-linear --hybrid-layer-pattern *-|*E|*-|-E"
+    "--moe-router-topk 2 --disable-bias-linear --hybrid-layer-pattern M-|*E|M-|ME --mamba-num-heads 4 "
+    "--mamba-head-dim 16 --mamba-state-dim 8 --mamba-num-groups 2"
 )
 FLEX = ("--pipeline-schedule", "flex", "--pipeline-memory-limit", "0.75")
 
@@ -33,7 +34,7 @@ def mpp(*words: object) -> None:
 
 @training.since(releases.CORE_0_19, "before 0.19 building a hybrid model is left to its scripts")
 def test_one_file_goes_from_a_rehearsal_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates of a model like Nemotron's count the weights that each rank was seen to hold."""
+    """Estimates of a model like Nemotron's, with Mamba, count the weights that each rank was seen to hold."""
 
     def on_forked_ranks(commands: dict[int, tuple[list[str], dict[str, str]]], logs: object) -> None:
         def alone(rank: int) -> None:

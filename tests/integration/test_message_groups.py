@@ -1,28 +1,23 @@
 """Megatron's flags for NCCL groups hold for those of a pipeline's messages."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from megatron.core.parallel_state import get_nccl_options
-from megatron.training import arguments as megatron_arguments
 
-from megatron_pp_ext import cpu
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners import message_groups
 from megatron_pp_ext.integration.runners.message_groups import group_options
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.runtime.groups import GroupOptions
-from tests.support.training import TINY
+from tests.support.flags import arguments
 
 FILES = {
     "dp_cp: {max_ctas: 16, is_high_priority_stream: false}": GroupOptions(),
     "pp: {}": GroupOptions(),
-    "pp: {max_ctas: 16}": GroupOptions(max_ctas=16),
-    "pp: {min_ctas: 2}": GroupOptions(min_ctas=2),
     "pp: {min_ctas: 8}": GroupOptions(min_ctas=8, max_ctas=8),
     "pp: {min_ctas: 2, max_ctas: 3}": GroupOptions(min_ctas=2, max_ctas=3),
     "pp: {is_high_priority_stream: false, cga_cluster_size: 2, net_name: IB}": GroupOptions(
@@ -33,32 +28,24 @@ FILES = {
 
 PIPELINE = Pipeline(named("1f1b", 2, 4))
 
-Options = Callable[..., GroupOptions]
 
-
-@pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> Options:
+def options(flags: str = "") -> GroupOptions:
     """The options for NCCL groups under some flags."""
-
-    def read(flags: str = "") -> GroupOptions:
-        monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags.split()])])
-        return group_options(settings(megatron_arguments.parse_args(), PIPELINE))
-
-    return read
+    return group_options(settings(arguments(flags), PIPELINE))
 
 
-def test_defaults_are_ours(options: Options) -> None:
+def test_defaults_are_ours() -> None:
     assert options() == GroupOptions(is_high_priority_stream=True, max_ctas=4)
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_file_of_communicators(text: str, options: Options, tmp_path: Path) -> None:
+def test_file_of_communicators(text: str, tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text(text)
     assert options(f"--nccl-communicator-config-path {file}") == FILES[text]
 
 
-def test_named_groups_have_a_high_priority(options: Options, tmp_path: Path) -> None:
+def test_named_groups_have_a_high_priority(tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text("pp: {is_high_priority_stream: false}")
     path = f"--nccl-communicator-config-path {file}"
@@ -72,9 +59,7 @@ def test_messages_have_megatrons_patience_and_options(
     """--distributed-timeout-minutes, and what a file says of NCCL, on the way to the groups."""
     file = tmp_path / "nccl.yaml"
     file.write_text("pp: {max_ctas: 16}")
-    flags = ["--distributed-timeout-minutes", "3", "--nccl-communicator-config-path", str(file)]
-    monkeypatch.setattr("sys.argv", ["train.py", *cpu.with_cpu_flags([*TINY, *flags])])
-    args = megatron_arguments.parse_args()
+    args = arguments(f"--distributed-timeout-minutes 3 --nccl-communicator-config-path {file}")
     made = []
     monkeypatch.setattr(
         message_groups, "direction_groups", lambda *given, **named: made.append((given, named))

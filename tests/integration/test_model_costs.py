@@ -5,7 +5,6 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
@@ -22,11 +21,10 @@ from megatron_pp_ext.schedule import catalog, costs_file
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
+from tests.support.comparison import traced
 from tests.support.flags import PP4, arguments, assert_refused, read
 from tests.support.flags import estimated_costs as costs
 from tests.support.tiers import first
-from tests.support.training import train
 
 TOKENS = SEQUENCE = HIDDEN = 32
 VOCABULARY = 64
@@ -51,10 +49,6 @@ def test_a_plain_layer_is_the_papers() -> None:
     assert_operations(costs("", 8).stages[3], 12 * HIDDEN**2, SCORES)
 
 
-def test_the_head_is_on_the_last_stage() -> None:
-    assert_operations(costs("", 8).stages[7], 12 * HIDDEN**2 + HIDDEN * VOCABULARY, SCORES)
-
-
 def test_grouped_queries_and_a_gated_mlp() -> None:
     flags = "--group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 96"
     assert_operations(costs(flags, 8).stages[3], 3 * HIDDEN**2 + 3 * HIDDEN * 96, SCORES)
@@ -69,39 +63,19 @@ def test_experts_in_every_second_layer() -> None:
     assert_operations(stages[3], ATTENTION + 2 * 2 * HIDDEN * 48 + 2 * HIDDEN * 16, SCORES + ROUTER)
 
 
-def test_hybrid_pattern() -> None:
-    stages = costs(f"{EXPERTS} --hybrid-layer-pattern *-|*|E|-", 4).stages
-    assert_operations(stages[0], 12 * HIDDEN**2, SCORES)
-    assert_operations(stages[1], ATTENTION, SCORES)
-    assert_operations(stages[2], 2 * 2 * HIDDEN * 48, ROUTER)
-
-
-def test_a_predicted_token_is_a_layer_and_a_head_more() -> None:
-    stage = costs("--mtp-num-layers 1", 8).stages[7]
-    assert_operations(stage, 2 * (12 * HIDDEN**2 + HIDDEN * VOCABULARY) + 2 * HIDDEN**2, 2 * SCORES)
-
-
 @pytest.mark.parametrize(
     ("flags", "stages", "layers"),
     [
         ("--num-layers 6 --pipeline-model-parallel-layout E|t|t|t*2|t|t||L", 8, [0, 1, 1, 2, 1, 1, 0, 0]),
-        ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", 4, [1, 2, 2, 3]),
         ("--decoder-first-pipeline-num-layers 2 --num-layers 14", 8, [1, 2, 2, 2, 1, 2, 2, 2]),
-        ("--num-layers 6 --account-for-embedding-in-pipeline-split "
-         "--account-for-loss-in-pipeline-split", 8, [0, 1, 1, 1, 1, 1, 1, 0]),
     ],
-)  # fmt: skip
+)
 def test_uneven_stages(flags: str, stages: int, layers: list[int]) -> None:
     found = costs(f"--pipeline-model-parallel-size 4 {flags}", stages).stages
     for stage, count in zip(found[:-1], layers, strict=False):
         assert_operations(stage, count * 12 * HIDDEN**2, count * SCORES)
     last = layers[-1] * 12 * HIDDEN**2 + HIDDEN * VOCABULARY
     assert_operations(found[-1], last, layers[-1] * SCORES)
-
-
-def test_tensor_parallel_ranks_share_the_products() -> None:
-    whole, half = costs("", 8).stages[3], costs("--tensor-model-parallel-size 2", 8).stages[3]
-    assert half.forward - UNIT * ROUGHLY == pytest.approx((whole.forward - UNIT * ROUGHLY) / 2)
 
 
 def test_what_is_recomputed_runs_again_before_the_gradients() -> None:
@@ -141,19 +115,10 @@ def test_training_chooses_nothing_by_the_costs_of_another_model(
     assert read(monkeypatch, f"{PP4} {schedule} --window-size 3,0 --optimizer muon") is not None
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--te-precision-config-file file",
-        "--fp4-format e2m1",
-        "--glu-linear-offset 1.0",
-    ],
-)
-def test_stages_without_a_formula_have_no_costs(flags: str) -> None:
+def test_stages_without_a_formula_have_no_costs() -> None:
     """What is only said beside an estimate has some."""
-    if "--glu" in flags:
-        assert costs(flags, 8) == costs("", 8)
-    else:
+    assert costs("--glu-linear-offset 1.0", 8) == costs("", 8)
+    for flags in ("--te-precision-config-file file", "--fp4-format e2m1"):
         with pytest.raises(ValueError, match=f"does not support {flags}: "):
             costs(flags, 8)
 
@@ -246,11 +211,7 @@ LARGER = (
 @cache
 def measure(flags: str) -> tuple[dict[int, Measured], list[int]]:
     """The four stages of a V on two ranks, and the peak of each rank."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        run = f"{LARGER} {flags} --train-iters 2 --pipeline-schedule v-half --pipeline-trace {file}"
-        train(2, run.split())
-        records = trace_file.read(file).records
+    records = traced(2, f"{LARGER} {flags} --pipeline-schedule v-half".split()).records
     changes: dict[tuple[int, Kind], int] = {}
     for record in records:
         before = 0
@@ -269,19 +230,14 @@ LATENT = (
 )
 MODELS = {
     "plain": "",
-    "bf16": "--bf16",
-    "llama-like": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--group-query-attention --num-query-groups 2",
+    "experts": f"{EXPERTS} --moe-shared-expert-intermediate-size 32",
     "gpt-oss-like": "--softmax-type learnable --window-size 15,0 --window-attn-skip-freq 2 "
     "--position-embedding-type rope --group-query-attention --num-query-groups 2 --kv-channels 32",
     "gated attention": "--attention-output-gate --qk-layernorm --position-embedding-type rope "
     "--group-query-attention --num-query-groups 2 --kv-channels 32",
-    "experts": f"{EXPERTS} --moe-shared-expert-intermediate-size 32",
     "expanded again": f"{LATENT} --recompute-granularity selective --recompute-modules mla_up_proj",
     "normed again": f"{LATENT} --recompute-granularity selective --recompute-modules layernorm",
 }
-# RMSNorm keeps one copy more in torch's single operations than in one kernel.
-KEPT = {"llama-like": 1.12}
 
 
 @pytest.mark.parametrize("model", first(2, MODELS))
@@ -290,11 +246,11 @@ def test_bytes_are_those_of_a_run(model: str) -> None:
     measured, peaks = measure(MODELS[model])
     estimated = costs(f"{LARGER} {MODELS[model]}", 4)
     for stage, cost in enumerate(estimated.stages):
-        assert measured[stage].kept == pytest.approx(KEPT.get(model, 1) * cost.activation, rel=0.04)
+        assert measured[stage].kept == pytest.approx(cost.activation, rel=0.04)
         left = cost.activation - cost.released_by_input_gradient
         assert measured[stage].left_for_weights == pytest.approx(left, rel=0.001)
     expected = simulate(catalog.build("v-half", 2, 8), estimated).peak_activations
-    assert peaks == pytest.approx([KEPT.get(model, 1) * peak for peak in expected], rel=0.05)
+    assert peaks == pytest.approx(expected, rel=0.05)
 
 
 FULL = "--recompute-granularity full --recompute-method"
@@ -306,11 +262,9 @@ INNER_BYTES = 4 * LARGE_TOKENS * 4 * LARGE_HIDDEN
 
 # What stage 1, of two layers, keeps between F and I instead of what it keeps without recomputation.
 RECOMPUTED = {
-    f"{FULL} uniform --recompute-num-layers 1": lambda plain: 2 * HIDDEN_BYTES,
-    f"{FULL} uniform --recompute-num-layers 2": lambda plain: HIDDEN_BYTES,
     f"{FULL} block --recompute-num-layers 1": lambda plain: HIDDEN_BYTES + plain / 2,
-    f"{SELECTIVE} core_attn": lambda plain: plain - 2 * SCORE_BYTES,
     f"{SELECTIVE} core_attn mlp": lambda plain: plain - 2 * (SCORE_BYTES + 2 * INNER_BYTES),
+    f"{FULL} uniform --recompute-num-layers 2": lambda plain: HIDDEN_BYTES,
 }
 
 

@@ -44,7 +44,7 @@ def test_a_named_model_is_to_megatrons_parser_what_it_is_to_the_planner(name: st
     assert as_megatron_reads(found.words, found.asked.args) == counted(found.asked.args)
 
 
-@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-405b", "mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["gpt3-175b", "qwen3-30b-a3b"])
 def test_the_command_of_a_named_model_passes_megatrons_validation(name: str) -> None:
     found = described.read(SIZES.split(), name)
     variables, flags = pasted(Launch([*found.words, *missing(found.words)], GPUS, GPUS).text)

@@ -10,7 +10,6 @@ import torch
 from megatron_pp_ext.integration.runners.paged_stash import begin_step
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from tests.support.flags import assert_refused
 
 stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="Megatron 0.18 and later")
 
@@ -120,47 +119,24 @@ def pages(monkeypatch):
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 5), (4, 8)])
-def test_pages_come_back_in_time_under_every_order(name, ranks, microbatches, monkeypatch):
-    schedule = catalog.build(name, ranks, microbatches)
+def test_pages_come_back_in_time_under_every_order(name, monkeypatch):
+    ranks = 3
+    schedule = catalog.build(name, ranks, 5)
     for rank in range(ranks):
         monkeypatch.setattr(stash.PagedStashManager, "STASH_MGR", None)
         plain = gradients(schedule, rank)
         monkeypatch.setattr(stash.PagedStashManager, "STASH_MGR", None)
-        for _ in range(4):
+        for _ in range(3):
             begin_step(CONFIG, forward_only=False)
             ours = gradients(schedule, rank)
             assert all(torch.equal(ours[at], plain[at]) for at in plain)
+            begin_step(CONFIG, forward_only=True)  # an evaluation goes without pages
+            gradients(catalog.forward_only(schedule.placement, 3), rank)
         manager = stash.PagedStashManager.get_instance()
         assert manager.status == "captured" and not manager.overflow.any()
-
-
-def test_an_evaluation_between_steps_goes_without_pages():
-    schedule = catalog.build("1f1b", 2, 4)
-    for _ in range(3):
-        begin_step(CONFIG, forward_only=False)
-        gradients(schedule, 0)
-        begin_step(CONFIG, forward_only=True)
-        gradients(catalog.forward_only(schedule.placement, 3), 0)
-
-
-def test_another_order_later_is_what_it_cannot_do():
-    for name in ("1f1b", "1f1b", "gpipe"):
-        begin_step(CONFIG, forward_only=False)
-        if name == "gpipe":
-            with pytest.raises(AssertionError, match=r"schedule .* != "):
-                gradients(catalog.build(name, 2, 4), 0)
-        else:
-            gradients(catalog.build(name, 2, 4), 0)
 
 
 def test_without_the_flag_there_are_no_pages():
     begin_step(SimpleNamespace(moe_paged_stash=False), forward_only=False)
     begin_step(SimpleNamespace(), forward_only=False)
     assert stash.PagedStashManager.STASH_MGR is None
-
-
-@pytest.mark.parametrize("flags", ["auto", "1f1b --pipeline-profile-steps 1-2"])
-def test_a_schedule_that_changes_is_refused(flags, monkeypatch):
-    flags = f"--pipeline-model-parallel-size 4 --moe-paged-stash --pipeline-schedule {flags}"
-    assert_refused(monkeypatch, flags, "--moe-paged-stash: it holds all steps to the order of its first")

@@ -10,13 +10,13 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cli.profile import training_flags
 from megatron_pp_ext.cpu import streams
+from megatron_pp_ext.job.layers import stages_of
 from megatron_pp_ext.job.measurements import require_files
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of
 from megatron_pp_ext.partition.partitioner import partition
 from megatron_pp_ext.partition.profile import Profile
 from megatron_pp_ext.partition.recurrence import Level
-from tests.support import rounding
 from tests.support.clock import TICK, Clock
 from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
@@ -34,11 +34,9 @@ def profile(ranks: int, flags: str, file: Path) -> Profile:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     first(
-        2,
+        1,
         [
-            (1, ""),
             (4, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t*5|t*3|L"),
-            (2, "--pipeline-model-parallel-size 2"),
             (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
             (1, "--untie-embeddings-and-output-weights"),
         ],
@@ -92,23 +90,16 @@ def test_time_goes_to_the_layer_that_takes_it(tmp_path: Path) -> None:
         assert measured == pytest.approx((slow, 2 * slow), abs=LAYERS * TICK, rel=0), layer.name
 
 
-def test_the_layout_trains(tmp_path: Path) -> None:
-    """Profile on one rank, cut for four, train with the layout: the same losses, other stages."""
-    file = tmp_path / "profile.json"
-    (alone,) = train(1, ["--profile-pipeline", str(file)])
-    measured = profile_file.read(file)
-    found = partition(measured, [Level(4, 1e9)], straight=True)
-    layout = layout_of(found, measured)
-    cut = train(4, ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", layout])
-    assert cut[-1].losses == pytest.approx(alone.losses, rel=rounding.of_losses(updates=2))
-
-
 def test_mpp_profile_takes_a_real_run_s_flags(tmp_path: Path) -> None:
-    """It turns them into four steps of one rank."""
+    """It turns them into four steps of one rank, whose profile can be cut into a layout for four."""
     flags = "--train-iters 1000 --lr-warmup-iters 100 --pipeline-model-parallel-size 4 --micro-batch-size=2"
     (run,) = train(1, training_flags(tmp_path / "profile.json", flags.split()))
     assert len(run.losses) == 4
-    assert profile_file.read(tmp_path / "profile.json").layers[1].activation_bytes == 2 * HIDDEN_BYTES
+    measured = profile_file.read(tmp_path / "profile.json")
+    assert measured.layers[1].activation_bytes == 2 * HIDDEN_BYTES
+    layout = layout_of(partition(measured, [Level(4, 1e9)], straight=True), measured)
+    stages = stages_of(layout)
+    assert (len(stages), "".join(stages)) == (4, "E" + LAYERS * "t" + "L")
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

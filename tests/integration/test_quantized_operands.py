@@ -91,16 +91,10 @@ def copies(operand):
     ids=["storage", "one copy", "old engine", "groups", "groups in bf16", "tensor"],
 )
 def test_w_keeps_what_it_reads(make, kept):
-    waiting, given = put(make(), make())
-    assert [copies(operand) for operand in given] == [kept, kept]
-    assert waiting == 2 * kept * ROWS * WIDTH
-
-
-def test_every_group_keeps_its_own():
-    inputs, gradients = [Storage(), Storage()], [Storage(), Storage()]
-    waiting, given = put(inputs, gradients)
-    assert [copies(operand) for operands in given for operand in operands] == 4 * [1]
-    assert waiting == 4 * ROWS * WIDTH
+    """Of every group, too."""
+    waiting, given = put([make(), make()], [make(), make()])
+    assert [copies(operand) for operands in given for operand in operands] == 4 * [kept]
+    assert waiting == 4 * kept * ROWS * WIDTH
 
 
 def test_a_tensor_that_others_may_hold_stays_whole():

@@ -7,99 +7,97 @@ from megatron_pp_ext.integration.core import mirrored_chunks
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop
-from tests.support.flags import PP4, assert_refused, read
+from tests.support.flags import PP4, assert_refused, estimated, read
 from tests.support.ranks import RankError
 from tests.support.training import train
 
 LAYOUT = "--pipeline-model-parallel-layout"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+FIRST = "--decoder-first-pipeline-num-layers"
+UNTIED = "--untie-embeddings-and-output-weights"
+REPLICATED = f"pipedream --pipeline-model-parallel-size 2 {UNTIED} --global-batch-size 3 --pipeline-replicas"
+MEASURED = "v-half --pipeline-profile-steps"
+FLEX = "flex --pipeline-memory-limit"
 
 REFUSED = {
-    "unknown name": (f"{PP4} --pipeline-schedule v-haf", r"'v-haf' \(did you mean 'v-half'\?\).*1f1b.*zb-h1"),
-    "trace into a folder": (f"{PP4} --pipeline-trace /", "--pipeline-trace / is a folder; give a file in it"),
-    "trace below a file": (
-        f"{PP4} --pipeline-trace {__file__}/x.json",
-        "test_refusals.py is no folder to write in; give another path",
+    "v-haf": r"'v-haf' \(did you mean 'v-half'\?\).*1f1b.*zb-h1",
+    "v-half --pipeline-model-parallel-size 1": "needs a pipeline of 2 ranks or more, got .*size 1; set",
+    "csv:/nowhere.csv": "No such file",
+    "1f1b --micro-batch-size 8 --global-batch-size 4": "size 4 makes 0 microbatches .* set it to 8",
+    # Stages and their layers.
+    "v-half --num-layers 12": "has 8 stages: --num-layers 12 does not fill 8 stages evenly; set it to 8 or",
+    "v-zb --num-layers 4": "--num-layers 4 .* set it to 8, or",
+    f"v-half {VIRTUAL} 3": f"has 2 chunk.s. a rank, but {VIRTUAL} requests 3; set it to 2",
+    f"v-half --num-layers 12 {VIRTUAL} 2": f"or describe uneven stages with {LAYOUT} in place of {VIRTUAL}$",
+    f"interleaved {VIRTUAL} 1": "has 2 or more chunk.s. a rank, .* requests 1",
+    f"auto --num-layers 12 {VIRTUAL} 3": f"auto has 2 or fewer chunk.s. a rank, but {VIRTUAL} requests 3",
+    "v-half --num-layers 16 --num-layers-per-virtual-pipeline-stage 1": "stage requests 4; leave it out",
+    f"{FLEX} 1 --num-layers 16 --num-layers-per-virtual-pipeline-stage 3": (
+        "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline rank; "
     ),
-    "odd layers for a V": (
-        f"{PP4} --pipeline-schedule v-half --num-layers 12",
-        "has 8 stages: --num-layers 12 does not fill 8 stages evenly; set it to 8 or 16",
+    f"v-half {LAYOUT} Ett|tt|tt|ttL": f"{LAYOUT} requests 1; give it 8 stages",
+    f"v-half {LAYOUT} Ett|tt|tt|tt|L": (
+        "has 5 stages, which 4 pipeline ranks cannot share evenly; give it 4 or 8 stages"
     ),
-    "too few layers": (f"{PP4} --pipeline-schedule v-zb --num-layers 4", "--num-layers 4 .* set it to 8, or"),
-    "layers and ends": (
-        f"{PP4} --pipeline-schedule v-half --account-for-loss-in-pipeline-split",
-        "--num-layers 8 .* set it to 7 or 15",
+    f"1f1b {FIRST} 1": f"7 layers cannot be shared evenly by 3 other ranks; change {FIRST}, or",
+    f"interleaved {FIRST} 2 --num-layers 11": (
+        rf"has 8 stages: ranks of \[2, 3, 3, 3\] layers cannot be cut into 2 chunks each; change {FIRST}"
     ),
-    "no microbatch": (
-        f"{PP4} --pipeline-schedule 1f1b --global-batch-size 0",
-        "--global-batch-size 0 makes 0 microbatches .* set it to 1 or more",
+    "v-half --account-for-loss-in-pipeline-split": (
+        f"set it to 7 or 15, or describe .* {LAYOUT} in place of --account-for-loss-in-pipeline-split$"
     ),
-    "less than a microbatch": (
-        f"{PP4} --pipeline-schedule 1f1b --micro-batch-size 8 --global-batch-size 4",
-        "--global-batch-size 4 makes 0 microbatches .* set it to 8",
+    "v-half --spec my.layers stack --hybrid-layer-pattern M*M*-M*-M*": (
+        r"has 8 stages, .* a \|; write it as M\|\*\|M\|\*-\|M\|\*\|-\|M\*, for example"
     ),
-    "virtual stages": (
-        f"{PP4} --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule v-half",
-        "has 2 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank requests 3; set it to 2",
+    "v-half --spec my.layers stack --hybrid-layer-pattern M*|M*|M*|M*": "requests 1; give it 8 stages",
+    # Memory limits and costs.
+    f"{FLEX} 0": "--pipeline-memory-limit is 0, but must be a number above 0",
+    f"{FLEX} half": "half",
+    f"{FLEX} 0.9-4e9-0.9-0.9": "0.9-4e9-0.9-0.9",
+    f"{FLEX} 1-1-1": "limit 1-1-1 is for 3 ranks, but --pipeline-model-parallel-size is 4; give one number",
+    # Without a flush.
+    f"pipedream {UNTIED} --global-batch-size 8": (
+        r"updates every 1 microbatch\(es\), but --global-batch-size makes 8 a step; set it to 1 x .*, "
+        "or --pipeline-update-interval to 8"
     ),
-    "virtual stages on a line": (
-        f"{PP4} --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1",
-        "has 1 chunk.s. a rank, but --num-virtual-stages-per-pipeline-rank requests 2",
+    f"pipedream {UNTIED} --global-batch-size 1 --pipeline-update-interval -1": "is -1, but must be 1 or more",
+    f"pipedream-2bw {UNTIED} --global-batch-size 3": "ranks, 4, but got 3; raise",
+    f"{REPLICATED} 3-": "--pipeline-replicas is '3-', but must have a number above 0",
+    f"{REPLICATED} 0-4": "'0-4', but must have .* above 0 for each stage, as in 3-1",
+    f"{REPLICATED} 2-1-1": "2-1-1 is for 3 stages, but .* is 2; set that to 3, or give 2",
+    f"{REPLICATED} 3-1 --tensor-model-parallel-size 2": r"3-1 takes 4 x .* 2 = 8 ranks, but there are 4",
+    f"{REPLICATED} 3-1 --global-batch-size 4 --pipeline-update-interval 4": (
+        r"--global-batch-size: 4 microbatch\(es\) cannot be .* replicas 3-1; take a multiple of 3 x micro"
     ),
-    "layers a virtual stage": (
-        f"{PP4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule v-half",
-        "--num-layers-per-virtual-pipeline-stage requests 4; leave it out",
-    ),
-    "layout": (
-        f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|ttL --pipeline-schedule v-half",
-        "--pipeline-model-parallel-layout requests 1; give it 8 stages",
-    ),
-    "uneven layout": (
-        f"{PP4} --pipeline-model-parallel-layout Ett|tt|tt|tt|L --pipeline-schedule v-half",
-        "has 5 stages, which 4 pipeline ranks cannot share evenly; give it 4 or 8 stages",
-    ),
-    "given ends that leave no even rest": (
-        f"{PP4} --decoder-first-pipeline-num-layers 1 --pipeline-schedule 1f1b",
-        "7 layers cannot be shared evenly by 3 other ranks; change --decoder-first-pipeline-num-layers, or",
-    ),
-    "given ends in chunks": (
-        f"{PP4} --decoder-first-pipeline-num-layers 2 --num-layers 11 --pipeline-schedule interleaved",
-        r"has 8 stages: ranks of \[2, 3, 3, 3\] layers cannot be cut into 2 chunks each; change --decoder-f",
-    ),
-    "hybrid pattern without stages": (
-        f"{PP4} --spec my.layers stack --hybrid-layer-pattern M*M*-M*-M* --pipeline-schedule v-half",
-        r"has 8 stages, .* a \|; write it as M\|\*\|M\|\*-\|M\|\*\|-\|M\*, for example",
-    ),
-    "hybrid pattern with other stages": (
-        f"{PP4} --spec my.layers stack --hybrid-layer-pattern M*|M*|M*|M* --pipeline-schedule v-half",
-        "--hybrid-layer-pattern requests 1; give it 8 stages",
-    ),
-    "layers that are no whole stages": (
-        f"{PP4} --num-layers 16 --num-layers-per-virtual-pipeline-stage 3 --pipeline-schedule flex "
-        "--pipeline-memory-limit 1",
-        "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers of a pipeline rank; ",
-    ),
-    "more chunks than auto has": (
-        f"{PP4} --num-layers 12 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule auto",
-        "auto has 2 or fewer chunk.s. a rank, but --num-virtual-stages-.* requests 3; set it to 2",
-    ),
-    "uneven layers in chunks": (
-        f"{PP4} --num-layers 12 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule v-half",
-        f"or describe uneven stages with {LAYOUT} in place of --num-virtual-stages-per-pipeline-rank$",
-    ),
-    "uneven layers and ends": (
-        f"{PP4} --account-for-loss-in-pipeline-split --pipeline-schedule v-half",
-        f"set it to 7 or 15, or describe .* {LAYOUT} in place of --account-for-loss-in-pipeline-split$",
-    ),
-    "interleaved with one chunk": (
-        f"{PP4} --num-virtual-stages-per-pipeline-rank 1 --pipeline-schedule interleaved",
-        "has 2 or more chunk.s. a rank, .* requests 1",
-    ),
+}
+"""What training and ``mpp estimate`` refuse by the same line."""
+
+BY_TRAINING = {
+    "auto --moe-paged-stash": "--moe-paged-stash: it holds all steps to the order of its first",
+    "1f1b --global-batch-size 0": "--global-batch-size 0 makes 0 microbatches .* set it to 1 or more",
+    "1f1b --pipeline-trace /": "--pipeline-trace / is a folder; give a file in it",
+    f"1f1b --pipeline-trace {__file__}/x.json": "test_refusals.py is no folder to write in; give another",
+    "auto --pipeline-costs /nowhere.json": "No such file",
+    f"{FLEX} 0.1": "infeasible.*raise the limit to at least",
+    f"{FLEX} 1-1-0.1-1": "of rank 2 is infeasible.*raise the limit to at least",
+    f"{MEASURED} 5": "needs two numbers of training steps .* got '5'",
+    f"{MEASURED}=-1-2": "needs two numbers .* got '-1-2'",
+    f"{MEASURED} 0-2": "0-2 starts before the first step; set it to 1-2",
+    f"{MEASURED} 2-1": "2-1 ends before it starts; set it to 1-2",
+    f"{MEASURED} 2-3": "2-3 leaves no step of --train-iters 3 .* let it end earlier",
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case, monkeypatch):
-    assert_refused(monkeypatch, *REFUSED[case])
+@pytest.mark.parametrize("flags", [*REFUSED, *BY_TRAINING])
+def test_refused_in_one_line(flags, monkeypatch):
+    words, message = f"{PP4} --pipeline-schedule {flags}", {**REFUSED, **BY_TRAINING}[flags]
+    assert_refused(monkeypatch, words, message)
+    if flags in REFUSED:
+        with pytest.raises(ValueError, match=" ") as training:
+            read(monkeypatch, words)
+        with pytest.raises(ValueError, match=" ") as estimate:
+            estimated(words)
+        assert str(training.value) == str(estimate.value)
 
 
 HETEROGENEOUS = "--heterogeneous-layers-config-path layers.json"

@@ -13,11 +13,11 @@ from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
+from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.view import trace_file
 from tests.support import ranks, training
+from tests.support.comparison import traced
 from tests.support.tiers import first
 from tests.support.wrapped import KINDS, Wrapped, bytes_of, wrapped
 
@@ -60,11 +60,7 @@ def test_weights_of_experts_are_counted_apart() -> None:
             "--recompute-method uniform --recompute-num-layers 1",
             "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
             "--pipeline-schedule v-half --pipeline-vocabulary shared --untie-embeddings-and-output-weights",
-            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-            "--pipeline-schedule v-half",
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-            "--pipeline-model-parallel-size 4 --pipeline-schedule v-zb --untie-embeddings-and-output-weights",
-            "--pipeline-model-parallel-size 4 --pipeline-schedule v-half --pipeline-vocabulary shared",
         ],
     ),
 )
@@ -107,10 +103,7 @@ def test_a_pair_is_rehearsed_action_by_action(tmp_path: Path) -> None:
         "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear --bf16 "
         "--moe-token-dispatcher-type alltoall"
     )
-    found = rehearse(flags, tmp_path)
-    file = tmp_path / "trace.json"
-    training.train(4, [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)])
-    real = trace_file.read(file)
+    found, real = rehearse(flags, tmp_path), traced(4, flags.split())
     schedule = csv_file.read(tmp_path / "0.csv")
     assert schedule.paired
     assert (schedule.orders, schedule.paired) == (real.timeline().schedule.orders, real.paired)

@@ -8,22 +8,12 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
 from tests.support import rounding
-from tests.support.comparison import Result, assert_same_bits, assert_same_norms, run, stock
+from tests.support.comparison import assert_close, assert_same_bits, assert_same_norms, run, stock
 from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, since, train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
 TP2 = ("--tensor-model-parallel-size", "2")
-SPLIT_SCHEDULES = ("zb-h1", "v-half")
-
-
-def assert_close(ours: Result, theirs: Result) -> None:
-    """The same model, its sums in another order."""
-    assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=rounding.relative())
-    assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=1))
-    for (name, tp_rank), gradient in ours.gradients.items():
-        expected = theirs.gradients[name, tp_rank]
-        rounding.assert_gradients_close(gradient, expected, name=name)
 
 
 @pytest.mark.wide
@@ -49,25 +39,15 @@ def test_context_parallel_needs_plain_attention() -> None:
         train(2, ["--context-parallel-size", "2", "--window-size", "4,0"])
 
 
-@pytest.mark.wide
-def test_experts_on_other_ranks_than_tensor_parts() -> None:
-    """Each rank has whole experts and a part of everything else."""
-    flags = (*PP2, *TP2, "--sequence-parallel", "--expert-model-parallel-size", "2")
-    flags += ("--expert-tensor-parallel-size", "1", "--num-experts", "4", "--disable-bias-linear")
-    assert_same_bits(run(4, [*flags, "--pipeline-schedule", "v-half"]), stock(4, *flags))
-
-
-@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
-def test_a_step_that_overflows_is_skipped(schedule: str) -> None:
+def test_a_step_that_overflows_is_skipped() -> None:
     """The loss scale falls until the gradients are finite, at the same step as under stock."""
     flags = [*PP2, "--num-layers", "8", "--train-iters", "5"]
     flags += ["--fp16", "--initial-loss-scale", str(2**24), "--hysteresis", "1"]
-    theirs, ours = (train(2, [*flags, *ours])[-1] for ours in ([], ["--pipeline-schedule", schedule]))
+    theirs, ours = (train(2, [*flags, *ours])[-1] for ours in ([], ["--pipeline-schedule", "zb-h1"]))
     assert theirs.grad_norms[0] is None
     assert theirs.grad_norms[-1] is not None
     assert_same_norms(ours.grad_norms, theirs.grad_norms)
-    if schedule == "zb-h1":
-        assert ours.losses == theirs.losses
+    assert ours.losses == theirs.losses
 
 
 def _run_steps_twice(chunks: list[torch.nn.Module]) -> None:
@@ -85,10 +65,9 @@ def _has_repeated_losses(chunks: list[torch.nn.Module]) -> bool:
 
 
 @since((0, 19), "megatron-core before 0.19 fails to print the statistics that it gathers")
-@pytest.mark.parametrize("schedule", first(1, SPLIT_SCHEDULES))
-def test_steps_that_run_twice(schedule: str) -> None:
+def test_steps_that_run_twice() -> None:
     """Megatron's check for determinism runs every step again, on the same data."""
-    flags = [*PP2, "--pipeline-schedule", schedule, "--train-iters", "2"]
+    flags = [*PP2, "--pipeline-schedule", "v-half", "--train-iters", "2"]
     ranks = train(2, flags, initialize=_run_steps_twice, grab=_has_repeated_losses)
     assert sorted(rank.grabbed for rank in ranks) == [False, True]
     assert ranks[-1].losses == stock(2, *PP2).losses
@@ -118,18 +97,17 @@ def _with_lengths_of_their_own(chunks: list[torch.nn.Module]) -> None:
     pretrain_gpt.get_batch = cut
 
 
-@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b", "zb-h1", "interleaved"]))
+@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
 def test_sequences_of_several_lengths(schedule: str) -> None:
     flags = [*PP2, "--clip-grad", "0"]
     ours = run(2, [*flags, "--pipeline-schedule", schedule], initialize=_with_lengths_of_their_own)
     assert_same_bits(ours, run(2, flags, initialize=_with_lengths_of_their_own))
 
 
-@pytest.mark.parametrize("schedule", first(1, ["v-half", "1f1b"]))
-def test_a_skipped_step_passes_its_samples_over(schedule: str) -> None:
+def test_a_skipped_step_passes_its_samples_over() -> None:
     """On every tensor-parallel rank, each of which reads, and for every chunk of a rank."""
     skips = (*PP2, "--global-batch-size", "4", "--train-iters", "4")
     skips += ("--iterations-to-skip", "2")
     theirs = stock(2, *skips)
-    ours = run(4, (*skips, *TP2, "--pipeline-schedule", schedule))
+    ours = run(4, (*skips, *TP2, "--pipeline-schedule", "v-half"))
     assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=3))

@@ -151,27 +151,29 @@ def test_gradients_come_with_w_and_are_the_same(groups, fused, dtype):
     split_backwards([torch.nn.Sequential(cut)])
     assert all(map(torch.equal, run_microbatches(cut, split=True), expected))
     assert not any(parameter.main_grad.any() for parameter in cut.parameters())
+    assert_same_in_w(cut, whole)
+    # A whole backward is the layer's own.
+    run_microbatches(whole, split=False)
+    run_microbatches(cut, split=False)
+    assert_same(cut, whole)
+
+
+def assert_same_in_w(cut: Layer, whole: Layer) -> None:
+    """Once the Ws of three microbatches have run."""
     for microbatch in range(3):
         STORE.run(Owner(0, microbatch))
+    assert_same(cut, whole)
+
+
+def assert_same(cut: Layer, whole: Layer) -> None:
     for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
         assert theirs.main_grad.any()
         assert torch.equal(ours.main_grad, theirs.main_grad)
 
 
-@pytest.mark.parametrize("groups", [1, GROUPS])
-def test_a_whole_backward_is_the_layer_s_own(groups):
-    whole, ours = Layer(groups, fused=False), Layer(groups, fused=False)
-    run_microbatches(whole, split=False)
-    split_backwards([ours])
-    run_microbatches(ours, split=False)
-    for mine, theirs in zip(ours.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine.main_grad, theirs.main_grad)
-
-
-@pytest.mark.parametrize("groups", [1, GROUPS])
-def test_what_waits_is_counted(groups):
+def test_what_waits_is_counted():
     """Input and output gradient, and not the fused product's result, which is the gradient buffer."""
-    layer = Layer(groups, fused=True)
+    layer = Layer(GROUPS, fused=True)
     split_backwards([layer])
     STORE.meter = ActivationMeter(layer.parameters())
     try:
@@ -206,10 +208,7 @@ def test_hooks_see_gradients(groups):
     run_microbatches(whole, split=False)
     split_backwards([cut])
     run_microbatches(cut, split=True)
-    for microbatch in range(3):
-        STORE.run(Owner(0, microbatch))
-    for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours.main_grad, theirs.main_grad)
+    assert_same_in_w(cut, whole)
 
 
 @pytest.mark.parametrize("groups", [1, GROUPS])
@@ -217,7 +216,6 @@ def test_a_frozen_bias_gets_no_gradient(groups):
     layer = Layer(groups, fused=False)
     ((weight, bias), *_) = layer.pairs()
     bias.requires_grad_(False)
-    bias.main_grad = None
     del bias.main_grad
     split_backwards([layer])
     run_microbatches(layer, split=True, count=1)
@@ -270,23 +268,20 @@ ARGS = Namespace(
 
 
 def all_schedules():
-    """Families, what the compiler makes of random costs and limits, and updates without a flush."""
-    yield from (catalog.build(name, p, m) for name in catalog.NAMES for p in (2, 3, 4) for m in (1, p, 9))
-    for seed, placement in enumerate((linear(2), v(3), loop(3, 2), wave(2, 4), linear(4), v(4))):
+    """Families, and what the compiler makes of random costs and limits."""
+    yield from (catalog.build(name, p, m) for name in catalog.NAMES for p, m in ((2, 1), (3, 3), (4, 9)))
+    for seed, placement in enumerate((loop(3, 2), wave(2, 4), v(4))):
         draw = Random(seed).uniform
         stages = (
             StageCosts(draw(1, 3), draw(1, 3), draw(0.1, 3), 1, draw(0, 1)) for _ in range(placement.stages)
         )
         costs = Costs(tuple(stages), draw(0, 0.5))
-        least = max(least_limits(costs, placement))
-        for limit in (least, 2 * least):
-            yield compile_schedule(
-                placement.ranks, 7, costs, limit, placements=[placement], trials=50
-            ).timeline.schedule
+        limit = 1.5 * max(least_limits(costs, placement))
+        found = compile_schedule(placement.ranks, 7, costs, limit, placements=[placement])
+        yield found.timeline.schedule
 
 
-def test_every_schedule_that_is_built_begins_with_microbatch_0_and_goes_back_in_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+def test_every_schedule_that_is_built_begins_with_microbatch_0_and_goes_back_in_order():
     for schedule in all_schedules():
         require_first_first(schedule)
         require_first_first(schedule.with_halved_backwards)
@@ -311,10 +306,6 @@ LATE = {
     "weight gradient": (
         "0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1I0,1W0,1F1,1I1,1W1\n",
         r"rank 0 runs 0W1 before microbatch 0's weight gradient, but .* overwrites earlier gradients",
-    ),
-    "whole backward": (
-        "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n",
-        r"rank 0 runs 0B1 before microbatch 0's weight gradient",
     ),
     "forward": (
         "0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n",

@@ -50,25 +50,26 @@ def test_a_schedule_that_trains_as_stock_does(verify: Callable[..., Result]) -> 
     assert "difference of a gradient: 0 in all 52 tensors" in result.output
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_a_layer_that_is_used_twice_is_equal(verify: Callable[..., Result], precision: str) -> None:
-    """Stock adds up its two gradients of a microbatch first, a split backward adds each to what is there."""
-    prediction = "--mtp-num-layers 2 --mtp-use-repeated-layer --untie-embeddings-and-output-weights"
-    prediction += f" --position-embedding-type rope {precision}"
-    flags = (*JOB.split(), *prediction.split(), "--pipeline-schedule", "v-half")
-    result = verify("--steps", "2", "--gradients", "--", *flags)
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    first(
+        1,
+        [
+            ("--pipeline-vocabulary shared", "each rank sums over its part of a shared vocabulary"),
+            (
+                "--mtp-num-layers 2 --mtp-use-repeated-layer --untie-embeddings-and-output-weights "
+                "--position-embedding-type rope --bf16",
+                "a microbatch uses this weight",
+            ),
+        ],
+    ),
+)
+def test_sums_in_another_order_are_equal(verify: Callable[..., Result], flags: str, says: str) -> None:
+    """What stock has on one rank is compared with the rows of all; a split backward adds up each use."""
+    words = (*JOB.split(), *flags.split(), "--pipeline-schedule", "v-half")
+    result = verify("--steps", "2", "--gradients", "--", *words)
     assert result.exit_code == 0, result.output
-    assert "a microbatch uses this weight" in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize("tied", first(1, ["", "--untie-embeddings-and-output-weights"]))
-def test_a_shared_vocabulary_is_put_together(verify: Callable[..., Result], tied: str) -> None:
-    """Its rows are on all ranks; what stock has on one is compared with all of them."""
-    flags = (*JOB.split(), *tied.split(), "--pipeline-schedule", "v-half", "--pipeline-vocabulary", "shared")
-    result = verify("--steps", "2", "--gradients", "--", *flags)
-    assert result.exit_code == 0, result.output
-    assert "each rank sums over its part of a shared vocabulary" in " ".join(result.output.split())
+    assert says in " ".join(result.output.split())
 
 
 def _scale_one_gradient(chunks: list[torch.nn.Module]) -> None:

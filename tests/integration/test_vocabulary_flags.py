@@ -38,25 +38,22 @@ def test_autocast_in_the_model_s_config_is_refused():
         ModelVocabulary(inputs, None, None, None)
 
 
-@pytest.mark.parametrize("schedule", first(2, ["1f1b", "v-zb", "flex --pipeline-memory-limit 2"]))
+@pytest.mark.parametrize("schedule", first(1, ["v-zb", "flex --pipeline-memory-limit 2"]))
 def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
     """A vocabulary of many layers is shared, one of few rows is not; the line has the simulated gain."""
-    flags = f"{PP4} --pipeline-schedule {schedule} --pipeline-vocabulary"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"{PP4} --pipeline-schedule {schedule}"
     for size, shares in ((LARGE, True), ("--padded-vocab-size 4", False)):
-        args = arguments(f"{flags} auto {size}")
-        monkeypatch.setenv("WORLD_SIZE", "4")
+        args = arguments(f"{flags} --pipeline-vocabulary auto {size}")
         pipeline = read_flags(args)
-        assert pipeline is not None and pipeline.source is not None
         assert pipeline.placement.shares_vocabulary is shares
         lengths = []
-        for value, is_shared in (("", False), ("--pipeline-vocabulary shared", True)):
-            other = arguments(f"{PP4} --pipeline-schedule {schedule} {value} {size}")
+        for value, is_shared in (("", False), (SHARED, True)):
+            other = arguments(f"{flags} {value} {size}")
             found = read_flags(other)
-            assert found is not None and found.source is not None and found.request is not None
-            costs = _costs(Asked(other), found.request.finest.stages, is_shared).merged(
-                found.placement.stages
-            )
-            lengths.append(simulate(found.source.build(8, None), costs).makespan)
+            costs = _costs(Asked(other), found.request.finest.stages, is_shared)
+            stages = costs.merged(found.placement.stages)
+            lengths.append(simulate(found.source.build(8, None), stages).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
         line = start_up.summary(pipeline, partial(_costs, Asked(args)))
@@ -78,11 +75,8 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
-    pipeline = read_flags(args)
-    assert pipeline is not None
-    assert start_up.summary(pipeline, partial(_costs, Asked(args))).endswith(
-        "; vocabulary shared by all ranks"
-    )
+    line = start_up.summary(read_flags(args), partial(_costs, Asked(args)))
+    assert line.endswith("; vocabulary shared by all ranks")
 
 
 def test_auto_trains_within_free_memory():

@@ -87,9 +87,7 @@ def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(("free", "is_shorter"), [((30.0, 50.0, 50.0), True), ((50.0, 50.0, 30.0), False)])
-def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(
-    free: tuple[float, ...], is_shorter: bool
-) -> None:
+def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(free, is_shorter):
     """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
     shared = COSTS.with_shared_output_layer(12.0, RANKS)
     source = compiled_beside_vocabulary(named(AUTO, RANKS, MICROBATCHES), COSTS, shared, trials=50)

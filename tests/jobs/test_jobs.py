@@ -176,9 +176,7 @@ def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert f"--time 2 --output {tmp_path}/good/log.txt --nodes 2 train.sbatch good" in submitted[0]
 
 
-def test_a_job_that_is_forgotten_now_and_then_is_waited_for(
-    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_forgotten_now_and_then_is_waited_for(cluster, tmp_path, monkeypatch):
     """Only queries in a row for which nobody knows it are an end."""
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
     flaky = Job("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")

@@ -53,6 +53,11 @@ def assert_finishes_strictly(plans_of_ranks, what):
         assert strictest(record_plans(plans_of_ranks, sends_shapes=sends_shapes)) == "", (what, sends_shapes)
 
 
+def assert_finishes_everywhere(launches, what):
+    for setting in SETTINGS:
+        assert circle(launches, setting) == "", (what, setting)
+
+
 @pytest.mark.parametrize("ranks", first(2, [2, 3, 4, 8]))
 def test_everything(ranks):
     for microbatches in sorted({1, ranks, 2 * ranks, 4 * ranks}):
@@ -72,8 +77,7 @@ def test_vocabularies_that_all_ranks_share(ranks):
             # the hidden state, of the loss and of the embedding.
             trains = any(action.kind is Kind.T for action in steps[0])
             assert set(exchanges) == {(8 if trains else 5) * microbatches}
-            for setting in SETTINGS:
-                assert circle(launches, setting) == "", (steps[0].name, microbatches, setting)
+            assert_finishes_everywhere(launches, (steps[0].name, microbatches))
 
 
 @pytest.mark.parametrize("ranks", first(1, [2, 3, 4, 8]))
@@ -87,8 +91,8 @@ def test_activations_that_wait_on_the_host(ranks):
             ways = Counter(entry.way for rank in launches for entry in rank if isinstance(entry, Copy))
             assert ways == {"out": len(steps[0].copies.back), "back": len(steps[0].copies.back)}
             assert not any(isinstance(entry, HostWait) for rank in launches for entry in rank)
-            for setting in SETTINGS if microbatches == ranks else ():
-                assert circle(launches, setting) == "", (*what, setting)
+            if microbatches == ranks:
+                assert_finishes_everywhere(launches, what)
 
 
 def test_a_backward_waits_for_its_copy_back_and_a_forward_for_memory():
@@ -98,12 +102,7 @@ def test_a_backward_waits_for_its_copy_back_and_a_forward_for_memory():
         if isinstance(entry, Wait) and isinstance(launches[entry.on], Copy):
             kernel = next(later for later in launches[at:] if isinstance(later, Kernel))
             waits.setdefault(kernel.name, []).append(launches[entry.on].way)
-    assert waits == {
-        "0F2": ["out"],
-        "0B0": ["out", "back"],
-        "0B1": ["out", "back"],
-        "0B2": ["back"],
-    }
+    assert waits == {"0F2": ["out"], "0B0": ["out", "back"], "0B1": ["out", "back"], "0B2": ["back"]}
 
 
 @pytest.mark.parametrize("name", first(0, ["v-min", "v-half", "v-zb"]))
@@ -113,15 +112,13 @@ def test_the_v_family_on_sixteen_ranks(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"sends_look_done": True}, {"sends_shapes": True}], ids=str)
-@pytest.mark.parametrize(("ranks", "microbatches"), first(2, [(2, 1), (3, 3), (4, 4)]))
+@pytest.mark.parametrize(("ranks", "microbatches"), first(1, [(3, 3), (2, 1), (4, 4)]))
 def test_every_setting(ranks, microbatches, options):
     for steps in everything(ranks, microbatches):
         launches = record(steps, **options)
         for synchronized in SOMETIMES:
-            synchronized_launches = tuple(map(synchronized, launches))
-            for setting in SETTINGS:
-                found = circle(synchronized_launches, setting)
-                assert found == "", (steps[0].name, steps[0].placement, synchronized.__name__, setting)
+            what = steps[0].name, steps[0].placement, synchronized.__name__
+            assert_finishes_everywhere(tuple(map(synchronized, launches)), what)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -129,8 +126,7 @@ def test_synchronized_between_the_updates_of_a_pipeline_without_a_flush(ranks):
     for interval in (1, 2, ranks, 2 * ranks + 1):
         launches = record(without_flush(ranks, interval), synchronized_between=True)
         assert all(rank.count(HostWait()) == 2 for rank in launches)
-        for setting in SETTINGS:
-            assert circle(launches, setting) == "", (interval, setting)
+        assert_finishes_everywhere(launches, interval)
         assert strictest(launches) == "", interval
 
 
@@ -144,8 +140,7 @@ def test_replicated_stages(counts):
         ]
         assert_finishes_strictly(plans_of_ranks, microbatches)
         launches = record_plans(plans_of_ranks)
-        for setting in SETTINGS:
-            assert circle(launches, setting) == "", (microbatches, setting)
+        assert_finishes_everywhere(launches, microbatches)
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (3, 1), (1, 2), (1, 2, 1), (3, 2), (2, 1, 3)])
@@ -165,8 +160,7 @@ def test_replicas_that_reduce_gradients_at_every_update(counts):
         launches = record_plans(plans_of_ranks, reduced_between=stages)
         assert all(sum(isinstance(e, Collective) for e in rank) == updates for rank in launches)
         assert strictest(launches) == "", interval
-        for setting in SETTINGS:
-            assert circle(launches, setting) == "", (interval, setting)
+        assert_finishes_everywhere(launches, interval)
 
 
 @pytest.mark.parametrize("seed", first(2, range(8)))
@@ -182,9 +176,7 @@ def test_compiled_schedules(seed, monkeypatch, tmp_path):
     found = compile_schedule(ranks, microbatches, costs, limit, placements=[placement], trials=50)
     schedule = found.timeline.schedule
     assert_finishes_strictly(plans([schedule]), seed)
-    launches = record([schedule])
-    for setting in SETTINGS:
-        assert circle(launches, setting) == "", setting
+    assert_finishes_everywhere(record([schedule]), seed)
 
 
 @settings(max_examples=100, deadline=None)
@@ -211,8 +203,7 @@ def test_neighbours_that_exchange_messages_at_the_same_instant():
 
     launches = record([schedule])
     behind_sends = tuple(tuple(_synchronized_behind_sends(rank)) for rank in launches)
-    for setting in SETTINGS:
-        assert circle(behind_sends, setting) == ""
+    assert_finishes_everywhere(behind_sends, "behind sends")
     # The third message down and the first one up.
     receives_first = [
         _messages(launches[0], is_send=False)[0] < _messages(launches[0], is_send=True)[2],

@@ -84,10 +84,7 @@ def test_peers_that_share_the_stream_of_a_group():
 
 def test_messages_are_launched_behind_the_compute_stream():
     """The send needs no result, but stands behind a wait for a message that only comes after it."""
-    ranks = [
-        (receive(1, "up"), Wait(0), send(1, "down")),
-        (receive(0, "down"), Wait(0), send(0, "up")),
-    ]
+    ranks = [(receive(1, "up"), Wait(0), send(1, "down")), (receive(0, "down"), Wait(0), send(0, "up"))]
     assert "compute stream's wait" in circle(ranks, Setting(32, sends_wait=False))
 
 

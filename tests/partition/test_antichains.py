@@ -45,13 +45,10 @@ def test_a_diamond_has_every_way_along_its_branches():
         frozenset({"in", "l1", "l2", "r1"}): 4 + 8,
         frozenset({"in", "l1", "l2", "r1", "out"}): 0,
     }
-    left, right = (states.sets.index(0b00011), states.sets.index(sum(1 << at for at in (0, r1(profile)))))
+    (r1,) = (at for at, one in enumerate(profile.layers) if one.name == "r1")
+    left, right = states.sets.index(0b00011), states.sets.index(1 | 1 << r1)
     assert not states.before[left, right] and not states.before[right, left]
     assert states.before[0, 1:].all() and not states.before[:, 0].any()
-
-
-def r1(profile: Profile) -> int:
-    return next(at for at, one in enumerate(profile.layers) if one.name == "r1")
 
 
 def free(name: str) -> Layer:
@@ -89,13 +86,7 @@ BRANCHES = {
         "merge layers that follow each other without a branch into one: a to c, d to e",
     ),
     "one by one": (
-        [
-            ("a", "ab"),
-            ("b", "ab"),
-            ("ab", "out"),
-            ("c", "out"),
-            *(("in", to) for to in ("a", "b", "c")),
-        ],
+        [("a", "ab"), ("b", "ab"), ("ab", "out"), ("c", "out"), *(("in", to) for to in ("a", "b", "c"))],
         "merge layers with those that only they read into one: a to out",
     ),
     "read by all": ([(a, b) for a in "abc" for b in "def"], "merge layers of its branches into one"),

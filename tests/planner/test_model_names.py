@@ -5,7 +5,10 @@ import json
 import pytest
 
 from megatron_pp_ext.planner import described, model_names
+from megatron_pp_ext.planner.hugging_face import config_json
+from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.parameters import parameters
+from tests.support.model_configs import DEEPSEEK_V2_LITE
 
 ENDS_OF_GLM = 2 * 151552 * 5120
 PUBLISHED = [
@@ -38,21 +41,44 @@ LLAMA = {
 }  # fmt: skip
 
 
+ACTIVE = [
+    ("deepseek-v3", 37, 0.5),  # arXiv 2412.19437, section 4.2
+    ("gpt-oss-120b", 5.13, 0.005),  # arXiv 2508.10925, table 1, which does not count the embedding here
+    ("gpt-oss-20b", 3.61, 0.005),
+    ("minimax-m2", 10, 0.5),  # the model card has tens of billions
+    ("nemotron-3-nano", 3.2, 0.05),  # its technical report, table 1
+]
+"""Models, the billions of parameters that a token uses as published, and how far these are rounded."""
+
+
 def counted(name):
     """The parameters of a named model; prediction layers are no part of what DeepSeek publishes."""
     job = described.read(["--make-vocab-size-divisible-by", "1"], name).asked.job
-    return parameters(job.changed(mtp_num_layers=None) if name == "deepseek-v3" else job).parameters
+    return parameters(job.changed(mtp_num_layers=None) if name == "deepseek-v3" else job)
 
 
 @pytest.mark.parametrize(("name", "left_out", "digits"), PUBLISHED)
 def test_a_named_model_has_as_many_parameters_as_published(name, left_out, digits):
     published = model_names.named(name).parameters
-    assert f"{counted(name) - left_out:.{digits}g}" == f"{published:.{digits}g}"
+    assert f"{counted(name).parameters - left_out:.{digits}g}" == f"{published:.{digits}g}"
+
+
+@pytest.mark.parametrize(("name", "billions", "rounding"), ACTIVE)
+def test_a_token_uses_as_many_parameters_as_published(name, billions, rounding):
+    assert counted(name).active_parameters / 1e9 == pytest.approx(billions, abs=rounding)
+
+
+def test_parameters_of_a_model_that_has_no_name_here():
+    """DeepSeek-V2-Lite, arXiv 2405.04434, appendix B: 15.7 billion, of which a token uses 2.4."""
+    values = {**config_json.read(DEEPSEEK_V2_LITE).values, "make_vocab_size_divisible_by": 1}
+    found = parameters(describe(values))
+    assert found.parameters / 1e9 == pytest.approx(15.7, abs=0.05)
+    assert found.active_parameters / 1e9 == pytest.approx(2.4, abs=0.06)
 
 
 @pytest.mark.parametrize(("name", "within"), ROUGHLY)
 def test_a_named_model_is_about_as_large_as_published(name, within):
-    assert counted(name) == pytest.approx(model_names.named(name).parameters, rel=within)
+    assert counted(name).parameters == pytest.approx(model_names.named(name).parameters, rel=within)
 
 
 def test_every_named_model_is_compared_with_what_is_published():

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.planner.collective import Collective
-from megatron_pp_ext.planner.rehearsal import RankRehearsal, chosen_ranks, put_together, stand_in
+from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal, chosen_ranks, put_together, stand_in
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
@@ -36,6 +35,12 @@ def measured(rank: int) -> RankRehearsal:
     )
 
 
+def on_two(schedule, **changed) -> dict[int, RankRehearsal]:
+    """Two ranks that take a second for each action."""
+    alike = {"digest": schedule.digest, "layers": (1, 1), "stages": (StageCosts(1, 1, 1, 1.0),), **changed}
+    return {rank: replace(measured(0), rank=rank, **alike) for rank in range(2)}
+
+
 def test_a_file_keeps_it_all(tmp_path: Path) -> None:
     one = replace(
         measured(2),
@@ -49,12 +54,7 @@ def test_a_file_keeps_it_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [
-        ("first,middle,last", [0, 4, 7]),
-        ("all", list(range(8))),
-        ("3,0", [0, 3]),
-        ("last,7", [7]),
-    ],
+    [("first,middle,last", [0, 4, 7]), ("all", list(range(8))), ("3,0", [0, 3]), ("last,7", [7])],
 )
 def test_chosen(words: str, ranks: list[int]) -> None:
     assert chosen_ranks(words, 8) == ranks
@@ -76,12 +76,7 @@ def test_ranks_wait_for_whoever_is_slower() -> None:
     schedule = catalog.build("1f1b", 2, 8)
     length = len(schedule.orders[0])
     turns = [tuple(1 + 0.5 * (-1) ** (place + late) for place in range(length)) for late in (0, 1)]
-    even = {
-        rank: replace(
-            measured(0), rank=rank, digest=schedule.digest, layers=(1, 1), stages=(StageCosts(1, 1, 1, 1.0),)
-        )
-        for rank in range(2)
-    }
+    even = on_two(schedule)
     uneven = {rank: replace(one, ratios=(turns[rank],)) for rank, one in even.items()}
     calm, hasty = (put_together(found, schedule, None, 2) for found in (even, uneven))
     assert calm.pipeline_seconds == calm.timeline.makespan == simulate(schedule, calm.timeline.costs).makespan
@@ -160,17 +155,7 @@ def test_a_pair_hides_the_exchanges_of_tokens() -> None:
     )
     schedule = catalog.build("1f1b", 2, 8, paired=True)
     exchanges = [Collective(0, kind, "all_to_all", 100, 2, 1) for kind in "FFBB"]
-    found = {
-        rank: replace(
-            measured(0),
-            rank=rank,
-            digest=schedule.digest,
-            layers=(1, 1),
-            stages=(StageCosts(1, 1, 1, 1.0),),
-            collectives=(*exchanges, Collective(0, "F", "gather", 100, 2, 1)),
-        )
-        for rank in range(2)
-    }
+    found = on_two(schedule, collectives=(*exchanges, Collective(0, "F", "gather", 100, 2, 1)))
     hidden = sum(exchange.seconds(system) for exchange in exchanges)
     gathered = found[0].collectives[-1].seconds(system)
     assert hidden > 0 and gathered > 0

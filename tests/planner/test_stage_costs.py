@@ -171,33 +171,17 @@ def test_parts_add_up_but_are_recomputed_one_after_the_other():
     assert one.times(0) == Part()
 
 
-def test_matrices_add_up_where_there_are_any():
+def test_matrices_add_up_where_there_are_any_and_repeated_parts_have_weights_in_common():
     matrices = Matrices(1, 2, 3, 4)
-    one, other = Part(matrices=matrices), Part(matrices=Matrices(10, 20, 30, 3))
+    one, other = Part(*range(1, 17), matrices), Part(matrices=Matrices(10, 20, 30, 3))
     assert (one + other).matrices == Matrices(11, 22, 33, 4)
     assert (one + Part()).matrices == (Part() + one).matrices == matrices
     assert one.times(3).matrices == Matrices(3, 6, 9, 4)
     assert Part().times(3).matrices is None
-
-
-def test_repeated_parts_have_their_weights_in_common():
-    one = Part(*range(1, 17), Matrices(1, 2, 3, 4))
     weights = {name for name in Part.__slots__ if "parameters" in name or name == "matrices"}
     for name in Part.__slots__:
-        of = one if name in weights else one.times(3)
-        assert getattr(one.repeated(3), name) == getattr(of, name), name
-
-
-@pytest.mark.parametrize(
-    ("changed", "size"),
-    [
-        ({}, HIDDEN),
-        ({"fp32_residual_connection": True}, 2 * HIDDEN),
-        ({"fp32_residual_connection": True, "bf16": False}, 2 * HIDDEN),
-    ],
-)
-def test_messages_are_as_wide_as_the_residuals(changed, size):
-    assert Workload(describe({**MODEL, **changed}), system.read("h100"), linear(2), 1).costs.message == size
+        expected = one if name in weights else one.times(3)
+        assert getattr(one.repeated(3), name) == getattr(expected, name), name
 
 
 @pytest.mark.parametrize(

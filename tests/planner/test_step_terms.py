@@ -1,11 +1,9 @@
 """Each term of a step around its kernels: links, collectives, the update, and how they overlap."""
 
-from dataclasses import replace
-
 import pytest
 
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
-from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system import Link
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
 from megatron_pp_ext.planner.step.model_description import describe
@@ -13,14 +11,8 @@ from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.costs.test_system import COPY, MACHINE, NETWORK, NODE, RATE, ring
 
-RATE, COPY = 1e14, 2e12
-NODE, NETWORK = Link(1e11, 1e-6), Link(1e10, 1e-5)
-RATES = {"bf16": RATE, "fp8": 3 * RATE, "fp32": RATE / 8}
-MACHINE = System(
-    "test", 4, 80e9, {name: [[64, 64, 64, rate]] for name, rate in RATES.items()}, COPY, NODE, NETWORK,
-    peak_rates={"bf16": 4e14, "fp8": 8e14},
-)  # fmt: skip
 S, H, V = 512, 1024, 32000
 MODEL = {
     "num_layers": 8, "hidden_size": H, "num_attention_heads": 8, "seq_length": S, "micro_batch_size": 1,
@@ -36,63 +28,6 @@ def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
 
 def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:
     return estimate(made, program(name, made.placement.ranks, microbatches, chunks), name, microbatches)
-
-
-def ring(size, ranks, link=NODE, within=0):
-    """A reduce-scatter or an all-gather: each rank sends all parts but one to its neighbour.
-
-    ``within`` of the steps stay within a node, though ``link`` is one between nodes.
-    """
-    latency = (ranks - 1 - within) * link.latency_seconds + within * NODE.latency_seconds
-    return latency + size * (ranks - 1) / ranks / link.bytes_per_second
-
-
-def test_collectives_take_the_steps_of_a_ring_with_their_latency():
-    assert MACHINE.gather_seconds(8e6, 4) == pytest.approx(ring(8e6, 4))
-    assert MACHINE.all_reduce_seconds(8e6, 4) == pytest.approx(2 * ring(8e6, 4))
-    assert MACHINE.all_to_all_seconds(8e6, 4) == pytest.approx(NODE.seconds(6e6))
-    for ranks, size in ((1, 8e6), (4, 0)):
-        assert MACHINE.all_reduce_seconds(size, ranks) == MACHINE.all_to_all_seconds(size, ranks) == 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "within"), [(8, 1, 6), (6, 1, 4), (4, 2, 2), (3, 2, 1), (4, 4, 0), (2, 3, 0)]
-)
-def test_a_ring_crosses_into_each_other_node_once(ranks, stride, within):
-    """Nodes have four GPUs; an empty message within one takes a tenth of the time of one between them."""
-    expected = ring(8e6, ranks, MACHINE.link(ranks, stride), within)
-    assert MACHINE.gather_seconds(8e6, ranks, stride) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "rate"),
-    [(4, 1, 1e11), (5, 1, 4e10), (2, 2, 1e11), (2, 4, 1e10), (4, 2, 2e10), (8, 3, 1e10), (2, 8, 1e10)],
-)
-def test_a_group_is_as_fast_as_its_slowest_part(ranks, stride, rate):
-    """Nodes have four GPUs, and each a link of its own into the network."""
-    wide = Link(rate, NODE.latency_seconds if rate == 1e11 else NETWORK.latency_seconds)
-    assert MACHINE.link(ranks, stride) == wide
-    slow_node = replace(MACHINE, node=Link(1.5e10, 0))
-    assert slow_node.link(ranks, stride).bytes_per_second == min(1.5e10, rate)
-
-
-def test_measured_collectives_reach_below_and_beyond_their_rows():
-    measured = replace(MACHINE, all_reduce=[[2, 4e6, 3e-3], [2, 1e6, 1e-3], [4, 1e6, 9e-3]])
-    for size, seconds in ((1e3, 1e-3), (1e6, 1e-3), (2e6, 1e-3 + 2e-3 / 3), (4e6, 3e-3), (8e6, 6e-3)):
-        assert measured.all_reduce_seconds(size, 2) == pytest.approx(seconds)
-    assert measured.all_reduce_seconds(1e6, 3) == pytest.approx(2 * ring(1e6, 3))
-
-
-def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
-    """Half-way between rows is their mean; at a third, the nearer one counts four times."""
-    rates = {"bf16": [[16, 16, 16, 1e12], [1024, 1024, 1024, 7e12]]}
-    machine = replace(MACHINE, matrix_rates=rates)
-    assert machine.rate("bf16", 128, 128, 128) == pytest.approx(4e12)
-    assert machine.rate("bf16", 64, 64, 64) == pytest.approx((4 * 1e12 + 7e12) / 5)
-    # Thin: 2**18 operations from the first row, 2**6 in the smallest side from the second.
-    assert machine.rate("bf16", 16, 2**13, 2**13) == pytest.approx((1e12 + 9 * 7e12) / 10)
-    assert machine.peak("bf16") == 4e14
-    assert replace(machine, peak_rates={}).peak("bf16") == 7e12
 
 
 def kernels(**changed) -> SystemKernelSeconds:
@@ -111,7 +46,7 @@ def test_products_run_at_their_rate_or_that_of_memory():
 
 def test_attention_is_causal_where_it_is_fused():
     """A fused kernel does half of the operations at 0.7 of the rate; its backward does 2.5 times as many."""
-    for made in (kernels(), kernels(fp8="hybrid")):
+    for made in (kernels(attention_dropout=0), kernels(attention_dropout=0, fp8="hybrid")):
         half = 1e12 / 2 / (0.7 * RATE)
         assert made.attention(1e12, 1e6, True, 64) == pytest.approx((half, 2.5 * half))
     plain = 1e12 / RATE

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
@@ -69,11 +69,13 @@ def test_all_ranks_together_have_the_model_once(name, changed):
 
 
 @pytest.mark.parametrize("changed", [{}, UNTIED, SEQUENCE_PARALLEL], ids=["tied", "untied", "tensor"])
-def test_weights_and_optimizer_follow_the_parameters(changed):
-    shared = work(**changed)
+def test_weights_optimizer_and_the_loss_are_on_all_ranks(changed):
+    shared, loss = work(**changed), (2 + 4) * S * V / changed.get("tensor_model_parallel_size", 1)
     for part, found in zip(shared.by_rank, estimated(**changed).ranks, strict=True):
         assert (found.weights, found.gradients) == (2 * part.parameters, 4 * part.parameters)
         assert found.optimizer == 12 * part.parameters
+        assert found.loss == loss / P
+    assert [rank.loss for rank in estimated(vocabulary=None, **changed).ranks] == [0, 0, 0, loss]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-half", "v-zb"])
@@ -81,10 +83,7 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     """Every rank does a fourth of the output layer; a stage does what it does without, less its end."""
     job = arguments(name)
     shared = work(name)
-    plain, separate = (
-        work(name, shares=False),
-        model_parts(job, SystemKernelSeconds(H100, job), V),
-    )
+    plain, separate = (work(name, shares=False), model_parts(job, SystemKernelSeconds(H100, job), V))
     first, *inner, last = plain.costs.stages
     output = separate.output
     less = (output.forward_seconds, output.input_gradient_seconds, output.weight_gradient_seconds)
@@ -112,27 +111,17 @@ def _kept(part):
     return costs.activation, costs.released_by_input_gradient
 
 
-def test_every_rank_has_a_part_of_the_loss_s_workspace():
-    separate, shared = estimated(vocabulary=None), estimated()
-    assert [rank.loss for rank in separate.ranks] == [0, 0, 0, (2 + 4) * S * V]
-    assert [rank.loss for rank in shared.ranks] == [(2 + 4) * S * V / P] * P
-
-
-def test_a_tied_weight_that_exists_once_is_not_summed():
-    assert work().tied_seconds == 0 < work(shares=False).tied_seconds
-
-
 def test_ranks_exchange_the_hidden_states_of_all_tokens():
-    """Sequence parallelism leaves half of the tokens to each of two ranks, but not in an exchange."""
-    plain, cut = work(), work(**SEQUENCE_PARALLEL)
+    """Sequence parallelism leaves half of the tokens to each of two ranks, but not in an exchange.
+
+    There are as many operations as without sharing, and a tied weight that exists once is not summed.
+    """
+    plain, cut, separate = work(), work(**SEQUENCE_PARALLEL), work(shares=False)
     assert plain.exchanged_bytes == cut.exchanged_bytes == (EMBEDS_AHEAD + 2) * HIDDEN
     kept, halved = (made.costs.vocabulary.activation for made in (plain, cut))
     assert kept - halved == (2 * S * V / P) / 2
-    assert work(shares=False).exchanged_bytes == 0
-
-
-def test_as_many_operations_as_without():
-    assert work().operations(8) == pytest.approx(work(shares=False).operations(8))
+    assert separate.exchanged_bytes == plain.tied_seconds == 0 < separate.tied_seconds
+    assert plain.operations(8) == pytest.approx(separate.operations(8))
 
 
 def test_microbatches_between_s_and_t_add_to_the_peak():
@@ -179,15 +168,11 @@ def test_auto_does_not_share_what_has_no_room(short_searches):
     for limit in (75e6, 1e6):
         with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
             _flex("shared", **sizes, pipeline_memory_limit=limit)
+    # What is left for the stages is below nothing where the parts alone exceed the limit.
+    with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
+        _flex("shared", **{**sizes, "vocab_size": 256000}, pipeline_memory_limit=100e6)
     auto, separate = (_flex(which, **sizes, pipeline_memory_limit=75e6) for which in ("auto", None))
     assert auto == replace(separate, note="vocabulary not shared: the memory limit has no room for its parts")
-
-
-def test_a_limit_that_the_parts_alone_exceed_is_refused(short_searches):
-    """What is left for the stages is below nothing then, and no limit to compile with."""
-    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "vocab_size": 256000}
-    with pytest.raises(InfeasibleLimit, match="no room for the parts of a shared vocabulary"):
-        _flex("shared", **sizes, pipeline_memory_limit=100e6)
 
 
 def _flex(vocabulary, **sizes):

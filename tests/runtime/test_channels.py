@@ -142,9 +142,7 @@ def test_the_caller_goes_on_while_gloo_copies_a_large_message(over: Callable[...
 
 
 @pytest.mark.parametrize(("numbers", "backend"), [(LENGTH - 1, "gloo"), (LENGTH, "nccl")])
-def test_other_messages_are_launched_by_the_caller(
-    numbers: int, backend: str, over: Callable[..., Channels]
-) -> None:
+def test_other_messages_are_launched_by_the_caller(numbers, backend, over):
     """A small message leaves sooner so, and NCCL launches a message behind the caller's stream."""
     socket = Socket()
     socket.may_write.set()

@@ -1,13 +1,9 @@
 """Ranks whose clocks differ: their distances are found, and recorded steps are put on one clock."""
 
 import math
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -74,47 +70,29 @@ def test_recorded_steps_are_put_on_one_clock():
         assert (max(early) <= 2 * max(errors)) == holds
 
 
-class Clock:
-    """One clock for all ranks: it moves by a tick when it is read, and as far as it is told to."""
-
-    def __init__(self) -> None:
-        self._seconds, self._lock = 0.0, threading.Lock()
-
-    def read(self) -> float:
-        return self.move(TICK)
-
-    def move(self, seconds: float) -> float:
-        with self._lock:
-            self._seconds += seconds
-            return self._seconds
-
-
-class Device:
-    """A rank's device, which does one thing after the other while its host goes on."""
-
-    def __init__(self) -> None:
-        self.stream = ThreadPoolExecutor(max_workers=1)
-
-    def launch(self, work: Callable[[], Any]) -> Any:
-        return self.stream.submit(work)
-
-
 class Number:
-    """A tensor of one number on a device: only ``item`` waits for what was launched."""
+    """A number on a device, whose messages are over once launched; only ``item`` waits for them."""
 
-    def __init__(self, device: Device, before_waiting: Callable[[], None]) -> None:
-        self.device, self.value, self._before_waiting = device, 0.0, before_waiting
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.value, self._wait = 0.0, wait
 
     def fill_(self, value: float) -> None:
-        self.device.launch(lambda: setattr(self, "value", value))
+        self.value = value
 
     def item(self) -> float:
-        self._before_waiting()
-        return self.device.launch(lambda: self.value).result(timeout=30)
+        self._wait()
+        return self.value
 
 
-TICK, LATER = 2.0**-10, 2.0
-"""Seconds that a look at the clock takes, and those between the first rank's readiness and a question."""
+def offset_of(rank: int, monkeypatch: pytest.MonkeyPatch, wait, now, **messages) -> clock_offset.Offset:
+    """``offset_to_first`` on ``rank`` of two, whose clock, messages and waits for them are stand-ins."""
+    fake = SimpleNamespace(get_process_group_ranks=lambda group: [0, 1], get_rank=lambda: rank, **messages)
+    monkeypatch.setattr(clock_offset, "dist", fake)
+    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
+    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(wait), float64=None)
+    monkeypatch.setattr(clock_offset, "torch", zeros)
+    monkeypatch.setattr(clock_offset, "now", now)
+    return clock_offset.offset_to_first(None, None)
 
 
 def ask_over_gloo(rank: int) -> clock_offset.Offset:
@@ -129,91 +107,33 @@ def test_gloo_gets_the_time_from_the_host_s_memory() -> None:
     assert abs(other.seconds) <= other.error  # both read one machine's clock
 
 
-@pytest.fixture
-def ask_over_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[clock_offset.Offset]]:
-    """``offset_to_first`` on ranks that are threads, whose sends and receives are over once launched.
-
-    A rank asks ``LATER`` after the first rank waits for its question, or has answered without waiting.
-    """
-    ranks = range(len(AHEAD))
-    links: dict[tuple[int, int], Queue] = {(a, b): Queue() for a in ranks for b in ranks}
-    may_ask = {rank: threading.Event() for rank in ranks}
-    here = threading.local()
-    clock = Clock()
-
-    def send(number: Number, to: int, group: Any) -> None:
-        if here.rank == 0:
-            may_ask[to].set()
-        link = links[here.rank, to]
-        number.device.launch(lambda: link.put(number.value))
-
-    def recv(number: Number, sender: int, group: Any) -> None:
-        here.sender = sender
-        link = links[sender, here.rank]
-        number.device.launch(lambda: setattr(number, "value", link.get(timeout=30)))
-
-    def waits() -> None:
-        if here.rank == 0:
-            may_ask[here.sender].set()
-
-    def run(rank: int) -> clock_offset.Offset:
-        here.rank = rank
-        if rank > 0:
-            assert may_ask[rank].wait(timeout=30)
-            clock.move(LATER)
-        return clock_offset.offset_to_first(None, Device())
-
-    fake = SimpleNamespace(
-        get_process_group_ranks=lambda group: list(ranks), get_rank=lambda: here.rank, send=send, recv=recv
+def test_the_first_rank_reads_its_clock_once_it_holds_the_request(monkeypatch) -> None:
+    """If it did when its receive returns, it would give a time before the request."""
+    done: list[str] = []
+    found = offset_of(
+        0,
+        monkeypatch,
+        wait=lambda: done.append("holds"),
+        now=lambda: done.append("reads") or 7.0,
+        recv=lambda number, sender, group: done.append("receives"),
+        send=lambda number, to, group: done.append(f"sends {number.value:g}"),
     )
-    monkeypatch.setattr(clock_offset, "dist", fake)
-    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
-    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(device, waits), float64=None)
-    monkeypatch.setattr(clock_offset, "torch", zeros)
-    monkeypatch.setattr(clock_offset, "now", lambda: clock.read() + AHEAD[here.rank])
-
-    def ask() -> list[clock_offset.Offset]:
-        with ThreadPoolExecutor(len(AHEAD)) as hosts:
-            return list(hosts.map(run, ranks))
-
-    return ask
+    assert found == (0, 0)
+    assert done == ["receives", "holds", "reads", "sends 7"] * clock_offset.ROUNDS
 
 
-def test_messages_that_are_over_once_launched_are_waited_for(ask_over_devices) -> None:
-    """A first rank that reads its clock when its receive returns gives a time before the question."""
-    offsets = ask_over_devices()
-    assert offsets[0] == (0, 0)
-    for offset, ahead in zip(offsets[1:], AHEAD[1:], strict=True):
-        assert abs(offset.seconds + ahead) <= offset.error
-        # The clock is read twice more in a round trip: by the first rank, and where it ends.
-        assert offset.error == TICK
-
-
-def test_the_shortest_round_trip_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortest_round_trip_counts(monkeypatch) -> None:
     """Round trips are held up differently; the first rank answers in the middle of the shortest."""
     delays = [3.0, 0.5, 2.0] * clock_offset.ROUNDS
     here, ahead = {"now": 100.0}, 1000.0
 
-    class Number:
-        value = 0.0
-
-        def item(self) -> float:
-            return self.value
-
-    def send(number: Number, to: int, group: Any) -> None:
+    def send(number: Number, to: int, group: object) -> None:
         here["now"] += 0.25
         number.value = here["now"] + ahead
 
-    def recv(number: Number, sender: int, group: Any) -> None:
+    def wait() -> None:
         here["now"] += delays.pop(0)
 
-    fake = SimpleNamespace(
-        get_process_group_ranks=lambda group: [0, 1], get_rank=lambda: 1, send=send, recv=recv
-    )
-    monkeypatch.setattr(clock_offset, "dist", fake)
-    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
-    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(), float64=None)
-    monkeypatch.setattr(clock_offset, "torch", zeros)
-    monkeypatch.setattr(clock_offset, "now", lambda: here["now"])
     # Asked at 0, answered at 0.25, back at 0.75: the answer is taken for that of 0.375.
-    assert clock_offset.offset_to_first(None, None) == (ahead + 0.25 - 0.375, 0.375)
+    found = offset_of(1, monkeypatch, wait, lambda: here["now"], send=send, recv=lambda *_, **group: None)
+    assert found == (ahead + 0.25 - 0.375, 0.375)

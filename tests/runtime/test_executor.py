@@ -6,7 +6,7 @@ import os
 import signal
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +23,6 @@ from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
-from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
@@ -69,6 +68,15 @@ def results_of(ranks: int, microbatches: int) -> dict[tuple[str, bool], tuple[di
     return dict(zip(ORDERS, plain_stages.on_ranks(run_schedule, schedules), strict=True))
 
 
+def assert_equals_one_process(schedule: Schedule, results: Sequence[dict]) -> None:
+    expected, losses = plain_stages.in_one_process(schedule.placement.stages, schedule.microbatches)
+    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    for result in results:
+        assert result["left"] == (0, 0)
+        for stage, gradients in result["gradients"].items():
+            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+
+
 @pytest.mark.parametrize(("name", "paired"), ORDERS)
 @pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
 def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
@@ -76,15 +84,10 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
 ) -> None:
     schedule = catalog.build(name, ranks, microbatches, paired=paired)
     results = results_of(ranks, microbatches)[name, paired]
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, microbatches)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    assert_equals_one_process(schedule, results)
     peaks = simulate(schedule, Costs.unit(schedule.placement)).peak_activations
     assert tuple(result["peak"] for result in results) == peaks
-    for rank, result in enumerate(results):
-        assert tuple(result["order"]) == schedule.orders[rank]
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
+    assert tuple(tuple(result["order"]) for result in results) == schedule.orders
 
 
 @pytest.mark.parametrize(
@@ -98,19 +101,13 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
         ],
     ),
 )
-def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(
-    name: str, paired: bool, leaves: Callable[[Kept], bool]
-) -> None:
+def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(name, paired, leaves):
     schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])
-    expected, losses = plain_stages.in_one_process(schedule.placement.stages, 5)
-    assert {number: value for result in results for number, value in result["losses"].items()} == losses
+    assert_equals_one_process(schedule, results)
     for rank, result in enumerate(results):
         count = sum(schedule.placement.rank_of(stage) == rank for stage, _ in schedule.copies.back)
         assert result["copies"] == {"out": count, "back": count}
-        assert result["left"] == (0, 0)
-        for stage, gradients in result["gradients"].items():
-            assert all(map(torch.equal, gradients, expected[stage])), f"stage {stage}"
 
 
 class Known(torch.nn.Module):
@@ -128,9 +125,7 @@ class Known(torch.nn.Module):
     ("name", "paired"), first(1, [("v-half", False), *(order for order in ORDERS if order[0] != "v-half")])
 )
 @pytest.mark.parametrize("leaves", first(1, [half, everything]))
-def test_peaks_are_those_of_the_plan(
-    name: str, paired: bool, leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_are_those_of_the_plan(name, paired, leaves, monkeypatch):
     monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
     schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])

@@ -7,6 +7,7 @@ the groups on ranks of their own: what is asked of torch is seen, and that no ra
 import inspect
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -114,35 +115,38 @@ def torch_as(case: Case, asked: list[dict], greeted: list[torch.device]):
         yield
 
 
-def two_sets(rank: int, case: Case) -> tuple[list[dict], list[torch.device], list[str]]:
+def two_sets(rank: int, cases: list[Case]) -> list[tuple[list[dict], list[torch.device], list[str]]]:
     """What a rank asks for and where it greets, when the groups are made twice, and what they are called."""
     dist.init_process_group("gloo")
     mine = PIPELINES[rank % 2]
     # As Megatron's embedding groups do: some ranks of a pipeline are in a group that others are not in.
     dist.new_group([0, 1])
-    asked: list[dict] = []
-    greeted: list[torch.device] = []
-    with torch_as(case, asked, greeted):
-        groups = [*direction_groups(mine, PATIENCE), *direction_groups(mine, PATIENCE)]
-    for group in groups:  # carries messages still
-        value = torch.full((1,), float(rank))
-        dist.all_reduce(value, group=group)
-        assert value == sum(mine)
-    return asked, greeted, [group.group_name for group in groups]
+    found = []
+    for case in cases:
+        asked: list[dict] = []
+        greeted: list[torch.device] = []
+        with torch_as(case, asked, greeted):
+            groups = [*direction_groups(mine, PATIENCE), *direction_groups(mine, PATIENCE)]
+        for group in groups:  # carries messages still
+            value = torch.full((1,), float(rank))
+            dist.all_reduce(value, group=group)
+            assert value == sum(mine)
+        found.append((asked, greeted, [group.group_name for group in groups]))
+    return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=Case.__str__)
-def test_groups_are_made(case: Case) -> None:
-    if case.members_only and Version(torch.__version__) < Version("2.15"):
-        pytest.skip("before torch 2.15 ranks do not agree on the name of a group that its members alone make")
-    by_rank = run_ranks(two_sets, 4, case)
-    for rank, (asked, greeted, names) in enumerate(by_rank):
-        mine = PIPELINES[rank % 2]
+def test_groups_are_made() -> None:
+    """Before torch 2.15 ranks do not agree on the name of a group that its members alone make."""
+    is_newest = Version(torch.__version__) >= Version("2.15")
+    cases = [case for case in CASES if is_newest or not case.members_only]
+    by_rank = run_ranks(two_sets, 4, cases)
+    for (rank, of_rank), (at, case) in product(enumerate(by_rank), enumerate(cases)):
+        (asked, greeted, names), mine = of_rank[at], PIPELINES[rank % 2]
         made = [mine] if case.members_only else PIPELINES
         # All ranks of a group ask for it, in one order.
         assert [(one["ranks"], one["group_desc"]) for one in asked] == [
             (pipeline, f"PIPELINE_{direction}") for pipeline in made for direction in ("DOWN", "UP")
-        ] * 2
+        ] * 2, case
         for one in asked:
             assert one["backend"] == case.name
             assert one["use_local_synchronization"] is case.members_only
@@ -157,7 +161,7 @@ def test_groups_are_made(case: Case) -> None:
             assert getattr(one["options"], "lazy_init", None) is (True if case.release == "2.15" else None)
         gpu = BOUND if case.bound else CURRENT
         assert greeted == [torch.device("cpu") if case.name == "gloo" else gpu] * 2
-        assert names == by_rank[mine[0]][2]
+        assert names == by_rank[mine[0]][at][2]
         assert len(set(names)) == 4
 
 

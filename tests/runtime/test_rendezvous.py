@@ -40,9 +40,7 @@ def test_a_process_group_is_made_beside_the_store() -> None:
 
 
 @pytest.mark.parametrize("absent", [1, 2])
-def test_one_that_does_not_come_is_not_waited_for_longer(
-    absent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_come_is_not_waited_for_longer(absent, monkeypatch):
     monkeypatch.setattr(rendezvous, "PATIENCE", SOON)
     words = ["" if rank == absent else "a" for rank in range(3)]
     told = " ".join(word or "None" for word in words)

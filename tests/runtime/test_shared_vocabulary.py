@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -139,9 +138,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str,
     }
 
 
-def in_one_process(
-    stages: int, microbatches: int, scale: float
-) -> tuple[dict, torch.Tensor, torch.Tensor, dict]:
+def in_one_process(stages, microbatches, scale):
     """Return the gradients of every stage, of the output weight and of the embedding, and the losses."""
     modules = [plain_stages.make_module(stage) for stage in range(stages)]
     output = (weight().detach() * scale).requires_grad_()
@@ -164,11 +161,12 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> None
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13 * size)
 
 
-def assert_equals_one_process(schedule: Schedule, results: Sequence[dict], scale: float = 1.0) -> None:
+def assert_equals_one_process(schedule, results, scale=1.0, frozen=()):
     stages, output, lookup, losses = in_one_process(schedule.placement.stages, schedule.microbatches, scale)
     assert {n: value for result in results for n, value in result["losses"].items()} == pytest.approx(losses)
-    assert_close(torch.cat([result["vocabulary"] for result in results]), output, scale)
-    assert_close(torch.cat([result["embedding"] for result in results]), lookup, scale)
+    for part, told, expected in (("output", "vocabulary", output), ("embedding", "embedding", lookup)):
+        ours = torch.cat([result[told] for result in results])
+        assert_close(ours, torch.zeros_like(ours) if part in frozen else expected, scale)
     for result in results:
         assert result["left"] == 0
         for stage, gradients in result["gradients"].items():
@@ -194,31 +192,25 @@ def results_of(ranks: int, microbatches: int) -> dict[str, tuple[Schedule, tuple
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), first(3, [(2, 1), (2, 5), (3, 3), (4, 9)]))
+@pytest.mark.parametrize(("ranks", "microbatches"), first(2, [(2, 5), (3, 3), (2, 1), (4, 9)]))
 def test_gradients_are_those_of_one_process(name: str, ranks: int, microbatches: int) -> None:
     assert_equals_one_process(*results_of(ranks, microbatches)[name])
 
 
-@pytest.mark.parametrize("frozen", [("embedding",), ("output",), ("embedding", "output")])
-@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("1f1b", ("embedding", "output")), ("v-half", ("embedding",)), ("v-half", ("output",))],
+)
 def test_frozen_weights_take_no_part_in_a_backward(name: str, frozen: tuple[str, ...]) -> None:
     """All other gradients are what they were; nothing is exchanged for, or kept until, what nobody needs."""
     whole = shared(name, 3, 4)
     schedule = without_weight_gradients(whole) if "output" in frozen else whole
     told = results(schedule, frozen=frozen)
-    stages, output, lookup, losses = in_one_process(schedule.placement.stages, 4, 1.0)
-    assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
-    for part, of_result, expected in (("output", "vocabulary", output), ("embedding", "embedding", lookup)):
-        ours = torch.cat([result[of_result] for result in told])
-        assert_close(ours, torch.zeros_like(ours) if part in frozen else expected, 1.0)
+    assert_equals_one_process(schedule, told, frozen=frozen)
     for result in told:
-        assert result["left"] == 0
         # Tokens, hidden state and labels; each end needs one more that trains.
         assert result["broadcasts"] == 4 * (5 - len(frozen))
         assert bool(result["kept for T"]) is ("output" not in frozen)
-        for stage, gradients in result["gradients"].items():
-            for mine, expected in zip(gradients, stages[stage], strict=True):
-                assert_close(mine, expected, 1.0)
 
 
 def test_logits_of_any_size() -> None:
@@ -236,11 +228,11 @@ def test_logits_that_are_all_far_below_zero(monkeypatch: pytest.MonkeyPatch) -> 
     assert_equals_one_process(schedule, results(schedule, scale=5000.0), scale=5000.0)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
-def test_an_evaluation_has_the_losses_alone(name: str) -> None:
-    placement = catalog.entry(name).placement(3)
-    schedule = share_evaluation(catalog.forward_only(placement, 5))
-    told = results(schedule)
-    _, _, _, losses = in_one_process(placement.stages, 5, 1.0)
-    assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
-    assert all(result["left"] == 0 and not result["vocabulary"].any() for result in told)
+def test_an_evaluation_has_the_losses_alone() -> None:
+    placements = [catalog.entry(name).placement(3) for name in ("1f1b", "interleaved", "v-half")]
+    schedules = [share_evaluation(catalog.forward_only(placement, 5)) for placement in placements]
+    by_schedule = plain_stages.on_ranks(functools.partial(run_schedule, scale=1.0), schedules)
+    for schedule, told in zip(schedules, by_schedule, strict=True):
+        _, _, _, losses = in_one_process(schedule.placement.stages, 5, 1.0)
+        assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
+        assert all(result["left"] == 0 and not result["vocabulary"].any() for result in told)

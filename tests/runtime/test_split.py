@@ -136,9 +136,7 @@ def test_a_failure_leaves_no_slot_that_runs_in_parts() -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float16)])
-def test_a_weight_half_runs_under_the_autocast_of_its_backward(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_half_runs_under_the_autocast_of_its_backward(device, dtype, monkeypatch):
     """And leaves none behind: a whole backward restores that of its forward for both products."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     seen = []

@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear
@@ -78,17 +75,3 @@ def test_a_step_is_never_shorter_with_copies_and_its_critical_path_is_a_bound(sc
         for (f, i, w), stage in zip(path.work, costs.stages, strict=True)
     )
     assert work <= makespan
-
-
-@pytest.mark.parametrize("name", ["1f1b", "v-half"])
-def test_compiled_loops_find_the_same(name):
-    schedule = catalog.build(name, 3, 7)
-    backwards = [action for action in schedule if action.kind in (Kind.I, Kind.B) and action.microbatch % 2]
-    copies = Copies({(action.stage, action.microbatch): action for action in backwards})
-    schedule = replace(schedule, copies=copies)
-    costs = Costs((StageCosts(1, 1.5, 0.75, copy=0.6),) * schedule.placement.stages, hop=0.1)
-    plain, fast = ScheduleTimer(schedule), ScheduleTimer(schedule, is_repeated=True)
-    assert as_list(fast.walk.step_of) == plain.walk.step_of
-    assert [as_list(column) for column in fast.walk.copies[1:]] == list(plain.walk.copies[1:])
-    assert fast.spans(costs) == plain.spans(costs)
-    assert fast.critical_path(costs) == plain.critical_path(costs)

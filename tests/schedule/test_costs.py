@@ -4,19 +4,12 @@ import pytest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
-from megatron_pp_ext.schedule.placement import v
 
 
 def test_a_whole_backward_takes_both_halves_and_releases_everything():
     stage = StageCosts(3, 4, 5, activation=10, released_by_input_gradient=4)
     assert [stage.seconds(kind) for kind in OF_STAGES] == [3, 4, 5, 9]
     assert [stage.kept(kind) for kind in OF_STAGES] == [10, -4, -6, -10]
-
-
-def test_unit_costs_count_chunks():
-    costs = Costs.unit(v(3))
-    assert costs.stages == (StageCosts(1, 1, 1),) * 6
-    assert costs.hop == 0
 
 
 @pytest.mark.parametrize("field", ["forward", "input_gradient", "weight_gradient"])
@@ -37,16 +30,6 @@ def test_memory_and_hop_may_be_zero_but_not_less(value):
     with pytest.raises(ValueError, match=r"Costs\.message is"):
         Costs((StageCosts(1, 1, 1),), message=value)
     Costs((StageCosts(1, 1, 1, activation=0),), hop=0, message=0)
-
-
-def test_an_input_gradient_cannot_release_more_than_there_is():
-    with pytest.raises(ValueError, match=r"released_by_input_gradient is 2, more than the activation of 1"):
-        StageCosts(1, 1, 1, activation=1, released_by_input_gradient=2)
-
-
-def test_a_pipeline_has_stages():
-    with pytest.raises(ValueError, match="one StageCosts for each stage"):
-        Costs(())
 
 
 def test_the_times_of_a_whole_rank_are_divided_among_its_chunks():

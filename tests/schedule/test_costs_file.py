@@ -10,7 +10,7 @@ TIMES = {"forward": 1.5, "input_gradient": 2, "weight_gradient": 0.25}
 
 def written(tmp_path, content):
     path = tmp_path / "costs.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
 
 
@@ -32,40 +32,38 @@ def test_what_is_written_is_read(tmp_path):
     assert costs_file.read(tmp_path / "costs.json") == costs
 
 
+FINITE = ", but must be a finite number"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "not JSON"),
-        ("{'hop': 1}", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"stages": [], "hop": 1' + "0" * 400 + "}", "..., but must be a finite number"),
-        ("[1, 2]", "it is [1, 2], but must be an object"),
+        (b"", "not JSON"),
+        (b"{'hop': 1}", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"stages": [], "hop": 1' + b"0" * 400 + b"}", "..." + FINITE),
+        ([1, 2], "it is [1, 2], but must be an object"),
         ({"hop": 1}, "'stages' is missing"),
         ({"stages": []}, "Costs.stages is empty"),
         ({"stages": {"0": TIMES}}, "must be a list"),
         ({"stages": [1]}, "stages: 0 is 1, but must be an object"),
         ({"stages": [TIMES], "hops": 1}, "'hops' is unknown: did you mean 'hop'?"),
-        (
-            {"stages": [TIMES, TIMES | {"activations": 1}]},
-            "stages 1: 'activations' is unknown: did you mean 'activ",
-        ),
+        ({"stages": [TIMES, TIMES | {"activations": 1}]}, "stages 1: 'activations' is unknown: did you mean"),
         ({"stages": [TIMES | {"zzz": 1}]}, "stages 0: 'zzz' is unknown: known are "),
         ({"stages": [{"forward": 1}]}, "stages 0: 'input_gradient' is missing"),
-        ({"stages": [TIMES | {"forward": "1"}]}, 'stages 0: forward is "1", but must be a finite number'),
-        ({"stages": [TIMES | {"forward": True}]}, "stages 0: forward is true, but must be a finite number"),
-        ({"stages": [TIMES | {"forward": None}]}, "stages 0: forward is null, but must be a finite number"),
+        ({"stages": [TIMES | {"forward": "1"}]}, f'stages 0: forward is "1"{FINITE}'),
+        ({"stages": [TIMES | {"forward": True}]}, f"stages 0: forward is true{FINITE}"),
+        ({"stages": [TIMES | {"forward": None}]}, f"stages 0: forward is null{FINITE}"),
+        ({"stages": [TIMES | {"forward": float("nan")}]}, f"stages 0: forward is NaN{FINITE}"),
         ({"stages": [TIMES | {"forward": 0}]}, "stages 0: StageCosts.forward is 0"),
-        ({"stages": [TIMES | {"forward": -1}]}, "stages 0: StageCosts.forward is -1"),
-        (
-            {"stages": [TIMES | {"forward": float("nan")}]},
-            "stages 0: forward is NaN, but must be a finite number",
-        ),
         ({"stages": [TIMES | {"activation": -1}]}, "stages 0: StageCosts.activation is -1"),
-        ({"stages": [TIMES | {"released_by_input_gradient": 2}]}, "stages 0: StageCosts.released_by"),
+        ({"stages": [TIMES | {"released_by_input_gradient": 2}]}, "StageCosts.released_by_input"),
         ({"stages": [TIMES], "hop": -1}, "Costs.hop is -1"),
-        ({"stages": [TIMES], "hop": "1"}, 'hop is "1", but must be a finite number'),
+        ({"stages": [TIMES], "hop": "1"}, f'hop is "1"{FINITE}'),
         ({"stages": [TIMES], "message": -1}, "Costs.message is -1"),
     ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
 )
 def test_refusals(content, message, tmp_path):
     path = written(tmp_path, content)
@@ -79,9 +77,3 @@ def test_refusals(content, message, tmp_path):
 def test_the_number_of_stages_must_be_the_pipelines(tmp_path):
     with pytest.raises(ValueError, match="has costs for 1 stages, but there are 8"):
         costs_file.read(written(tmp_path, {"stages": [TIMES]}), stages=8)
-
-
-def test_bytes_that_are_no_text(tmp_path):
-    (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="not JSON"):
-        costs_file.read(tmp_path / "costs.json")

@@ -7,14 +7,6 @@ from megatron_pp_ext.schedule.placement import Shape
 from tests.support import slow
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_there_and_back(name, tmp_path):
-    for p, m in ((2, 1), (3, 5), (4, 8)):
-        schedule = catalog.build(name, p, m)
-        csv_file.write(schedule, tmp_path / f"{name}.csv")
-        assert csv_file.read(tmp_path / f"{name}.csv") == schedule
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=slow.schedules())
 def test_any_placement_is_recognised(schedule, tmp_path):
@@ -64,20 +56,12 @@ def test_torchs_files_with_messages_are_refused_with_the_reason(name, tmp_path, 
         csv_file.read(path)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "0UNSHARD",
-        "0RESHARD",
-        "0SEND_F0",
-        "0RECV_F12",
-        "0SEND_B0",
-        "0RECV_B0",
-        "0WAIT_SEND_F0",
-        "0REDUCE_GRAD",
-        "0WAIT_REDUCE_GRAD",
-    ],
+OTHER_ACTIONS = (
+    "0UNSHARD 0RESHARD 0SEND_F0 0RECV_F12 0SEND_B0 0RECV_B0 0WAIT_SEND_F0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD"
 )
+
+
+@pytest.mark.parametrize("cell", OTHER_ACTIONS.split())
 def test_each_of_torchs_other_actions_is_known(cell, tmp_path):
     path = tmp_path / "torchs.csv"
     path.write_text(f"0F0,0B0,{cell}\n1F0,1B0\n")
@@ -86,26 +70,13 @@ def test_each_of_torchs_other_actions_is_known(cell, tmp_path):
     assert "is not an action" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "F0",
-        "0F",
-        "0X0",
-        "0f0",
-        "-1F0",
-        "0F-1",
-        "0F0x",
-        "0SEND_F0",
-        "(0F0)OVERLAP_F_B",
-        "(0F0;SEND)OVERLAP_F_B",
-        "(0F0;1B0;1F1)OVERLAP_F_B",
-        "(0F0;1B0)",
-        "0F0.5",
-        "\u0660F\u0660",
-        "'",
-    ],
+GARBAGE = (
+    "F0 0F 0X0 0f0 -1F0 0F-1 0F0x 0SEND_F0 (0F0)OVERLAP_F_B (0F0;SEND)OVERLAP_F_B "
+    "(0F0;1B0;1F1)OVERLAP_F_B (0F0;1B0) 0F0.5 \u0660F\u0660 '"
 )
+
+
+@pytest.mark.parametrize("cell", GARBAGE.split())
 def test_garbage_is_named_with_its_place(cell, tmp_path):
     path = tmp_path / "garbage.csv"
     path.write_text(f"0F0,0B0\n1F0,{cell},1B0\n", encoding="utf-8")

@@ -10,6 +10,8 @@ from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
 
+UNIT = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
+
 
 @st.composite
 def recorded_steps(draw) -> RecordedStep:
@@ -50,19 +52,18 @@ def simulated(name: str, costs: dict[str, float], p: int = 3, m: int = 4) -> Rec
 
 def test_a_simulated_step_has_no_overhead_and_hops_are_late_messages():
     """1F1B in unit time: a rank fills for as many forwards, and drains as many backwards, as precede it."""
-    unit = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
-    idle = idle_times(simulated("1f1b", unit))
+    idle = idle_times(simulated("1f1b", UNIT))
     assert [causes.warm_up for causes in idle] == [0, 1, 2]
     assert [causes.cool_down for causes in idle] == [0, 2, 4]
     assert [causes.unfinished_stages for causes in idle] == [6, 3, 0]
     assert {(c.late_messages, c.reductions, c.overhead) for c in idle} == {(0, 0, 0)}
-    with_hops = simulated("1f1b", unit | {"hop": 0.25})
+    with_hops = simulated("1f1b", UNIT | {"hop": 0.25})
     assert all(causes.late_messages > 0 for causes in idle_times(with_hops)[:2])
     assert set(message_seconds(with_hops)) == {0.25}
 
 
 def test_reductions_count_only_after_the_last_action_and_once():
-    step = simulated("1f1b", {"forward": 1, "input_gradient": 1, "weight_gradient": 1}, p=2, m=1)
+    step = simulated("1f1b", UNIT, p=2, m=1)
     first, last = step.records
     assert (first.events[-1].end, last.events[-1].end) == (6, 4)
     reduced = last._replace(reductions=(Reduction(0, 3, 5), Reduction(0, 4.5, 8), Reduction(0, 2, 3)))
@@ -72,7 +73,7 @@ def test_reductions_count_only_after_the_last_action_and_once():
 
 
 def test_a_gap_without_a_message_is_overhead():
-    step = simulated("zb-h1", {"forward": 1, "input_gradient": 1, "weight_gradient": 1}, p=2, m=2)
+    step = simulated("zb-h1", UNIT, p=2, m=2)
     first, last = step.records
     held_up = last._replace(
         events=tuple(
@@ -85,9 +86,7 @@ def test_a_gap_without_a_message_is_overhead():
 
 
 def test_a_step_of_one_rank_has_an_extent():
-    (record,) = simulated(
-        "1f1b", {"forward": 1, "input_gradient": 1, "weight_gradient": 1}, p=2, m=1
-    ).records[:1]
+    record, _ = simulated("1f1b", UNIT, p=2, m=1).records
     assert extent(RecordedStep("none", linear(1), (record,))) == (0, 6)
     reduced = record._replace(reductions=(Reduction(0, 5, 9),))
     assert extent(RecordedStep("none", linear(1), (reduced,))) == (0, 9)

@@ -40,10 +40,11 @@ def test_code_is_read_from_the_folder_and_compiled_again_where_it_is_damaged(fol
 
 
 def test_compiling_is_said_once(folder, caplog):
+    """Where there is code in the folder, nothing is compiled."""
     caplog.set_level(logging.INFO)
     for _ in range(2):
         Loop(sum_below)(5)
-    assert [record.message for record in caplog.records].count(loops.FIRST_TIME) == 1
+        assert [record.message for record in caplog.records] == [loops.FIRST_TIME]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):

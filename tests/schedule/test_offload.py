@@ -34,16 +34,21 @@ def test_half_of_any_family_leaves_for_nothing(name):
 @settings(max_examples=60, deadline=None)
 @given(slow.schedules(), st.data())
 def test_no_share_makes_a_step_longer_or_more_than_was_asked_for_leave(schedule, data):
+    """A copy is done before its memory is given up, and that before the copy back is launched."""
     costs, share = data.draw(slow.costs_of(schedule)), data.draw(st.floats(0.01, 1))
     alone, timeline = simulate(schedule, costs), offload.with_share(schedule, costs, share)
     check(timeline.schedule)
     assert timeline.events == alone.events
     wanted = round(share * schedule.placement.stages * schedule.microbatches)
     assert len(timeline.schedule.copies.back) <= wanted
+    starts = {event.action: event.start for events in timeline.events for event in events}
     for row in timeline.copies:
         for way in ("out", "back"):
             times = sorted(getattr(copied, way) for copied in row)
             assert all(end <= start for (_, end), (start, _) in pairwise(times))
+        for copied in row:
+            given_up = starts[timeline.schedule.copies.gone[copied[:2]]]
+            assert copied.out[1] < copied.launched and given_up >= copied.out[1] - 1e-6
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,16 +85,6 @@ def test_no_more_leaves_than_keeps_the_limit():
     assert timeline.peak_memory == (2, 2, 2, 1) and not offload.over(timeline, [2, 2, 2, 1])
     away = [sum(kept[0] == stage for kept in timeline.schedule.copies.back) for stage in range(4)]
     assert away[0] > 0 < away[1] and away[2:] == [0, 0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(slow.schedules(), st.data())
-def test_what_leaves_is_gone_before_its_copy_back_is_launched(schedule, data):
-    timeline = offload.with_share(schedule, data.draw(slow.costs_of(schedule)), data.draw(st.floats(0.01, 1)))
-    starts = {event.action: event.start for events in timeline.events for event in events}
-    for copied in (copied for row in timeline.copies for copied in row):
-        given_up = starts[timeline.schedule.copies.gone[copied[:2]]]
-        assert copied.out[1] < copied.launched and given_up >= copied.out[1] - 1e-6
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.1])

@@ -77,6 +77,32 @@ def test_other_balanced_pipelines_wait(counts, rounds, ratio) -> None:
     assert found == pytest.approx(ratio * closed_form(replicas, interval, costs, nothing))
 
 
+SHORT = (0.1, 0.2)
+NEARLY = [(10.0 - at * 1e-4 * math.pi, 20.0) for at in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "interval", "stages", "hop", "seconds", "off"),
+    [
+        # Stage 0 takes 42 seconds for an update, and stage 2 takes 43: they set the pace in turn.
+        ((1, 4, 1), 4, [(5.25, 5.25), (1.0, 1.0), (1.0, 9.75)], 0, 42.5, 0.5 / 42.5),
+        # Stage 1 sends the sixth forward behind the first backward, by its depth of 4.  One of the three
+        # replicas of stage 2 needs it before its own backward, and so runs when the others have.
+        ((1, 1, 3, 1), 3, [SHORT, SHORT, (100.0, 200.0), SHORT], 0, 2 * 300, 0.01),
+        # Two in flight on each replica of stage 0, which come back after F, hop, F, B, hop and B.
+        ((2, 1), 2, [(1.0, 2.0), (1.0, 2.0)], 50.0, (1 + 50 + 1 + 2 + 50 + 2) / 2, 0.05),
+        # Two ways through take nearly the same time.  Such a pipeline does not repeat itself for long; its
+        # pace is that of the slower way.
+        ((1,) * 13, 1, [(10.0, 20.0), *NEARLY], 0, 30, 1e-3),
+    ],
+    ids=["in turn", "behind a backward", "messages", "two ways"],
+)
+def test_by_hand(counts, interval, stages, hop, seconds, off) -> None:
+    costs = costs_of(*stages, hop=hop)
+    found = seconds_of_an_update(Replicas(counts), interval, costs, [0.0] * len(counts))
+    assert found == pytest.approx(seconds, rel=off)
+
+
 @settings(deadline=None, max_examples=50)
 @given(REPLICAS, st.integers(1, 4), st.floats(0, 5), st.data())
 def test_no_pipeline_is_faster_than_its_busiest_rank(replicas, rounds, hop, data) -> None:
@@ -91,12 +117,6 @@ def test_no_pipeline_is_faster_than_its_busiest_rank(replicas, rounds, hop, data
     assert found >= min(work for work in busy if work >= 0.75 * max(busy)) * (1 - 1e-6)
 
 
-def test_two_ranks_that_are_nearly_as_busy_set_the_pace_in_turn() -> None:
-    """Stage 0 takes 42 seconds for an update, and stage 2 takes 43."""
-    replicas, costs = Replicas((1, 4, 1)), costs_of((5.25, 5.25), (1.0, 1.0), (1.0, 9.75))
-    assert 42 <= seconds_of_an_update(replicas, 4, costs, [0.0] * 3) <= 43
-
-
 @settings(deadline=None, max_examples=50)
 @given(REPLICAS, st.integers(1, 4), st.data())
 def test_a_single_rank_that_is_far_slower_than_the_others_never_waits(replicas, rounds, data) -> None:
@@ -109,23 +129,6 @@ def test_a_single_rank_that_is_far_slower_than_the_others_never_waits(replicas, 
     assert found == pytest.approx(closed_form(replicas, interval, costs, updating), rel=0.02)
 
 
-def test_replicas_may_wait_for_a_forward_that_follows_a_backward_of_theirs() -> None:
-    """1-1-3-1: stage 1 sends the sixth forward behind the first backward, by its depth of 4.
-
-    One of the three replicas of stage 2 needs it before its own backward, and so runs when the others have.
-    """
-    costs = costs_of((0.1, 0.2), (0.1, 0.2), (100.0, 200.0), (0.1, 0.2))
-    found = seconds_of_an_update(Replicas((1, 1, 3, 1)), 3, costs, [0.0] * 4)
-    assert found == pytest.approx(2 * 300, rel=0.01)
-
-
-def test_messages_limit_the_pace_where_too_few_microbatches_are_in_flight() -> None:
-    """2-1: two in flight on each replica of stage 0, which come back after F, hop, F, B, hop and B."""
-    costs = costs_of((1.0, 2.0), (1.0, 2.0), hop=50.0)
-    found = seconds_of_an_update(Replicas((2, 1)), 2, costs, [0.0, 0.0])
-    assert found == pytest.approx((1 + 50 + 1 + 2 + 50 + 2) / 2, rel=0.05)
-
-
 def test_stages_that_wait_for_each_other_all_take_the_longest_update() -> None:
     """With one microbatch an update and a barrier behind it, a stage's update does not hide behind others."""
     costs = costs_of((10.0, 20.0), (10.0, 20.0))
@@ -134,13 +137,6 @@ def test_stages_that_wait_for_each_other_all_take_the_longest_update() -> None:
     assert apart == pytest.approx(36)
     # The last stage's forward and backward, then the first stage's backward, and the update.
     assert together == pytest.approx(10 + 20 + 20 + 6)
-
-
-def test_two_ways_through_that_take_nearly_the_same_time() -> None:
-    """Such a pipeline does not repeat itself for long; its pace is that of the slower way."""
-    costs = costs_of((10.0, 20.0), *[(10.0 - at * 1e-4 * math.pi, 20.0) for at in range(12)])
-    found = seconds_of_an_update(Replicas.straight(13), 1, costs, [0.0] * 13)
-    assert found == pytest.approx(30, rel=1e-3)
 
 
 def test_unequal_turns_are_refused() -> None:

@@ -37,19 +37,6 @@ def test_by_hand():
     assert list(timeline.memory(1)) == [(0, 0), (1.5, 10), (7.5, 4), (15.5, 0)]
 
 
-def test_a_turn_of_the_v_takes_no_hop():
-    orders = ((Action(0, F, 0), Action(3, F, 0)), (Action(1, F, 0), Action(2, F, 0)))
-    schedule = Schedule("turn", v(2), 1, orders)
-    costs = Costs.uniform(v(2), forward=1, input_gradient=1, weight_gradient=1, hop=10)
-    assert simulate(schedule, costs).makespan == 4 + 2 * 10
-
-
-def test_a_forward_counts_after_what_is_released_at_its_start():
-    orders = ((Action(0, F, 0), Action(0, B, 0), Action(0, F, 1), Action(0, B, 1)),)
-    timeline = simulate(Schedule("one rank", linear(1), 2, orders), Costs.unit(linear(1)))
-    assert timeline.peak_activations == (1,)
-
-
 def test_costs_must_be_for_this_pipeline():
     schedule = catalog.build("1f1b", 4, 4)
     with pytest.raises(ValueError, match="costs are given for 8 stages, but schedule '1f1b' has 4"):

@@ -24,7 +24,7 @@ from tests.support.random_orders import random_schedule
 KEPT = 0.25
 """The size of a rank's logits of a microbatch, in those of all activations of a stage."""
 
-SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, p, 2 * p - 1, 4 * p + 1)]
+SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, p, 3 * p)]
 
 
 def shared(name: str, ranks: int, microbatches: int) -> Schedule:
@@ -35,9 +35,7 @@ def part(kind: Kind, rank: int = 0, microbatch: int = 0) -> Action:
     return Action(rank, kind, microbatch)
 
 
-def of_model(
-    schedule: Schedule, layers: int = 32, hidden: int = 4096, sequence: int = 4096, rows: int = 131072
-) -> Costs:
+def of_model(schedule, layers=32, hidden=4096, sequence=4096, rows=131072):
     """The costs of a GPT in products alone, times in layers' forwards: [ZB] section 2 has the formulas.
 
     The output layer is in the vocabulary where the schedule shares it, and in the last stage elsewhere.
@@ -65,34 +63,25 @@ def against_perfect(timeline: Timeline) -> float:
 
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_every_family_shares(name: str) -> None:
+    """It keeps one microbatch more at most, and is no longer than with the vocabulary at its ends alone."""
     for ranks, microbatches in SIZES:
-        schedule = shared(name, ranks, microbatches)
-        alone = catalog.build(name, ranks, microbatches).with_halved_backwards
+        schedule, alone = shared(name, ranks, microbatches), catalog.build(name, ranks, microbatches)
         check(schedule)
         assert schedule.placement.shares_vocabulary and schedule.name == name
+        halved = alone.with_halved_backwards
         for rank, order in enumerate(schedule.with_halved_backwards.orders):
             counts = Counter(order)
             assert set(counts.values()) == {1}
-            assert {action for action in counts if action.kind in OF_STAGES} == set(alone.orders[rank])
+            assert {action for action in counts if action.kind in OF_STAGES} == set(halved.orders[rank])
             assert {action for action in counts if action.kind not in OF_STAGES} == {
                 part(kind, rank, m) for kind in (Kind.S, Kind.T) for m in range(microbatches)
             }
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_one_microbatch_more_is_kept_at_most(name: str) -> None:
-    for ranks, microbatches in SIZES:
-        schedule, alone = shared(name, ranks, microbatches), catalog.build(name, ranks, microbatches)
-        more = max(simulate(schedule, of_model(schedule)).peak_microbatches)
-        assert more <= max(simulate(alone, of_model(alone)).peak_microbatches) + 1 + 4 * KEPT
-
-
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_sharing_leaves_the_bubble_of_the_layers_alone(ranks: int) -> None:
-    """A vocabulary of 128k takes 1.04 to 1.06 of perfect work under V-ZB, and 1.3 to 1.5 at its ends."""
-    schedule, alone = shared("v-zb", ranks, 4 * ranks), catalog.build("v-zb", ranks, 4 * ranks)
-    assert against_perfect(simulate(schedule, of_model(schedule))) < 1.07
-    assert against_perfect(simulate(alone, of_model(alone))) > 1.2
+        ours, theirs = simulate(schedule, of_model(schedule)), simulate(alone, of_model(alone))
+        assert max(ours.peak_microbatches) <= max(theirs.peak_microbatches) + 1 + 4 * KEPT
+        if microbatches == 3 * ranks >= 12:
+            assert against_perfect(ours) < against_perfect(theirs), ranks
+        bound = lower_bound(schedule.placement, microbatches, ours.costs, ours.peak_activations)
+        assert against_perfect(ours) * 0.5 < bound <= ours.makespan * (1 + 1e-12)
 
 
 def test_the_documents_table() -> None:
@@ -110,23 +99,12 @@ def test_the_documents_table() -> None:
         assert cells.split(" | ") == found, name
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_no_family_is_longer_than_with_its_ends_alone(name: str) -> None:
-    for ranks in (4, 8):
-        schedule, alone = shared(name, ranks, 3 * ranks), catalog.build(name, ranks, 3 * ranks)
-        ours, theirs = simulate(schedule, of_model(schedule)), simulate(alone, of_model(alone))
-        assert against_perfect(ours) < against_perfect(theirs), ranks
-
-
 @pytest.mark.parametrize("placement", [linear(3), loop(3, 2), v(3), wave(2, 4)])
 def test_any_valid_order_can_be_shared(placement) -> None:
     """Backwards of random orders are put off by forwards alone, or not at all."""
-    for seed in range(15):
-        in_turn = ("", "F", "FI")[seed % 3]
-        schedule = share(
-            lambda m, seed=seed, turn=in_turn: random_schedule(Random(seed), placement, m, turn), 4
-        )
-        check(schedule)
+    for seed in range(12):
+        turn = ("", "F", "FI")[seed % 3]
+        check(share(lambda m, seed=seed, turn=turn: random_schedule(Random(seed), placement, m, turn), 4))
 
 
 def test_what_waits_for_what() -> None:
@@ -176,16 +154,12 @@ def test_all_ranks_launch_the_exchanges_in_one_order_each_before_it_is_needed(na
 
 
 def test_memory_holds_what_is_kept_between_s_and_t() -> None:
-    schedule = shared("1f1b", 2, 4)
-    stage = StageCosts(1, 1, 1, activation=1.0)
-    with_logits = Costs((stage, stage), vocabulary=VocabularyCosts(0.5, 0.25, activation=10.0))
-    without = Costs((stage, stage), vocabulary=VocabularyCosts(0.5, 0.25))
-    for most, plain in zip(
-        simulate(schedule, with_logits).peak_activations,
-        simulate(schedule, without).peak_activations,
-        strict=True,
-    ):
-        assert plain + 10 <= most <= plain + 30
+    schedule, stages = shared("1f1b", 2, 4), (StageCosts(1, 1, 1, activation=1.0),) * 2
+    plain, most = (
+        simulate(schedule, Costs(stages, vocabulary=VocabularyCosts(0.5, 0.25, kept))).peak_activations
+        for kept in (0.0, 10.0)
+    )
+    assert all(less + 10 <= more <= less + 30 for less, more in zip(plain, most, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "v-min"])
@@ -224,10 +198,7 @@ def test_copies_stay_where_the_weight_gradients_of_a_frozen_output_layer_were(na
         (lambda order: [*order, part(Kind.T)], r"rank 0: 0T0 is doubled"),
         (lambda order: [*order, part(Kind.T, 1)], r"rank 0: 1T0 puts stage 1 on two ranks"),
         (lambda order: [*order, part(Kind.S, 3)], r"rank 0: 3S0 is unknown, ranks are 0\.\.1"),
-        (
-            lambda order: [part(Kind.T), *(a for a in order if a != part(Kind.T))],
-            r"rank 0: 0T0 waits for",
-        ),
+        (lambda order: [part(Kind.T), *(a for a in order if a != part(Kind.T))], r"rank 0: 0T0 waits for"),
     ],
 )
 def test_what_is_wrong_is_named(change, message) -> None:
@@ -262,22 +233,6 @@ def test_files_keep_it(name: str, tmp_path) -> None:
     step = trace_file.read(tmp_path / "trace.json")
     assert step.placement == schedule.placement
     assert step.timeline().schedule.orders == schedule.orders
-
-
-def test_torch_refuses_the_file(tmp_path) -> None:
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    with pytest.raises(RuntimeError, match="Invalid action string"):
-        schedules._Action.from_str("0S0")
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_bounds_hold(name: str) -> None:
-    for ranks, microbatches in ((2, 3), (4, 9)):
-        schedule = shared(name, ranks, microbatches)
-        timeline = simulate(schedule, of_model(schedule))
-        bound = lower_bound(schedule.placement, microbatches, timeline.costs, timeline.peak_activations)
-        assert bound <= timeline.makespan * (1 + 1e-12)
-        assert against_perfect(timeline) * 0.5 < bound
 
 
 def test_other_placements_have_another_digest() -> None:

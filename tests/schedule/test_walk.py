@@ -11,15 +11,17 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.columns import as_list
+from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.vocabulary import share
 
 
 def costs_of(schedule, random):
     """Random costs, with equal stages among them, so that actions end at the same time."""
-    different = [StageCosts(*(random.uniform(1, 3) for _ in range(3))) for _ in range(2)]
+    different = [StageCosts(*(random.uniform(1, 3) for _ in range(3)), copy=0.6) for _ in range(2)]
     stages = tuple(random.choice(different) for _ in range(schedule.placement.stages))
     shared = (
         VocabularyCosts(0.5, 0.25, hidden=0.1, sums=0.2) if schedule.placement.shares_vocabulary else None
@@ -27,20 +29,40 @@ def costs_of(schedule, random):
     return Costs(stages, hop=random.choice([0.0, 0.3]), vocabulary=shared, pair=random.uniform(0.5, 1))
 
 
+def with_copies(schedule):
+    """The schedule with the activations of every other microbatch on the host until their backward."""
+    backwards = [action for action in schedule if action.kind in (Kind.I, Kind.B) and action.microbatch % 2]
+    return replace(schedule, copies=Copies({(one.stage, one.microbatch): one for one in backwards}))
+
+
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_both_find_the_same(name):
+    """What is timed again and again ends when the simulated schedule does, too."""
     random, entry = Random(name), catalog.entry(name)
     for ranks, microbatches in product((2, 5), (1, 4, 11)):
-        schedules = [entry.build(ranks, microbatches), share(lambda m: entry.build(ranks, m), microbatches)]  # noqa: B023
+        plain = entry.build(ranks, microbatches)
+        schedules = [plain, with_copies(plain), share(lambda m: entry.build(ranks, m), microbatches)]  # noqa: B023
         if entry.make_paired:
             schedules.append(entry.build(ranks, microbatches, paired=True))
         for schedule in schedules:
             plain, fast = ScheduleTimer(schedule), ScheduleTimer(schedule, is_repeated=True)
             assert as_list(fast.walk.step_of) == plain.walk.step_of
             assert most_buffers(fast.walk) == most_buffers(plain.walk)
+            if schedule.copies:
+                copies = [as_list(column) for column in fast.walk.copies[1:]]
+                assert copies == list(plain.walk.copies[1:])
             costs = costs_of(schedule, random)
-            assert fast.spans(costs) == plain.spans(costs)
+            spans, timeline = plain.spans(costs), simulate(schedule, costs)
+            assert fast.spans(costs) == spans
             assert fast.critical_path(costs) == plain.critical_path(costs)
+            assert plain.makespan(costs.seconds, costs) == timeline.makespan
+            assert [(one.start, one.end) for one in spans] == [
+                (row[0].start, max(event.end for event in row)) for row in timeline.events
+            ]
+            idle = 1 - sum(span.busy for span in spans) / (ranks * timeline.makespan)
+            assert idle == pytest.approx(timeline.bubble)
+    slower = plain.makespan(lambda action: costs.seconds(action) + (action.microbatch == 3), costs)
+    assert slower > plain.makespan(costs.seconds, costs)
 
 
 @pytest.mark.parametrize("is_repeated", [False, True])

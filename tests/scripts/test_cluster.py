@@ -32,9 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert not cluster.processes()
 
 
-def submit(
-    cluster: Cluster, script: Path, home: Path, options: list[str], flags: list[str], **settings
-) -> str:
+def submit(cluster, script, home, options, flags, **settings):
     """Submit a job from the folder ``home``; return its number."""
     tasks = ["--ntasks-per-node=2"] if script == PER_GPU else []  # a node here has no cores for more
     words = ["sbatch", "--parsable", *NODES, *tasks, *options, str(script), *flags]
@@ -48,9 +46,7 @@ def losses(log: str) -> list[tuple[int, str]]:
 
 
 @BOTH
-def test_a_job_saves_at_its_time_limit_goes_on_and_ends_with_a_rank(
-    script: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_saves_at_its_time_limit_goes_on_and_ends_with_a_rank(script, cluster, tmp_path):
     saved, logs = tmp_path / "saved", tmp_path / "logs of ranks"
     files = ["--save", str(saved), "--load", str(saved)]
     number = submit(cluster, script, tmp_path, ["--time=60"], ["--cpu", *V_HALF, *files], RANK_LOGS=str(logs))
@@ -86,9 +82,7 @@ def test_a_job_saves_at_its_time_limit_goes_on_and_ends_with_a_rank(
 
 
 @BOTH
-def test_a_job_whose_time_limit_is_too_short_is_not_queued_again(
-    script: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_whose_time_limit_is_too_short_is_not_queued_again(script, cluster, tmp_path):
     """SLURM signals at once, and training, whatever the machine, has not begun."""
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     flags = ["--save", "saved", "--load", "saved"]
@@ -117,9 +111,7 @@ def test_what_a_search_writes_trains(cluster: Cluster, tmp_path: Path) -> None:
     assert (job["NumNodes"], len(losses(Path(job["StdOut"]).read_text()))) == ("2", 2), log_of(job)
 
 
-def test_a_search_measures_on_a_cluster(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_measures_on_a_cluster(cluster, tmp_path, monkeypatch):
     """Jobs whose limit is shorter than the ten minutes of the batch script's own signal run to their end."""
     for name, value in (SETTINGS | cluster.variables).items():
         monkeypatch.setenv(name, value)

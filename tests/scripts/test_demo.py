@@ -95,9 +95,7 @@ def test_the_largest_difference_of_all_losses(demo: ModuleType, capsys: pytest.C
     assert printed.count("│ 5.000000   │ 5.000000 │ 0 ") == demo.SHOWN_LOSSES
 
 
-def test_few_cores_are_named(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_cores_are_named(demo, capsys, monkeypatch):
     monkeypatch.setattr(demo, "cores", lambda: 1)
     demo.show_expectation(11)
     assert "4 ranks on 1 core, so" in capsys.readouterr().out

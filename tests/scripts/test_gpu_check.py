@@ -68,9 +68,7 @@ def test_rows_that_the_time_does_not_reach_say_so_and_keep_those_before(rows: Ro
     assert "| one | 3 |" in rows.page.read_text()
 
 
-def test_a_run_that_hangs_leaves_half_of_the_time(
-    rows: Rows, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_hangs_leaves_half_of_the_time(rows, bench, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.bench.LEAST_SECONDS", 0)
     bench.begin(2)
     rows.measure("hangs", lambda: {"found": bench.run("hangs", ["sleep", "600"])})
@@ -281,15 +279,7 @@ exec sleep 600
         ((2, 31, 2), "", ["sharing-mps", "sharing"], "gloo"),
     ],
 )
-def test_ranks_share_a_device_as_nccl_lets_them(
-    nccl: tuple[int, ...],
-    works: str,
-    tried: list[str],
-    backend: str,
-    bench: Bench,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_share_a_device_as_nccl_lets_them(nccl, works, tried, backend, bench, tmp_path, monkeypatch):
     """The service that lets their kernels run at once is a stand-in, and ends with the context."""
     control, ran = tmp_path / sharing.CONTROL, tmp_path / "ran"
     control.write_text(CONTROL.replace("RAN", str(ran)))

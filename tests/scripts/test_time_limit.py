@@ -30,9 +30,7 @@ def saved(job: dict[str, str], tmp_path: Path) -> Path:
 
 @BOTH
 @pytest.mark.parametrize(("before", "flags"), [(None, "--save {}"), ("3", "--save=other --save={}")])
-def test_a_job_at_its_time_limit_is_queued_again(
-    script: Path, before: str | None, flags: str, saved: Path, job: dict[str, str]
-) -> None:
+def test_a_job_at_its_time_limit_is_queued_again(script, before, flags, saved, job):
     """SLURM signals the batch script; the ranks are told, and are waited for; then the job is queued."""
     if before:
         Path(job["NEWEST"]).write_text(before)
@@ -53,9 +51,7 @@ def test_a_job_at_its_time_limit_is_queued_again(
         (None, [], "it has no --save, and would start from nothing: give --save and --load one folder"),
     ],
 )
-def test_a_job_that_saved_no_step_is_not(
-    script: Path, before: str | None, flags: list[str], why: str, saved: Path, job: dict[str, str]
-) -> None:
+def test_a_job_that_saved_no_step_is_not(script, before, flags, why, saved, job):
     """It would do the same for ever; here it is told before it has even started its ranks."""
     if before:
         Path(job["NEWEST"]).write_text(before)

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_pp_ext.schedule.recorded import RecordedStep
+from megatron_pp_ext.view import trace_file
 from tests.support import rounding, training
 
 MAIN_FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "v-min", "v-half", "v-zb")
@@ -111,6 +115,15 @@ def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
     return Result(
         last.losses, _joined(gradients), last.validation, last.grad_norms, last.logged, _clips_above(flags)
     )
+
+
+def traced(world_size: int, flags: Sequence[str], **options: Any) -> RecordedStep:
+    """Train the tiny GPT for two steps, or as many as ``flags`` say, and return the trace of the last."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        words = ["--train-iters", "2", *flags, "--pipeline-trace", str(file)]
+        training.train(world_size, words, **options)
+        return trace_file.read(file)
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.planner import described
@@ -56,6 +57,11 @@ def read(monkeypatch: pytest.MonkeyPatch, flags: str):
     """Return the pipeline that ``flags`` request on four ranks; None where they request none."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     return read_flags(arguments(flags))
+
+
+def estimated(flags: str) -> Request:
+    """Return the request of the tiny GPT with ``flags`` on four ranks as mpp estimate reads it."""
+    return for_world(read_by_commands(cpu.with_cpu_flags([*TINY, *flags.split()])), 4)
 
 
 def validated(

@@ -22,16 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pp_ext.integration.core.global_names import global_parameters
 
-CHUNKS = {
-    "1f1b": 1,
-    "zb-h1": 1,
-    "v-half": 2,
-    "v-min": 2,
-    "dualpipe-v": 2,
-    "interleaved": 2,
-    "flex": 2,
-    "auto": 2,
-}
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "interleaved": 2, "flex": 2, "auto": 2}
 """Schedules to compare, and their chunks a rank."""
 
 TIED = ("zb-h1", "v-half")

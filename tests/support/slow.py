@@ -12,7 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import placement as places
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, together
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from tests.support.random_orders import random_schedule
@@ -22,8 +22,14 @@ def starts(schedule, costs):
     """Start of every action and copy, or None for a deadlock."""
     rank_of = {a: rank for rank, order in enumerate(schedule.orders) for a in order}
     last = schedule.placement.stages - 1
+    groups = {a: group for o in schedule.orders for group in together(o, schedule.paired) for a in group}
 
     def seconds(a):
+        """A pair takes its share of what its two actions take, and no less than either."""
+        of_group = [alone(one) for one in groups.get(a, (a,))]
+        return max(costs.pair * sum(of_group), *of_group) if len(of_group) > 1 else of_group[0]
+
+    def alone(a):
         if a[0] in ("out", "back"):
             return costs.stages[a[1]].copy
         stage = costs.stages[a.stage]
@@ -40,7 +46,9 @@ def starts(schedule, costs):
 
     bounds = []
     for order in schedule.orders:
-        bounds += [(a, b, 0) for a, b in pairwise(order)]
+        # The two of a pair start together.
+        bounds += [(a, b, -seconds(a) if groups[a] is groups[b] else 0) for a, b in pairwise(order)]
+        bounds += [(b, a, -seconds(b)) for a, b in pairwise(order) if groups[a] is groups[b]]
     for a in rank_of:
         stage, kind, microbatch = a
         before = []

@@ -15,7 +15,8 @@ from tests.support.delayed import Reference
 from tests.support.samples import note_samples
 
 UNTIED = "--untie-embeddings-and-output-weights"
-UPDATES = 10
+UPDATES = 6
+"""Two more than the longest delay here."""
 # Two, three and four stages share twelve layers evenly.
 MODEL = (UNTIED, "--num-layers", "12", "--train-iters", str(UPDATES), "--clip-grad", "0")
 SGD, ADAM = ("--optimizer", "sgd", "--lr", "0.1"), ("--lr", "0.001")
@@ -69,6 +70,22 @@ def reference(
     """Parameters by name, and losses, of one process that follows the papers' formulas."""
     sizes = ("--global-batch-size", str(interval))
     return run(1, (*MODEL, *flags, *sizes), (replicas, interval, rule, correction))[0]
+
+
+def assert_same_parameters(ranks: list[dict], *expected: dict) -> None:
+    """All of them to the last bit: those that ``expected`` has, one run or one for each rank."""
+    known = {name: value for one in expected for name, value in one["parameters"].items()}
+    assert {name for rank in ranks for name in rank["parameters"]} == known.keys()
+    for rank in ranks:
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, known[name]), name
+
+
+def loaded_by_stock(folder: Path, *flags: str) -> list[dict]:
+    """What two ranks of stock have after they have loaded the checkpoint of a pipeline of two."""
+    stock = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "1", "--load", str(folder))
+    argv = cpu.with_cpu_flags([*training.TINY, "--mock-data", *MODEL, *flags, *stock])
+    return ranks.run_ranks(pretrain, 2, argv, None)
 
 
 def noted(rank: int, argv: list[str], file: str, dies_at: int | None) -> dict:

@@ -23,21 +23,16 @@ def drawn(timelines, compiled, tmp_path):
 
 
 def test_every_schedule_is_named_once(timelines, tmp_path):
-    comments = re.findall("<!-- (.*) -->", drawn(timelines, [], tmp_path))
+    """Those at one point share a label, and what keeps far more is only named."""
+    comments = re.findall("<!-- (.*) -->", picture := drawn(timelines, [], tmp_path))
     assert "a title" in comments
     assert comments.count("v-half") == comments.count("dualpipe-v") == 1
-
-
-def test_schedules_at_one_point_share_a_label(timelines, tmp_path):
-    assert "<!-- v-zb, interleaved-zb -->" in drawn(timelines, [], tmp_path)
-
-
-def test_what_keeps_far_more_is_only_named(timelines, tmp_path):
-    assert "<!-- further right: gpipe (16 microbatches, 57) -->" in drawn(timelines, [], tmp_path)
+    assert "v-zb, interleaved-zb" in comments
+    assert "further right: gpipe (16 microbatches, 57)" in comments
+    assert memory_tradeoff._STEPS not in picture
 
 
 def test_compiled_schedules_are_a_line_of_their_own(timelines, tmp_path):
-    assert memory_tradeoff._STEPS not in drawn(timelines, [], tmp_path)
     picture = drawn(timelines, [timelines["v-half"], timelines["v-zb"]], tmp_path)
     assert memory_tradeoff._STEPS in picture
     assert "flex, compiled for a limit" in picture

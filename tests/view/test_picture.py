@@ -48,28 +48,22 @@ def test_copies_are_drawn_where_there_are_any(svg, tmp_path):
         assert code in drawn and code not in svg, way
 
 
-def test_titles_are_written(svg):
-    assert "<!-- the first -->" in svg
-    assert "<!-- the second -->" in svg
-
-
-def test_sizes_and_the_unit_are_written(svg, tmp_path):
+def test_titles_sizes_and_the_unit_are_written(svg, tmp_path):
+    assert "<!-- the first -->" in svg and "<!-- the second -->" in svg
     assert svg.count("<!-- 3 ranks, 4 microbatches   makespan ") == 2
     assert "<!-- time -->" in svg
     draw({"1f1b": timed("1f1b")}, tmp_path / "a.svg", "weeks")
     assert "<!-- time (weeks) -->" in (tmp_path / "a.svg").read_text()
 
 
-def test_every_action_has_its_box(svg):
-    """A split schedule has one box for each action; the legend adds one for each kind and each chunk."""
+def test_every_action_has_its_box_and_its_number(svg):
+    """The legend adds a box for each kind and each chunk.
+
+    Numbers are black on chunk 0 and white on chunk 1, which only the second panel has.
+    """
     for kind in "FIW":
-        drawn = svg.count(f"fill: {colour(kind, 0)}")
-        assert drawn == 3 * 4 + 3 * 4 + 1
+        assert svg.count(f"fill: {colour(kind, 0)}") == 3 * 4 + 3 * 4 + 1
         assert svg.count(f"fill: {colour(kind, 1)}") == 3 * 4 + (kind == "F")
-
-
-def test_every_number_that_fits_is_written(svg):
-    """Numbers are black on chunk 0 and white on chunk 1, which only the second panel has."""
     backgrounds = 3
     assert svg.count(f"fill: {ink(0)}") == 2 * 3 * 3 * 4
     assert svg.count(f"fill: {ink(1)}") == 3 * 3 * 4 + backgrounds
@@ -84,6 +78,7 @@ def test_the_memory_curve_follows_the_timeline():
     """Rank 0 of 1F1B keeps 2 microbatches, rank 1 one; the curve is as high as that."""
     timeline = timed("1f1b", 2, 4)
     axes = Figure().add_subplot()
+    axes.set_xlim(0, 10 * timeline.makespan)
     _draw_memory(axes, timeline, most=2)
     (curves,) = (c for c in axes.collections if isinstance(c, LineCollection))
     highest = [min(y for _, y in path) for path in curves.get_segments()]
@@ -125,11 +120,3 @@ def test_each_group_has_its_own_time_axis(monkeypatch, tmp_path):
     axes = drawn[0].axes
     assert [panel.get_xlim()[1] for panel in axes] == [long.makespan, long.makespan, short.makespan]
     assert [panel.get_xlabel() for panel in axes] == ["", "time (seconds)", "time (seconds)"]
-
-
-def test_peaks_are_beside_their_panel():
-    timeline = timed("1f1b", 2, 4)
-    axes = Figure().add_subplot()
-    axes.set_xlim(0, 10 * timeline.makespan)
-    _draw_memory(axes, timeline, most=2)
-    assert {text.xy[0] for text in axes.texts} == {timeline.makespan}

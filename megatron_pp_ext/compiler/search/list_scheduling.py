@@ -10,7 +10,7 @@ oldest microbatch of the pipeline can always continue and the simulation never g
 chunks and a limit of M that means "at most M - 1 forwards ahead of their second leg".
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,26 +20,33 @@ from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, table
 from megatron_pp_ext.schedule.loops import Loop
 
 
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """The parameters of a list schedule; times are in the problem's integer units.
+class Rules(NamedTuple):
+    """How a list schedule follows a timetable.
 
-    The first microbatch is due at station x at ``due[x]``, and microbatch j + 1 is due ``gaps[j]`` after
-    microbatch j.  W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more
-    than ``slack`` later than its most urgent one, whether that one has its input or not.  It waits up to
-    ``patience`` for a more urgent action instead of starting a forward or an input gradient, and up to
-    ``weight_patience`` instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds
-    back a forward that is more urgent than all that it could do, and whose input is there by the end of
-    the W.
+    W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more than ``slack``
+    later than its most urgent one, whether that one has its input or not.  It waits up to ``patience`` for a
+    more urgent action instead of starting a forward or an input gradient, and up to ``weight_patience``
+    instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds back a forward that
+    is more urgent than all that it could do, and whose input is there by the end of the W.
     """
 
-    due: tuple[int, ...]
-    gaps: tuple[int, ...]
     weight_delay: int
     slack: int
     patience: int
     weight_patience: int
     makes_room: bool
+
+
+class Knobs(NamedTuple):
+    """The parameters of a list schedule; times are in the problem's integer units.
+
+    The first microbatch is due at station x at ``due[x]``, and microbatch j + 1 is due ``gaps[j]`` after
+    microbatch j.
+    """
+
+    due: tuple[int, ...]
+    gaps: tuple[int, ...]
+    rules: Rules
 
 
 def list_schedule(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int, Orders] | None:
@@ -66,11 +73,7 @@ def _list_schedule(problem: Problem, knobs: Knobs, longest: int) -> tuple[int, N
         longest - np.array(problem.work),
         np.array(knobs.due),
         np.array(knobs.gaps),
-        knobs.weight_delay,
-        knobs.slack,
-        knobs.patience,
-        knobs.weight_patience,
-        knobs.makes_room,
+        *knobs.rules,
     )
     return length, orders
 

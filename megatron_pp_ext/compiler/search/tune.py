@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
+from typing import Any
 
-from megatron_pp_ext.compiler.search.list_scheduling import Knobs, list_makespan
+from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_makespan
 from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
 
 _SUB = 64
@@ -43,23 +44,19 @@ _CHAINS = 4
 
 @dataclass(frozen=True, order=True, slots=True)
 class Plan:
-    """A building block and the rules by which a list schedule follows it (see ``Knobs``).
+    """A building block and the rules by which a list schedule follows it.
 
     ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
-    ``jitter``, ``weight_delay`` and ``slack`` are in 1/64 time units; the two patiences are in time
-    units.  Microbatches follow each other one ``period`` apart; ``jitter`` is added for the first and the
-    last of them, in warm-up and cool-down.
+    ``jitter``, and of the ``rules`` the delay of W and the slack, are in 1/64 time units; the two patiences
+    are in time units.  Microbatches follow each other one ``period`` apart; ``jitter`` is added for the first
+    and the last of them, in warm-up and cool-down.
     """
 
     pauses: tuple[int, ...]
     turns: tuple[int, ...]
     shifts: tuple[int, ...]
     period: int
-    weight_delay: int
-    slack: int
-    patience: int
-    weight_patience: int
-    makes_room: bool
+    rules: Rules
     jitter: tuple[int, ...]
 
     def knobs(self, problem: Problem) -> Knobs:
@@ -79,15 +76,7 @@ class Plan:
         for at in range(min(_EDGE, len(gaps))):
             gaps[at] += self.jitter[at]
             gaps[-1 - at] += self.jitter[-1 - at]
-        return Knobs(
-            tuple(due),
-            tuple(gaps),
-            self.weight_delay,
-            self.slack,
-            self.patience,
-            self.weight_patience,
-            self.makes_room,
-        )
+        return Knobs(tuple(due), tuple(gaps), self.rules)
 
 
 Found = tuple[int, Plan]
@@ -184,11 +173,13 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
         period=_period(problem) * _SUB * random.choice(_PERIODS) // 4,
-        weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
-        slack=slack if slack == _LONG else slack * quarter,
-        patience=patience,
-        weight_patience=patience,
-        makes_room=random.randrange(2) == 0,
+        rules=Rules(
+            weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
+            slack=slack if slack == _LONG else slack * quarter,
+            patience=patience,
+            weight_patience=patience,
+            makes_room=random.randrange(2) == 0,
+        ),
         jitter=(0,) * (2 * _EDGE),
     )
 
@@ -209,14 +200,14 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             slack = random.choice((0, 1, 2, 4, 8, 16, 32, _LONG))
             if slack < _LONG:
                 slack = slack * fine // 4 + random.randrange(fine)
-            return replace(plan, slack=slack)
+            return _with_rules(plan, slack=slack)
         case 3:
-            return replace(plan, patience=random.randrange(tick + tick // 4 + 1))
+            return _with_rules(plan, patience=random.randrange(tick + tick // 4 + 1))
         case 4:
-            return replace(plan, weight_patience=random.randrange(tick + tick // 4 + 1))
+            return _with_rules(plan, weight_patience=random.randrange(tick + tick // 4 + 1))
         case 5:
             delay = _LONG if random.randrange(2) else random.randrange(16 * fine)
-            return replace(plan, weight_delay=delay)
+            return _with_rules(plan, weight_delay=delay)
         case 6:
             shifts = plan.shifts
             for _ in range(3):
@@ -227,10 +218,14 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
         case 7:
             return replace(plan, shifts=with_value(plan.shifts, random.randrange(len(plan.shifts)), 0))
         case 8:
-            return replace(plan, makes_room=not plan.makes_room)
+            return _with_rules(plan, makes_room=not plan.rules.makes_room)
         case 9 | 10:
             at = random.randrange(len(plan.jitter))
             jitter = plan.jitter[at] + random.randrange(-2 * fine, 2 * fine + 1)
             return replace(plan, jitter=with_value(plan.jitter, at, jitter if random.randrange(4) else 0))
         case _:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
+
+
+def _with_rules(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, rules=plan.rules._replace(**changes))

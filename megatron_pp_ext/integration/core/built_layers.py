@@ -41,14 +41,17 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
 def built(chunk: torch.nn.Module) -> Built:
     """Return what ``chunk`` has, whatever it is wrapped in."""
     part: Any = chunk_pipelines.part_of(chunk)
-    layers = tuple(
-        module.layer_number
+    layers = tuple(numbers_of_layers(part).values())
+    return Built(layers, *(bool(getattr(part, end, False)) for end in ("pre_process", "post_process")))
+
+
+def numbers_of_layers(part: torch.nn.Module) -> dict[str, int]:
+    """Return the number in the model, counted from 1, of each layer of ``part`` by its name there."""
+    return {
+        name: module.layer_number
         for name, module in part.named_modules()
         if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
-    )
-    return Built(
-        layers, bool(getattr(part, "pre_process", False)), bool(getattr(part, "post_process", False))
-    )
+    }
 
 
 def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:

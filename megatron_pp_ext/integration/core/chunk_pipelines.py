@@ -7,6 +7,7 @@ that a schedule was asked for.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,18 @@ _arrivals: list[str] = []
 _MARK = "_megatron_pp_ext_pipeline"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Mark:
     """The pipeline of the models that are built from a config; stock's schedule where it has no name."""
 
-    def __init__(self, pipeline: Pipeline | None, name: str, is_built: bool = False) -> None:
-        self.pipeline, self.name, self.is_built = pipeline, name, is_built
+    pipeline: Pipeline | None
+    name: str
+    is_built: bool = False
+
+    @property
+    def is_from_elsewhere(self) -> bool:
+        """Whether the config was made in another process."""
+        return self.pipeline is None and bool(self.name)
 
     def __deepcopy__(self, memo: Any) -> "Mark":
         return Mark(self.pipeline, self.name)
@@ -74,7 +82,7 @@ def claim(config: Any, pipeline: Pipeline | None) -> None:
     """
     mark = getattr(config, _MARK, None)
     is_alone = pipeline is None and not any(_chunks.values())
-    if is_alone or (pipeline is None and mark is not None and _is_from_elsewhere(mark)):
+    if is_alone or (pipeline is None and mark is not None and mark.is_from_elsewhere):
         return  # a step of the latter refuses it
     name = pipeline.name if pipeline else ""
     if mark is not None and mark.is_built and mark.pipeline is not pipeline:
@@ -91,17 +99,12 @@ def remember(chunk: torch.nn.Module, pipeline: Pipeline | None) -> None:
     _chunks[chunk] = pipeline
 
 
-def _is_from_elsewhere(mark: Mark) -> bool:
-    return mark.pipeline is None and bool(mark.name)
-
-
 def of_config(config: Any) -> Pipeline | None:
     """Return the pipeline of the models of ``config``; the one in force where nothing is known of it."""
     mark = getattr(config, _MARK, None)
-    if mark is None or _is_from_elsewhere(mark):
+    if mark is None or mark.is_from_elsewhere:
         return requested.pipeline()
-    pipeline: Pipeline | None = mark.pipeline
-    return pipeline
+    return mark.pipeline
 
 
 def of_model(model: Sequence[torch.nn.Module]) -> Pipeline | None:
@@ -122,7 +125,7 @@ def of_model(model: Sequence[torch.nn.Module]) -> Pipeline | None:
 def _refuse_arrived(model: Sequence[torch.nn.Module]) -> None:
     for part in (part for chunk in model for part in chunk.modules()):
         mark = getattr(getattr(part, "config", None), _MARK, None)
-        if mark is not None and _is_from_elsewhere(mark):
+        if mark is not None and mark.is_from_elsewhere:
             raise ValueError(
                 f"this model's config was made for schedule {mark.name} in another process, and none is "
                 "installed in this one, which would run Megatron's own; call megatron_pp_ext.install here "
@@ -135,8 +138,7 @@ def part_of(chunk: torch.nn.Module) -> torch.nn.Module:
     known = next((part for part in chunk.modules() if part in _chunks), None)
     if known is not None:
         return known
-    inner: torch.nn.Module = unwrap_model(chunk)
-    return inner
+    return unwrap_model(chunk)
 
 
 def built_for(pipeline: Pipeline) -> int:

@@ -1,6 +1,5 @@
 """Names of parameters that do not depend on where their layers live."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +7,8 @@ import torch
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.integration.core.built_layers import numbers_of_layers
 from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
-
-_LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
 def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -20,15 +18,11 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torc
     """
     named = []
     for chunk in unwrap_model(list(chunks)):
-        layers = {
-            name: f"decoder.layers.{module.layer_number}"
-            for name, module in chunk.named_modules()
-            if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
-        }
+        layers = numbers_of_layers(chunk)
         for name, parameter in chunk.named_parameters():
             layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
             if layer is not None:
-                name = layers[layer] + name[len(layer) :]
+                name = f"decoder.layers.{layers[layer]}{name[len(layer) :]}"
             elif name == "output_layer.weight" and has_tied_output(chunk):
                 name = "embedding.word_embeddings.weight"
             named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))

@@ -71,8 +71,7 @@ class VocabularyPart(torch.nn.Module):
     def rows(self) -> torch.Tensor:
         """Return the weight, up to date."""
         self()
-        weight: torch.Tensor = self.weight
-        return weight
+        return self.weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -117,12 +116,10 @@ class EmbeddingPart(VocabularyPart):
         if given is None or given.shape[:2] != tokens.shape:
             raise RuntimeError("a shared embedding was asked for other tokens than those of its microbatch")
         if self.scatters:
-            scattered: torch.Tensor = reduce_scatter_to_sequence_parallel_region(
+            return reduce_scatter_to_sequence_parallel_region(
                 given.transpose(0, 1).contiguous(), group=_tensor_ranks()
             )
-            return scattered
-        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(given, group=_tensor_ranks())
-        return summed
+        return reduce_from_tensor_model_parallel_region(given, group=_tensor_ranks())
 
 
 class OutputPart(VocabularyPart):
@@ -270,5 +267,4 @@ def _broadcast(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Te
 
 
 def _tensor_ranks() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
+    return parallel_state.get_tensor_model_parallel_group()

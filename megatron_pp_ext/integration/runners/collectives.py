@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp_ext.planner.collective import Collective
+from megatron_pp_ext.planner.rehearsal import Collective
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action

@@ -49,8 +49,7 @@ class ReadAhead:
         (whole,) = unwrap_model([model])
         named = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
         self._calls[microbatch] = args, kwargs, loss_function
-        tokens: torch.Tensor = named["input_ids"]
-        return tokens
+        return named["input_ids"]
 
     def forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
         """Return the forward step that goes on with the batch."""

@@ -39,8 +39,7 @@ class FlushFreeSteps:
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         self._pipeline = pipeline
-        self._place: _Place | None = None
-        self._groups: Directions | None = None
+        self._place: tuple[_Place, Directions] | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -57,17 +56,17 @@ class FlushFreeSteps:
         """See ``pipeline_runner.Steps``."""
         if self._place is None:
             assert self._pipeline.updates is not None
-            self._place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
-            # For evaluations: no group can be made once messages are under way.
-            self._groups = self._place.message_groups()
+            place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
+            # The groups are for evaluations: none can be made once messages are under way.
+            self._place = place, place.message_groups()
+        place, groups = self._place
         if inputs.forward_only:
-            assert self._groups is not None
-            plan = self._place.plan(round_robin.evaluation(self._place.replicas, inputs.microbatches))
-            channels = message_channels(self._place.ranks, self._groups, inputs)
-            execute(plan, Rank({self._place.stage: self._place.make_stage(inputs)}, channels, recorder))
+            plan = place.plan(round_robin.evaluation(place.replicas, inputs.microbatches))
+            channels = message_channels(place.ranks, groups, inputs)
+            execute(plan, Rank({place.stage: place.make_stage(inputs)}, channels, recorder))
             return
         if self._running is None:
-            self._running = _RunningPipeline(self._pipeline, self._place, inputs)
+            self._running = _RunningPipeline(self._pipeline, place, inputs)
         self._running.update(inputs, recorder)
 
 

@@ -114,7 +114,7 @@ class ModelStage:
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
         inputs = self.inputs
         with self.at_work():
-            result: tuple[torch.Tensor, torch.Tensor] = stock_schedules.forward_step(
+            return stock_schedules.forward_step(
                 forward_step,
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
@@ -129,7 +129,6 @@ class ModelStage:
                 vp_stage=self._vp_stage,
                 is_last_stage=self._is_last,
             )
-        return result
 
     def after_forward(
         self,
@@ -156,16 +155,14 @@ class ModelStage:
 
     def at_work(self) -> AbstractContextManager[None]:
         """Return a context in which Megatron answers for this stage's chunk."""
-        context: AbstractContextManager[None] = as_chunk(self._vp_stage)
-        return context
+        return as_chunk(self._vp_stage)
 
     def is_first(self, microbatch: int) -> bool | None:
         """Return whether weights have changed since the forward before; see ``check_first_val_step``."""
         inputs = self.inputs
-        first: bool | None = stock_schedules.check_first_val_step(
+        return stock_schedules.check_first_val_step(
             inputs.first_val_step, inputs.forward_only, microbatch == 0
         )
-        return first
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See ``rank.Stage``."""
@@ -191,11 +188,8 @@ class ModelStage:
         """
         in_parts = in_pair and kind is Kind.B
         collects = kind is Kind.I or in_parts
-        owner = Owner(self._stage, microbatch)
-        with (
-            self._counted(kind, microbatch),
-            STORE.collecting(owner, in_parts) if collects else nullcontext(),
-        ):
+        kept = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
+        with self._counted(kind, microbatch), kept:
             yield
 
     def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
@@ -206,10 +200,7 @@ class ModelStage:
     def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, output = self.in_flight.pop(microbatch)
         with self.at_work():
-            input_gradient: torch.Tensor | None = stock_schedules.backward_step(
-                activation, output, gradient, self.inputs.config
-            )
-        return input_gradient
+            return stock_schedules.backward_step(activation, output, gradient, self.inputs.config)
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import SharedOutput
+from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
-from megatron_pp_ext.runtime.tensor_ranks import ALONE, TensorRanks
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind

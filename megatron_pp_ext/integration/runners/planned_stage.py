@@ -58,14 +58,13 @@ class PlannedStage(ModelStage):
     def combined(self, **halves: Any) -> tuple[Any, Any, torch.Tensor | None]:
         """Run one half or both; return the output, its number of tokens, and the input's gradient."""
         inputs = self.inputs
-        result: tuple[Any, Any, torch.Tensor | None] = combined_1f1b.combined_forward_backward_step(
+        return combined_1f1b.combined_forward_backward_step(
             num_microbatches=inputs.microbatches,
             forward_data_store=inputs.losses,
             config=inputs.config,
             collect_non_loss_data=inputs.collect_non_loss_data,
             **halves,
         )
-        return result
 
     def _forward(self, microbatch: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         with self.at_work():

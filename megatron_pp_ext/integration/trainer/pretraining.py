@@ -175,7 +175,4 @@ def predicts_here(vp_stage: int | None) -> bool:
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
     """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
     plain = {} if megatron_release() < CORE_0_18 else {"is_hybrid_cp": False}
-    part: dict[str, Any] = get_batch_on_this_cp_rank(
-        batch, **plain, cp_group=mpu.get_context_parallel_group()
-    )
-    return part
+    return get_batch_on_this_cp_rank(batch, **plain, cp_group=mpu.get_context_parallel_group())

@@ -11,10 +11,7 @@ from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.advice import advised
-from megatron_pp_ext.planner.layout.rows import Shortest
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
-from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
 
 
 def settings(args: Namespace, pipeline: Pipeline) -> Settings:
@@ -23,10 +20,6 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
     Megatron goes on changing ``args`` while it starts and trains, so what changes is read when it is needed.
     ValueError for bytes of the host that cannot be had.
     """
-
-    def advice(costs: Costs, schedule: Schedule, name: str, free: float) -> tuple[str, Shortest] | None:
-        return advised(Job.of(args), args.data_parallel_size, costs, schedule, name, free)
-
     offload, host_bytes = args.pipeline_offload, args.pipeline_offload_host_bytes
     communicators = args.nccl_communicator_config_path
     return Settings(
@@ -37,7 +30,7 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         train_steps=lambda: int(args.train_iters),
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
-        advice=advice,
+        advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
         offload_host_bytes=None if offload is None else usable_bytes(host_bytes),
         caveat=partial(caveat, pipeline, args),
     )

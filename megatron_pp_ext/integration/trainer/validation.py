@@ -24,7 +24,7 @@ from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
-from megatron_pp_ext.job.chunks import chunks_requested
+from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked

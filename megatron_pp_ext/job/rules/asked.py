@@ -75,11 +75,6 @@ class Asked:
         return self.pipeline_schedule is not None
 
     @property
-    def in_pipeline(self) -> bool:
-        """Whether the model is cut into pipeline stages."""
-        return self.job.parallel.pipeline_model_parallel_size > 1
-
-    @property
     def paired_schedules(self) -> str:
         """The names of the schedules that can run forwards and backwards in pairs."""
         *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
@@ -183,11 +178,6 @@ class Asked:
     def gathers_experts(self) -> bool:
         """The same of the weights of experts."""
         return (self.expert_tensor_parallel_num_weight_shards or 0) > self.job.parallel.expert_tensor
-
-    @property
-    def captures_graphs(self) -> bool:
-        """Whether CUDA graphs are captured."""
-        return self.cuda_graph_impl not in (None, "none")
 
     @property
     def engine(self) -> str:

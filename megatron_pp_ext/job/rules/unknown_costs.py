@@ -18,7 +18,7 @@ _ADD_PARAMETERS = (
 def _rules(what: str, fix: str) -> Iterator[Rule]:
     """Yield a rule for each argument, and for values of others, that the costs of ``what`` do not know."""
     for name, reason in flag_effects.refused(what).items():
-        value = f" {{{name}}}" if flag_effects.takes_value(name) else ""
+        value = "" if "sets" in flag_effects.setting()[name] else f" {{{name}}}"
         yield Rule(f"{flag_effects.flag(name)}{value}", reason, fix, f"{name} changed")
     for name, values in flag_effects.table()["values"][what].items():
         reason = f"only {', '.join(values[:-1])} and {values[-1]} are modelled"

@@ -7,10 +7,8 @@ from statistics import median
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.layout.cut import Cut
-from megatron_pp_ext.planner.layout.layer_row import LayerRow, Seconds, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow
-from megatron_pp_ext.planner.layout.rows import Shortest, shortest
+from megatron_pp_ext.planner.layout.rows import LayerRow, Seconds, Shortest, seconds_of, shortest
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -36,10 +34,6 @@ def advised(
     known = tuple(layers.by_stage(job, stages))
     model = model_parts(job)
     described = ModelRow(job, model, data, schedule, name)
-
-    def with_prediction(cut: Sequence[int]) -> Cut:
-        return *cut[:-1], cut[-1] + described.items - len(model.layers)
-
     sizes = [part.forward_seconds + part.input_gradient_seconds + part.weight_gradient_seconds
              for part in model.layers]  # fmt: skip
     seconds, front, back = divided(costs, sizes, known)
@@ -54,12 +48,12 @@ def advised(
         costs,
         schedule.placement,
         fewest,
-        lambda cut: described.totals(with_prediction(cut)),
+        lambda cut: described.totals(described.with_prediction(cut)),
     )
-    best = shortest(schedule, row, known, described.capacity(with_prediction(known), free))
+    best = shortest(schedule, row, known, described.capacity(described.with_prediction(known), free))
     if best.gain < _WORTH:
         return None
-    return described.stages.spelled(with_prediction(best.cut)), best
+    return described.spelled(described.with_prediction(best.cut)), best
 
 
 def divided(

@@ -20,17 +20,15 @@ _MACHINE = "h100"
 """The machine on which memory is counted, of which only comparisons between cuts are made."""
 
 
-class ModelRow:
+class ModelRow(ModelStages):
     """The layers of ``job``'s model, whose parts are ``model``, for a schedule that is called ``name``."""
 
     def __init__(self, job: Job, model: ModelParts, data: int, schedule: Schedule, name: str) -> None:
-        self._job, self._model, self._data = job, model, data
+        self._model, self._data = model, data
         self._order, self._name = Prepared(schedule), name
         shares_vocabulary = schedule.placement.shares_vocabulary
         counted = StageSeconds(job, model, shares_vocabulary, schedule.splits_backward)
-        self.stages = ModelStages(job, counted, schedule.placement)
-        self.placement, self.items = self.stages.placement, self.stages.items
-        self.least, self.seconds = self.stages.least, self.stages.seconds
+        super().__init__(job, counted, schedule.placement)
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``."""
@@ -38,7 +36,7 @@ class ModelRow:
 
     def totals(self, cut: Cut) -> Sequence[float]:
         """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
-        if not self.stages.can_be(cut):
+        if not self.can_be(cut):
             return [float("inf")] * self.placement.ranks
         return [rank.total for rank in self._memory(cut)]
 
@@ -57,7 +55,7 @@ class ModelRow:
         return memory(self._work(cut), self._order, self._name, microbatches)
 
     def _work(self, cut: Cut) -> Workload:
-        job = self._job.changed(pipeline_model_parallel_layout=self.stages.spelled(cut))
+        job = self._job.changed(pipeline_model_parallel_layout=self.spelled(cut))
         is_split = self._order.timer.schedule.splits_backward
         return work_of(job, self._model, self._data, self.placement, is_split)
 

@@ -6,7 +6,7 @@ from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
-from megatron_pp_ext.planner.layout.layer_row import Seconds
+from megatron_pp_ext.planner.layout.rows import Seconds
 from megatron_pp_ext.planner.layout.stage_seconds import FIRST, LAST, MIDDLE, StageSeconds
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -72,9 +72,7 @@ class ModelStages:
 
     def layout(self, cut: Cut) -> str | None:
         """Return ``cut`` as --pipeline-model-parallel-layout; None where Megatron cuts so by itself."""
-        has_prediction = bool(self._prediction)
-        by_itself = self._by_itself and (*self._by_itself[:-1], self._by_itself[-1] + has_prediction)
-        return None if cut == by_itself else self.spelled(cut)
+        return None if cut == self._by_itself else self.spelled(cut)
 
     def spelled(self, cut: Cut) -> str:
         """Return ``cut`` as --pipeline-model-parallel-layout."""
@@ -82,10 +80,14 @@ class ModelStages:
         stages = ["".join(letters[first:end]) for _, first, end in bounds(cut)]
         return layers.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
 
+    def with_prediction(self, cut: Cut) -> Cut:
+        """Return ``cut``, of layers alone, with multi-token prediction in the last stage if there is any."""
+        return *cut[:-1], cut[-1] + bool(self._prediction)
+
     @cached_property
     def _by_itself(self) -> Cut | None:
-        """The layers of each stage as Megatron cuts them without a layout; None where it cannot."""
+        """The cut that Megatron makes without a layout; None where it cannot."""
         try:
-            return tuple(layers.by_stage(self._job, self.placement.stages))
+            return self.with_prediction(tuple(layers.by_stage(self._job, self.placement.stages)))
         except ValueError:
             return None

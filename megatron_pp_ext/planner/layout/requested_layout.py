@@ -10,10 +10,9 @@ from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
-from megatron_pp_ext.planner.layout.layer_row import NOTHING, LayerRow, seconds_of
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.rows import Row, shortest
+from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
@@ -42,8 +41,7 @@ def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
     )
     model = model_parts(job)
     cuts = ModelStages(job, StageSeconds(job, model), placement)
-    known = even(cuts.layers, (1,) * placement.stages)
-    known = (*known[:-1], known[-1] + cuts.items - cuts.layers)
+    known = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
     # The request is that of even stages: only their numbers of layers are to change.
     even_stages = _laid_out(asked, cuts.spelled(known))
     request = pipeline.read(even_stages, data)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.layout.layer_row import Seconds, seconds_of
+from megatron_pp_ext.planner.layout.rows import Seconds, seconds_of
 from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
 

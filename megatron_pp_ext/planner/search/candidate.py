@@ -113,9 +113,10 @@ class Candidate:
         """Return ``job`` with everything set as this candidate sets it."""
         return job.changed(**self._values())
 
-    def flags(self) -> list[str]:
-        """Return the words of a command line that set the same."""
-        return spelled(self._values())
+    def flags(self, model: Sequence[str] = ()) -> list[str]:
+        """Return ``model``, the words of a command line, with those that set the same in place of its own."""
+        own = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
+        return [*strip(model, own), *spelled(self._values())]
 
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)

@@ -54,7 +54,7 @@ class Space:
                             expert_tensor=own,
                             is_paired=self.job.parallel.overlap_moe_expert_parallel_comm,
                         )
-                        if cut.is_paired and (expert == 1 or pipeline == 1):
+                        if cut.is_paired and expert == 1:
                             continue
                         cut = self.described(cut)
                         if _is_legal(cut.described(self.job), self.gpus // pipeline):
@@ -78,10 +78,12 @@ class Space:
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+        # In pairs, where no whole layer is recomputed, those of a few dense layers before experts count too.
+        has_mlps = not model.num_experts or (cut.is_paired and not all(model.has_experts))
+        if has_mlps and not model.add_bias_linear:  # see job/rules/stock.toml
+            ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         if cut.is_paired:
             return ways
-        if not model.num_experts and not model.add_bias_linear:  # see job/rules/stock.toml
-            ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         half = spread(self.job) // (cut.pipeline * chunks) // 2
         if half:
             ways.append(Recompute("recompute-half", "full", "block", half))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.job.flag_words import by_name
-from megatron_pp_ext.planner.search.candidate import Candidate, strip
 
 BATCH_SCRIPT = str(Path(__file__).parents[3] / "scripts/slurm_one_task_per_node.sbatch")
 """The project's own batch script, so that jobs can be submitted from any folder; a wheel comes without it."""
@@ -78,23 +77,15 @@ class Launch:
         return [*variables, *map(_quoted, self.torchrun)]
 
 
-def flags(candidate: Candidate, model: Sequence[str]) -> list[str]:
-    """Return ``model``, a launch script's flags, with the candidate's in place of its own."""
-    own = () if candidate.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return [*strip(model, own), *candidate.flags()]
-
-
 def one_a_line(words: Sequence[str]) -> str:
     """Return flags for a shell, one with its values in each line; all but the last are continued."""
     return " \\\n".join(" ".join(map(_quoted, (name, *behind))) for name, behind in by_name(words))
 
 
-def batch_file(
-    candidate: Candidate, model: Sequence[str], gpus: int, gpus_per_node: int, comment: str
-) -> str:
-    """Return a shell script that submits the candidate, from whatever folder it is called in."""
+def batch_file(name: str, flags: Sequence[str], gpus: int, gpus_per_node: int, comment: str) -> str:
+    """Return a shell script that submits the job ``name``, from whatever folder it is called in."""
     nodes, ranks = max(1, gpus // gpus_per_node), min(gpus, gpus_per_node)
-    submit = ["sbatch", f"--job-name={candidate.name}", f"--nodes={nodes}", f"--gpus-per-node={ranks}"]
+    submit = ["sbatch", f"--job-name={name}", f"--nodes={nodes}", f"--gpus-per-node={ranks}"]
     return "\n".join(
         (
             "#!/bin/bash",
@@ -102,7 +93,7 @@ def batch_file(
             "# Without SCRIPT=Megatron-LM/pretrain_gpt.py in front, the package's own pretrain_gpt trains.",
             "# The folder that it is called in becomes the job's; docs/slurm.md lists what else can be set.",
             f"export GPUS_PER_NODE={ranks}",
-            f'exec {shlex.join([*submit, BATCH_SCRIPT, *flags(candidate, model)])} "$@"',
+            f'exec {shlex.join([*submit, BATCH_SCRIPT, *flags])} "$@"',
             "",
         )
     )

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.model_description import flag
 
@@ -43,18 +42,14 @@ def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
     """Say that one of the flags ``names`` has to change, and to what, if all else is as in ``wider``."""
     flags, ways = [], []
     for name in names:
-        values = sorted({_value(one, name) for one in _without(wider, [name]).sized()})
+        found = {getattr(one, _FIELDS[name]) or one.tensor for one in _without(wider, [name]).sized()}
+        values = sorted(map(int, found))
         flags.append(f"{flag(name)} {space.job.value(name)}")
         ways.append(f"{flag(name)} to {_listed(values)}")
     return (
         f"nothing is legal on {space.gpus} GPUs with {' and '.join(flags)} and --global-batch-size "
         f"{space.batch}: set {', or '.join(ways)}"
     )
-
-
-def _value(one: Candidate, name: str) -> int:
-    value = getattr(one, _FIELDS[name])
-    return one.tensor if value is None else int(value)
 
 
 def _listed(values: list[int]) -> str:

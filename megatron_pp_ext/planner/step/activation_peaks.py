@@ -2,6 +2,10 @@
 
 They depend only on the order of the rank's own actions.  ``simulate`` computes the same for costs that only
 shrink after a forward; recomputation makes activations anew inside a backward, which is counted here.
+
+The halves of a pair take turns by layer, so that one frees what the other keeps.  Between them there is never
+more than a layer too much, which is counted as if it were the whole forward: a stage may have few layers.
+Without a pipeline it has many, and that layer does not count.
 """
 
 from collections.abc import Sequence
@@ -57,6 +61,7 @@ def _moments(program: Program, rank: int) -> Any:
     placement, own = program.placement, slice(*program.columns.bounds[rank : rank + 2])
     chunks = placement.chunks
     now = [0] * (4 * chunks + 1)
+    is_whole, joined = program.ranks == 1, 0
     seen: set[tuple[int, ...]] = {tuple(now)}
     for stage, kind in zip(
         as_list(program.columns.stage[own]), as_list(program.columns.kind[own]), strict=True
@@ -68,15 +73,18 @@ def _moments(program: Program, rank: int) -> Any:
         at = 4 * (stage // placement.ranks)
         if kind == F:
             now[at] += 1
-            seen.add(tuple(now))
+            # Without a pipeline, a forward while another microbatch is in flight is half of a pair.
+            joined = int(is_whole and now[at] > 1)
+            seen.add((now[0] - joined, *now[1:]))
             continue
         during = [*now]
         if kind == W:
             now[at + 1] -= 1
             continue
         during[at + (2 if kind == I else 3)] = 1
+        during[0] -= joined
         seen.add(tuple(during))
-        now[at] -= 1
+        now[at], joined = now[at] - 1, 0
         if kind == I:
             now[at + 1] += 1
             seen.add(tuple(now))

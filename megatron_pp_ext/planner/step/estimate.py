@@ -38,7 +38,8 @@ _LONG_RUN = (
 """The note of an estimate without a flush."""
 
 _UNPROVED = (
-    "a pair takes {:.2f} of its forward and backward; no published run in pairs was compared with this"
+    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
+    "with this"
 )
 """The note of an estimate in pairs; it takes ``Costs.pair``."""
 
@@ -264,7 +265,9 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
-    return replace(estimated, note=_UNPROVED.format(work.costs.pair)) if request.is_paired else estimated
+    if request.is_paired and request.ranks > 1:
+        return replace(estimated, note=_UNPROVED.format(work.costs.pair))
+    return estimated
 
 
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
@@ -278,7 +281,7 @@ def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
     after = before = update = 0.0
     for rank, span in enumerate(spans):
         wait = work.exposed(rank)
-        after = max(after, span.end + wait.reduction - last)
+        after = max(after, span.end + work.deferred_seconds(rank) + wait.reduction - last)
         before = max(before, wait.gathering - span.start)
         update = max(update, wait.update)
     return before + after + work.tied_seconds + update

@@ -28,6 +28,8 @@ class ModelParts:
     ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
+    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute leaves for the end of a step, for
+    a microbatch: the product for the weight gradient, and what it reads.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
 
@@ -45,6 +47,7 @@ class ModelParts:
     hidden_bytes: float
     loss_workspace: float
     measured: Costs | None = None
+    deferred: Part = field(default_factory=Part)
     stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
@@ -77,17 +80,23 @@ def model_parts(
     rows = job.padded_vocabulary if vocabulary is None else vocabulary
     has_own_layers = measured is None or not measured.has_parameters
     layers = _layers(costs) if has_own_layers else []
+    output, deferred = ends.output(costs, rows), Part()
+    if job.parallel.defer_embedding_wgrad_compute:
+        seconds, read = output.weight_gradient_seconds, output.after_input_gradient
+        deferred = Part(weight_gradient_seconds=seconds, after_input_gradient=read)
+        output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
     return ModelParts(
         layers=tuple(layers),
         other=costs.other(),
         table=ends.table(costs, rows),
         positions=ends.positions(costs),
         last_norm=costs.norm(is_recomputed=False),
-        output=ends.output(costs, rows),
+        output=output,
         prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
         measured=measured,
+        deferred=deferred,
     )
 
 
@@ -107,12 +116,13 @@ def _layers(costs: LayerCosts) -> list[Part]:
     attentions = Attentions(costs)
     behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
     halves = [(attentions.layer(number), behind[kind]) for number, kind in enumerate(model.has_experts, 1)]
-    made = {(id(front), id(back)): _joined(front, back) for front, back in halves}
+    left = costs.kernels.left_beside_exchange
+    made = {(id(front), id(back)): _joined(front, back, left) for front, back in halves}
     return [made[id(front), id(back)] for front, back in halves]
 
 
-def _joined(attention: Part, mlp: Part) -> Part:
-    return attention + replace(mlp, overlapped_in_pair=overlapped_in_pair(attention, mlp))
+def _joined(attention: Part, mlp: Part, left: float) -> Part:
+    return attention + replace(mlp, overlapped_in_pair=overlapped_in_pair(attention, mlp, left))
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
@@ -143,13 +153,14 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     return depth
 
 
-def overlapped_in_pair(attention: Part, mlp: Part) -> float:
+def overlapped_in_pair(attention: Part, mlp: Part, left: float = 1.0) -> float:
     """Return the seconds that a pair of a forward and a backward of one layer hides.
 
     Megatron runs an exchange of tokens beside each of four computations: the attention of the forward, the
     experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
     megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
-    hidden.
+    hidden, and neither is what a computation gets behind with while an exchange has ``left`` it a part of the
+    processors.
     """
     exchange = mlp.exchanged_seconds
     computations = (
@@ -158,4 +169,4 @@ def overlapped_in_pair(attention: Part, mlp: Part) -> float:
         mlp.backward_seconds - 2 * exchange,
         attention.backward_seconds,
     )
-    return sum(min(exchange, max(0.0, seconds)) for seconds in computations)
+    return sum(min(left * exchange, max(0.0, seconds)) for seconds in computations)

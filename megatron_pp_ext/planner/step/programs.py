@@ -5,8 +5,9 @@ from functools import cached_property, lru_cache, partial
 
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
+from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -54,8 +55,10 @@ def scheduled(
     have proved every one of the catalogue.
     """
     if ranks == 1:
-        alone = (Action(0, kind, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
-        return Schedule(NO_PIPELINE, linear(1), microbatches, (tuple(alone),))
+        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
+        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
+        alone = one_f_one_b.build_paired if is_paired else one_f_one_b.build
+        return replace(alone(1, microbatches), name=NO_PIPELINE)
     build = catalog.entry(catalog.abilities(name).order or name).build
     if shares_vocabulary:
         return share(lambda count: build(ranks, count, chunks), microbatches)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from megatron_pp_ext.costs.kernels import SystemKernelSeconds
 from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.job import replicas, stage_costs
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
+from megatron_pp_ext.job import replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
@@ -154,10 +154,26 @@ class Workload:
         return self.placement.rank_of(self.placement.stages - 1)
 
     def loss_bytes(self, rank: int) -> float:
-        """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part."""
+        """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part.
+
+        They include what waits for the deferred weight gradients of the output layer.
+        """
         if self.placement.shares_vocabulary:
             return self.model.loss_workspace / self.placement.ranks
-        return self.model.loss_workspace if rank == self.head_rank else 0.0
+        if rank != self.head_rank:
+            return 0.0
+        return self.model.loss_workspace + self._deferred * self.model.deferred.after_input_gradient
+
+    def deferred_seconds(self, rank: int) -> float:
+        """Return what ``rank`` computes behind its last backward: the deferred gradients of a step."""
+        return self._deferred * self.model.deferred.weight_gradient_seconds if rank == self.head_rank else 0.0
+
+    @property
+    def _deferred(self) -> int:
+        """The microbatches of a step whose gradients of the output layer are deferred."""
+        if not self.job.parallel.defer_embedding_wgrad_compute:
+            return 0
+        return sizes.microbatches(self.job, self.data)
 
     def summed(self, own: Sequence[Part]) -> Part:
         """Return the sum of a rank's ``own`` stages, with the parameters of its part of a vocabulary."""

