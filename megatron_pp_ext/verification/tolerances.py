@@ -28,6 +28,9 @@ A rounding moves a number by 2**-23 / sqrt(12) as a standard deviation, 4096 of 
 two such sums are 3.1e-6 apart.
 """
 
+_ONE_ROUNDING = 2.0**-9
+"""By how much a norm moves at most where all gradients are rounded once more to bf16: half a last bit."""
+
 NOISE = 4.0
 """By how much two runs may differ, as a multiple of the distance of two runs of stock from each other."""
 
@@ -109,7 +112,7 @@ class Arithmetic:
         if moved > NORM:
             return Tolerance(moved, later.why)
         if self.precision != "fp32" and (why := self._rounds_gradients()):
-            return Tolerance(1e-3, why)
+            return Tolerance(1e-3 if self.precision == "fp16" else _ONE_ROUNDING, why)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
     def gradient(self, name: str, uses: int = 0) -> Tolerance:

@@ -191,3 +191,9 @@ def test_the_last_clip_grad_counts() -> None:
     assert Arithmetic.of_flags(["--clip-grad", "1", "--clip-grad", "0"], 1).clip == 0
     with pytest.raises(ValueError, match="--clip-grad needs a number"):
         Arithmetic.of_flags(["--clip-grad", "much"], 1)
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("fp16", 1e-3), ("bf16", 2.0**-9)])
+def test_a_shared_vocabulary_may_round_the_first_norm_once_more(precision: str, allowed: float) -> None:
+    how = Arithmetic(precision, shares_vocabulary=True)
+    assert how.norms(RunRecord(({"lm loss": 1.0},), (1.0,)), 0).allowed == allowed
