@@ -47,6 +47,7 @@ SCHEDULES = {
     "flex 0.5": "flex --pipeline-memory-limit 0.5",
     "V-Half, host": "v-half --pipeline-offload auto",
     "1F1B, all that can on the host": "1f1b --pipeline-offload auto",
+    "1F1B 0.5, host": "1f1b --pipeline-memory-limit 0.5 --pipeline-offload auto",
     "flex 0.25, host": "flex --pipeline-memory-limit 0.25 --pipeline-offload auto",
     "flex 0.5, host": "flex --pipeline-memory-limit 0.5 --pipeline-offload auto",
 }

@@ -16,7 +16,6 @@ from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.vocabulary import share
 
@@ -110,10 +109,10 @@ def schedule(
                 report(timeline, bound_of(timeline), times.units, files)
                 return
             compiled = flex.compiled(request, costs, trials)
-            found = compiled.timeline
+            alone = found = compiled.timeline
             if offload.offload:
-                found = with_share(found.schedule, found.costs, offload.share)
-            report(found, compiled.lower_bound, times.units, files)
+                found = offload.planned(found.schedule, found.costs)
+            report(found, compiled.lower_bound, times.units, files, alone)
         console.print(f"found by: {compiled.origin}")
         return
     if can.file is not None:
@@ -131,10 +130,11 @@ def schedule(
         build = partial(
             catalog.build, request.schedule, ranks, chunks=request.placement.chunks, paired=paired
         )
-        timeline = simulate((share(build, microbatches) if shared_vocabulary else build(microbatches)), costs)
+        built = share(build, microbatches) if shared_vocabulary else build(microbatches)
+        alone = timeline = simulate(built, costs)
         if offload.offload:
-            timeline = with_share(timeline.schedule, costs, offload.share)
-        report(timeline, bound_of(timeline), times.units, files)
+            timeline = offload.planned(built, costs)
+        report(timeline, bound_of(timeline), times.units, files, alone)
 
 
 @app.command("simulate")
@@ -188,7 +188,7 @@ def compare(
             built = catalog.build(name, ranks, microbatches)
             timelines[name] = simulate(built, halves.merged(built.placement.stages))
             if offload.offload:
-                timelines[f"{name} +H"] = with_share(built, timelines[name].costs, offload.share)
+                timelines[f"{name} +H"] = offload.planned(built, timelines[name].costs)
             if times.pair_time is not None and catalog.entry(name).make_paired:
                 pairs = catalog.build(name, ranks, microbatches, paired=True)
                 timelines[f"{name} +P"] = simulate(pairs, halves.merged(built.placement.stages))
@@ -201,6 +201,10 @@ def compare(
             f"flex {fraction:.2f}": compiled.timeline
             for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
         }
+    if offload.offload:
+        with waiting("planning flex with activations on the host"):
+            for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
+                timelines[f"flex {fraction:.2f} +H"] = timeline
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines | frontier))

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import Compiled, InfeasibleLimit, frontier, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.compiler.offloaded import compile_with_copies
+from megatron_pp_ext.compiler.offloaded import compile_with_copies, published_orders, shortest_within
 from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline
 
+_WITH_COPIES = (1 / 4, 1 / 3, 1 / 2)
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
@@ -62,6 +63,16 @@ def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Comp
     fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
     schedules = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
     return dict(zip(fractions, schedules, strict=True))
+
+
+def some_limits_with_copies(ranks: int, microbatches: int, costs: Costs) -> dict[float, Timeline]:
+    """The shortest steps with copies, for some fractions of 1F1B's peak with which an order keeps them."""
+    whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
+    orders = published_orders(placements_of(ranks, costs), microbatches)
+    found = {
+        fraction: shortest_within(orders, counted, [fraction * whole] * ranks) for fraction in _WITH_COPIES
+    }
+    return {fraction: timeline for fraction, timeline in found.items() if timeline is not None}
 
 
 def _least(ranks: int, costs: Costs) -> float:

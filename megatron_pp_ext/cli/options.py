@@ -14,10 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.costs_file import read as read_costs
+from megatron_pp_ext.schedule.longer_plans import with_whole_share
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.recorded import SECONDS, Units
+from megatron_pp_ext.schedule.simulate import Timeline
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
@@ -141,7 +145,7 @@ class Offload:
         typer.Option(
             "--offload",
             help="Let this share of the activations wait on the host, or auto: as many as cost no time, and "
-            "for flex as few as keep the limit.",
+            "for flex as few as keep the limit.  A share may make steps longer.",
             metavar="SHARE",
         ),
     ] = None
@@ -171,10 +175,11 @@ class Offload:
                     f"--offload is {self.offload}: give a share above 0 and at most 1, or {AUTO}"
                 )
 
-    @property
-    def share(self) -> float:
-        """The share that may leave."""
-        return 1.0 if self.offload in (None, AUTO) else float(self.offload)
+    def planned(self, schedule: Schedule, costs: Costs) -> Timeline:
+        """Return ``schedule`` with the share on the host, or with all for which the step stays as long."""
+        if self.offload is None or self.offload == AUTO:
+            return with_share(schedule, costs, 1.0)
+        return with_whole_share(schedule, costs, float(self.offload))
 
     def costs(self, costs: Costs, ranks: int) -> Costs:
         """Return ``costs`` with the time of copies, by what a rank keeps on average."""

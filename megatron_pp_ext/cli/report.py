@@ -1,7 +1,6 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.copies import Copies
-from megatron_pp_ext.schedule.offload import share_away
+from megatron_pp_ext.schedule.offload import share_away, without_copies
 from megatron_pp_ext.schedule.recorded import Units
-from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal, trace_file
 
 console = Console(highlight=False)
@@ -36,15 +34,15 @@ def folding(*names: str) -> Table:
 
 
 def bound_of(timeline: Timeline) -> float:
-    """Return a bound on the makespan of all orders with this placement and no higher peak on any rank."""
-    schedule = timeline.schedule
-    bound = lower_bound(
-        schedule.placement,
-        schedule.microbatches,
-        timeline.costs,
-        timeline.peak_activations,
-        bool(schedule.paired),
-    )
+    """Return a bound on the makespan of all orders with this placement and no higher peak on any rank.
+
+    With copies to the host it is one on all orders, since what is on the device then bounds none.
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    limits = timeline.peak_activations
+    if schedule.copies:
+        limits = (schedule.microbatches * sum(stage.activation for stage in costs.stages),) * schedule.ranks
+    bound = lower_bound(schedule.placement, schedule.microbatches, costs, limits, bool(schedule.paired))
     return min(bound, timeline.makespan)
 
 
@@ -90,18 +88,24 @@ def require_size(request: Request, files: Files | None = None) -> None:
         picture.require_room(ranks, actions)
 
 
-def report(timeline: Timeline, bound: float, units: Units, files: Files) -> None:
-    """Print ``timeline``, whose numbers are in ``units``, and write the requested files."""
+def report(
+    timeline: Timeline, bound: float, units: Units, files: Files, alone: Timeline | None = None
+) -> None:
+    """Print ``timeline``, whose numbers are in ``units``, and write the requested files.
+
+    Without copies to the host it is the step ``alone``, or that of its own order.
+    """
     schedule = timeline.schedule
     show({schedule.name: timeline}, units, files.paths)
     if schedule.copies:
         if files.csv is not None:
             raise ValueError("--csv and --offload do not go together, a CSV has no copies: leave one out")
-        alone = simulate(replace(schedule, copies=Copies()), timeline.costs)
+        alone = alone or without_copies(schedule, timeline.costs)
         before, now = (max(one.peak_microbatches) for one in (alone, timeline))
         console.print(
             f"on the host: {share_away(timeline):.1%} of activations; peak memory {before:.4g} -> {now:.4g}, "
-            f"makespan {alone.makespan:.5g} -> {timeline.makespan:.5g}"
+            f"makespan {alone.makespan:.5g} -> {timeline.makespan:.5g} "
+            f"({timeline.makespan / alone.makespan - 1:+.1%})"
         )
     console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
     above = timeline.makespan / bound - 1

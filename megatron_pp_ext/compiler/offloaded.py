@@ -2,7 +2,8 @@
 
 An order in which weight gradients wait fills its bubbles with them, but what a W still needs is on the device
 all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
-them waiting, on the ranks that are above their limit, until the copies of ``schedule.offload`` keep it.
+them waiting, on the ranks that are above their limit, until the copies of ``schedule.offload`` keep it, or at
+last with ranks that wait for copies (``schedule.longer_plans``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from megatron_pp_ext.compiler.limits import of_each_rank
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.longer_plans import within_limits
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.offload import over, within
 from megatron_pp_ext.schedule.placement import Placement
@@ -37,12 +39,9 @@ def compile_with_copies(
     (``StageCosts.copy``).  What is compiled without copies stays if nothing is shorter; where a family keeps
     the limit with them, it is searched for with fewer trials.  InfeasibleLimit where no order keeps it.
     """
-    from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
-
-    families = [schedule for where in placements for schedule in published(where, microbatches)]
     ranks = placements[0].ranks
     limits = of_each_rank(limit, ranks)
-    found = shortest_within(families, costs, limits)
+    found = shortest_within(published_orders(placements, microbatches), costs, limits)
     trials = trials if found is None else trials // _FEWER
     try:
         alone = compile_schedule(
@@ -55,6 +54,13 @@ def compile_with_copies(
         if found is None or alone.timeline.makespan <= found.makespan:
             return alone.timeline
     return replace(found, schedule=replace(found.schedule, name=FLEX))
+
+
+def published_orders(placements: Sequence[Placement], microbatches: int) -> list[Schedule]:
+    """Return the orders of all published families with one of ``placements``."""
+    from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
+
+    return [schedule for where in placements for schedule in published(where, microbatches)]
 
 
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:
@@ -92,7 +98,8 @@ def _shorter(
             if peak > limit and waiting[rank] > 1
         ]
         if not above:
-            return best
+            longer = within_limits(hurried, costs, limits)
+            return min(filter(None, (best, longer)), key=lambda found: found.makespan, default=None)
         for rank in above:
             waiting[rank] -= 1
 

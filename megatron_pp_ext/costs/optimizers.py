@@ -103,12 +103,13 @@ def _host_seconds(memory: Memory, system: System, weights: float) -> float:
     """Return the seconds in which the host updates so many ``weights``, and of their way there and back."""
     if not weights:
         return 0.0
-    if system.host is None or not system.host_memory_bytes_per_second:
+    host = system.host_beside_others
+    if host is None or not system.host_memory_bytes_per_second:
         raise ValueError(
             f"system {system.name} describes no host, which --optimizer-cpu-offload needs: give it host and "
             "host_memory_bytes_per_second"
         )
-    copying = system.host.seconds(_HOST_COPIES * weights)
+    copying = host.seconds(_HOST_COPIES * weights)
     computing = _HOST_TRAFFIC * weights / system.host_memory_bytes_per_second
     if memory.overlap_cpu_optimizer_d2h_h2d:
         return max(copying, computing)

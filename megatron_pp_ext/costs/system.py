@@ -14,7 +14,7 @@ serve only to compute the utilisation.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from operator import itemgetter
@@ -81,6 +81,7 @@ class System:
 
     ``host`` is the link between a GPU and the memory of its node's processors, of which a GPU's share is
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
+    ``gpus_per_host_link`` GPUs, behind one switch, share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
     ``around_loop`` what a tile of each number format takes beside its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
@@ -105,6 +106,7 @@ class System:
     network: Link
     host: Link | None = None
     host_memory_bytes_per_second: _NotNegative = 0.0
+    gpus_per_host_link: _Count = 1
     processors: _CountOrNone = 0
     around_loop: Mapping[_Dtype, _NotNegative] = field(default_factory=dict)
     attention_rates: Sequence[_AttentionRate] = ()
@@ -121,6 +123,17 @@ class System:
     def __post_init__(self) -> None:
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
             raise ValueError(f"system {self.name}: matrix_rates has neither bf16 nor fp32: give one a row")
+
+    @property
+    def host_beside_others(self) -> Link | None:
+        """``host`` as a GPU has it while the others of its switch copy, too: with its part of the rate.
+
+        These are neighbours, which have the same stages in Megatron's order of ranks, as tensor-parallel or
+        data-parallel ones.  So they copy at the same times, and none ever has the link for itself.
+        """
+        if self.host is None:
+            return None
+        return replace(self.host, bytes_per_second=self.host.bytes_per_second / self.gpus_per_host_link)
 
     def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the operations a second of ``groups`` products of m x k with k x n in a training step.

@@ -11,8 +11,10 @@ from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.longer_plans import with_whole_share, within_limits
 from megatron_pp_ext.schedule.names import AUTO
-from megatron_pp_ext.schedule.offload import over, with_share, within
+from megatron_pp_ext.schedule.offload import with_share, within, without_copies
+from megatron_pp_ext.schedule.simulate import Timeline
 
 HOST_LINK = 25e9
 """The bytes a second, each way, that are counted on where the machine is not known: those of PCIe 4 x16."""
@@ -60,25 +62,32 @@ def with_copy_seconds(costs: Costs) -> Costs:
     return replace(costs, stages=tuple(stages))
 
 
-def planned(schedule: Schedule, request: Request, costs: Costs) -> Schedule:
-    """Return ``schedule`` with the copies that ``request`` asks for; ``costs`` are those of its stages.
+def planned(schedule: Schedule, request: Request, costs: Costs) -> tuple[Schedule, float]:
+    """Return ``schedule`` with the copies that ``request`` asks for, and the part by which a step grows.
 
-    ValueError, in one line, where no copies keep the memory limit.
+    ``costs`` are those of its stages.  ValueError, in one line, where no copies keep the memory limit.
     """
     if request.offload == AUTO and catalog.abilities(request.schedule).is_compiled:
-        return schedule  # the compiler has chosen
+        return schedule, 0.0  # the compiler has chosen
     costs = with_copy_seconds(costs)
-    if request.offload != AUTO or request.limit is None:
-        share = 1.0 if request.offload in (None, AUTO) else float(request.offload)
-        return with_share(schedule, costs, share).schedule
+    alone = without_copies(schedule, costs)
+    timeline = _timeline(schedule, request, costs)
+    return timeline.schedule, timeline.makespan / alone.makespan - 1
+
+
+def _timeline(schedule: Schedule, request: Request, costs: Costs) -> Timeline:
+    if request.offload not in (None, AUTO):
+        return with_whole_share(schedule, costs, float(request.offload))
+    if request.limit is None:
+        return with_share(schedule, costs, 1.0)
     limit, counted = request.limited(costs)
     limits = of_each_rank(limit, request.ranks)
-    timeline = within(schedule, counted, limits)
-    if over(timeline, limits):
-        peaks = timeline.peak_memory
-        rank = max(range(request.ranks), key=lambda rank: peaks[rank] - limits[rank])
-        raise ValueError(
-            f"memory limit: rank {rank} may keep {limits[rank]:.4g}, but keeps {peaks[rank]:.4g} "
-            f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
-        )
-    return timeline.schedule
+    timeline = within_limits(schedule, counted, limits)
+    if timeline is not None:
+        return timeline
+    peaks = within(schedule, counted, limits).peak_memory
+    rank = max(range(request.ranks), key=lambda rank: peaks[rank] - limits[rank])
+    raise ValueError(
+        f"memory limit: rank {rank} may keep {limits[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
+    )

@@ -50,10 +50,18 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
     costs = costs.merged(placement.stages)
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
-        return offloading.planned(source.build(microbatches, free_bytes), request, costs)
+        return offloading.planned(source.build(microbatches, free_bytes), request, costs)[0]
 
-    known = source.known
-    return replace(source, build=build, known=known and offloading.planned(known, request, costs))
+    if catalog.abilities(request.schedule).measures_memory:
+        return replace(source, build=build)
+    ordinary, growth = offloading.planned(source.build(request.microbatches, None), request, costs)
+
+    def build_once(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
+        return ordinary if microbatches == request.microbatches else build(microbatches, free_bytes)
+
+    note = f"copies to the host make steps {growth:.1%} longer by prediction" if growth > 5e-4 else ""
+    notes = "; ".join(filter(None, (source.note, note)))
+    return replace(source, build=build_once, known=source.known and ordinary, note=notes)
 
 
 def _sharing(request: Request, costs_of: CostsOf) -> Source:

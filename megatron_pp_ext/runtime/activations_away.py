@@ -17,14 +17,14 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
-from megatron_pp_ext.runtime.copy_streams import CopyEngines, Transfer
+from megatron_pp_ext.runtime.copy_streams import CopyEngines, Timed, Transfer
 from megatron_pp_ext.runtime.host_buffers import Done, HostBuffer, HostBuffers
 
 
@@ -112,8 +112,11 @@ class ActivationsAway:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
 
-    def send(self, owner: Owner) -> None:
-        """Launch the copy to the host of what ``owner`` has saved and nobody else holds."""
+    def send(self, owner: Owner, timed: Timed | None = None) -> None:
+        """Launch the copy to the host of what ``owner`` has saved and nobody else holds.
+
+        ``timed`` is the context of the copy for a recorder.
+        """
         found = self._microbatches[owner]
         transfers, after = [], []
         for storage, saved in _by_storage(found.saved).items():
@@ -132,7 +135,7 @@ class ActivationsAway:
             self.sent_bytes += size
         found.saved.clear()
         if transfers:
-            found.sent = self._engines.to_host(transfers, after)
+            found.sent = self._engines.to_host(transfers, after, timed or nullcontext())
 
     def give_up(self, owner: Owner) -> None:
         """Let what is computed next use the device's memory of ``owner``, once it is copied."""
@@ -144,8 +147,8 @@ class ActivationsAway:
                 tensor.record_stream(torch.cuda.current_stream())
         found.leaving.clear()
 
-    def bring_back(self, owner: Owner) -> None:
-        """Launch the copy back to the device, for which the backward will wait."""
+    def bring_back(self, owner: Owner, timed: Timed | None = None) -> None:
+        """Launch the copy back to the device, for which the backward will wait; ``timed`` as in ``send``."""
         found = self._microbatches.pop(owner)
         if found.sent is None:
             return
@@ -156,7 +159,7 @@ class ActivationsAway:
             Transfer(storage.buffer.memory[: storage.size], memory)
             for storage, memory in zip(found.away, arrived, strict=True)
         ]
-        arrival = self._engines.to_device(transfers, [found.sent])
+        arrival = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
         for storage, memory in zip(found.away, arrived, strict=True):
             storage.buffer.read = arrival
             self.buffers.give_back(storage.buffer)

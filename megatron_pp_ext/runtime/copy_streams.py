@@ -5,11 +5,15 @@ computed later waits for a copy only where it is told to (``Done.wait``).  The h
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_pp_ext.runtime.host_buffers import Done
+
+type Timed = AbstractContextManager[None]
+"""A context in which a recorder notes the time."""
 
 
 class Transfer(NamedTuple):
@@ -22,11 +26,14 @@ class Transfer(NamedTuple):
 class CopyEngines(Protocol):
     """Copies between the device and its host."""
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> Done:
-        """Launch copies to the host, behind what is computed by now and behind ``after``."""
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
+        """Launch copies to the host, behind what is computed by now and behind ``after``.
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> Done:
-        """Launch copies to the device, behind what is computed by now and behind ``after``."""
+        ``timed`` is entered where they begin and left where they end, in the stream that does them.
+        """
+
+    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
+        """Launch copies to the device, like ``to_host``."""
 
     def stream(self) -> Hashable:
         """Return the stream on which the caller computes."""
@@ -50,24 +57,27 @@ class CopyStreams:
     def __init__(self) -> None:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
         """See ``CopyEngines``."""
-        return _launch(self._to_host, transfers, after)
+        return _launch(self._to_host, transfers, after, timed)
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
         """See ``CopyEngines``."""
-        return _launch(self._to_device, transfers, after)
+        return _launch(self._to_device, transfers, after, timed)
 
     def stream(self) -> Hashable:
         """See ``CopyEngines``."""
         return torch.cuda.current_stream()
 
 
-def _launch(stream: torch.cuda.Stream, transfers: Sequence[Transfer], after: Iterable[Done]) -> CopyEvent:
+def _launch(
+    stream: torch.cuda.Stream, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed
+) -> CopyEvent:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for done in after:
             done.wait()
-        for source, target in transfers:
-            target.copy_(source, non_blocking=True)
+        with timed:
+            for source, target in transfers:
+                target.copy_(source, non_blocking=True)
         return CopyEvent(stream)

@@ -7,10 +7,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.messages import Message
 
 
@@ -56,11 +58,18 @@ class Recorder(Protocol):
     def during(self, action: Action) -> AbstractContextManager[None]:
         """Return a context for the computation of ``action``, its messages excluded."""
 
+    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
+        """Return a context for the copy of the activations of ``owner`` to the host, or of that back."""
+
 
 class Unrecorded:
     """A ``Recorder`` that keeps nothing."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
+        """See ``Recorder``."""
+        return nullcontext()
+
+    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
         """See ``Recorder``."""
         return nullcontext()
 

@@ -42,7 +42,7 @@ def walked(schedule: Schedule, is_repeated: bool = False) -> Walk:
     walk = Walk(Program.of(schedule, is_repeated))
     if not walk.is_complete:
         raise InvalidSchedule(_deadlock(schedule, walk))
-    return with_copies(walk, schedule.copies) if schedule.copies else walk
+    return with_copies(walk, schedule) if schedule.copies else walk
 
 
 def require_one_forward_order(schedule: Schedule) -> None:

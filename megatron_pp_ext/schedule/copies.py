@@ -8,10 +8,13 @@ actions.
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # a schedule has its copies
     from megatron_pp_ext.schedule.actions import Action
+
+type Way = Literal["out", "back"]
+"""A copy to the host, or one back."""
 
 type Kept = tuple[int, int]
 """The activations of a stage and a microbatch."""

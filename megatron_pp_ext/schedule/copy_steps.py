@@ -1,42 +1,45 @@
 """Copies to the host and back as steps of a walk, on a copy engine each way for every rank.
 
-A copy is a step behind two others: the one before it on its engine, and what it waits for on its rank.  All
-of that was launched before it on the same rank, so that copies never make ranks wait in a circle: they are
-put into a walk that was found without them, as often as there are plans.
+A copy is a step behind two others: the one before it on its engine, and what it waits for on its rank.  The
+rank in turn waits for a copy to the host where it gives the memory up, and for one back in front of the
+backward.  All of that was launched before it on the same rank, so that copies never make ranks wait in a
+circle: they are put into a walk that was found without them, as often as there are plans.
 """
 
+from collections.abc import Mapping, Sequence
 from copy import copy
 
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.columns import Column
-from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, Columns
 from megatron_pp_ext.schedule.walk import CopySteps, Steps, Walk
 
 
-def with_copies(walk: Walk, copies: Copies) -> Walk:
-    """Return ``walk``, which is complete and has no copies, with ``copies``."""
-    program, make = walk.program, walk.program.make
-    actions, launched = program.actions, copies.launched_before(program.actions)
-    kept: list[Kept] = []
-    begins = [0]
-    for action in actions:
-        kept += launched.get(action, ())
-        begins.append(len(kept))
+def with_copies(walk: Walk, schedule: Schedule) -> Walk:
+    """Return ``walk``, which is that of all of ``schedule`` without copies, with those of ``schedule``."""
+    program, make, copies = walk.program, walk.program.make, schedule.copies
+    actions = program.actions
+    given_up: dict[Action, list[Kept]] = {}
+    for order in schedule.orders:
+        given_up |= copies.given_up_before(list(together(order, schedule.paired)))
+    kept, begins = _in_front(actions, copies.launched_before(actions))
+    gone, gone_begins = _in_front(actions, given_up)
     number = {one: at for at, one in enumerate(kept, 1)}
 
     def numbers(*kinds: Kind) -> Column:
         return make.of(number.get((stage, of), 0) if kind in kinds else 0 for stage, kind, of in actions)
 
-    found, size = copy(walk), len(walk.steps.before) + 4 * len(kept)
+    found, size = copy(walk), len(walk.steps.before) + 5 * len(kept)
     found.step_of = make.zeros(program.count + 1)
     found.steps = Steps(*(make.zeros(size) for _ in Steps._fields))
-    found.copies = CopySteps(kept, *(make.zeros(len(kept)) for _ in range(3)))
+    found.copies = CopySteps(kept, *(make.zeros(len(kept)) for _ in CopySteps._fields[1:]))
     _insert(
         program.columns,
         make.of(walk.line),
         (make.of(begins), numbers(Kind.F), numbers(Kind.I, Kind.B)),
+        (make.of(gone_begins), make.of(number[one] - 1 for one in gone)),
         (program.no_work, program.no_work + 1 + len(program.pairs)),
         (walk.step_of, walk.steps, make.zeros(len(walk.steps.before))),
         tuple(make.zeros(program.ranks) for _ in range(3)),
@@ -47,30 +50,45 @@ def with_copies(walk: Walk, copies: Copies) -> Walk:
     return found
 
 
+def _in_front(
+    actions: Sequence[Action], found: Mapping[Action, Sequence[Kept]]
+) -> tuple[list[Kept], list[int]]:
+    """Return what is ``found`` in front of ``actions``, in their order, and where that of each begins."""
+    kept: list[Kept] = []
+    begins = [0]
+    for action in actions:
+        kept += found.get(action, ())
+        begins.append(len(kept))
+    return kept, begins
+
+
 @Loop
 def _insert(
     columns: Columns,
     line: Column,
     numbers: tuple[Column, Column, Column],
+    giving_up: tuple[Column, Column],
     places: tuple[int, int],
     without: tuple[Column, Steps, Column],
     latest: tuple[Column, Column, Column],
     step_of: Column,
     steps: Steps,
-    copied: tuple[Column, Column, Column],
+    copied: tuple[Column, Column, Column, Column],
 ) -> None:
     """Fill ``step_of``, ``steps`` and ``copied`` from what they are ``without`` copies.
 
     The copies back from ``begins[a]`` to ``begins[a + 1]`` are launched before action a; the copy to the host
     ``outgoing[a]`` is launched behind it, and it waits for the copy back ``waiting[a]``, both counted from 1.
+    From ``gone_begins[a]`` to ``gone_begins[a + 1]`` there are the copies whose memory is given up before it.
     """
     stage_of, _, _, rank_of, _, _, _, _, _ = columns
     begins, outgoing, waiting = numbers
+    gone_begins, gone = giving_up
     no_work, first_place = places
     old_of, (old_before, old_sends, old_wire, old_place), moved = without
     before, sends, wire, place = steps
     on_rank, to_host, from_host = latest
-    out, launch, back = copied
+    out, given_up, launch, back = copied
     filled = at = 0
     for step in range(1, len(old_before)):
         first = at
@@ -79,6 +97,11 @@ def _insert(
         own = moved[old_before[step]]
         for action in line[first:at]:
             rank = rank_of[action]
+            for entry in range(gone_begins[action], gone_begins[action + 1]):
+                filled += 1
+                before[filled], sends[filled] = own, out[gone[entry]]
+                wire[filled], place[filled] = OWN, no_work
+                own = on_rank[rank] = given_up[gone[entry]] = filled
             for number in range(begins[action], begins[action + 1]):
                 filled += 2
                 before[filled - 1], sends[filled - 1] = from_host[rank], on_rank[rank]

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Event, Timeline
@@ -59,6 +60,16 @@ class TokenExchange(NamedTuple):
     end: float
 
 
+class RecordedCopy(NamedTuple):
+    """One copy of a stage's activations of a microbatch to the host, or back; times in seconds."""
+
+    stage: int
+    microbatch: int
+    way: Way
+    start: float
+    end: float
+
+
 class RankRecord(NamedTuple):
     """The record of one rank in one step.
 
@@ -76,6 +87,7 @@ class RankRecord(NamedTuple):
     clock_error: float = 0.0
     device_bytes: int | None = None
     exchanges: tuple[TokenExchange, ...] = ()
+    copies: tuple[RecordedCopy, ...] = ()
 
     @property
     def paired(self) -> frozenset[Action]:
@@ -90,6 +102,7 @@ class RankRecord(NamedTuple):
                 r._replace(start=r.start + seconds, end=r.end + seconds) for r in self.reductions
             ),
             exchanges=tuple(e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.exchanges),
+            copies=tuple(c._replace(start=c.start + seconds, end=c.end + seconds) for c in self.copies),
             clock_error=clock_error,
         )
 

@@ -33,12 +33,14 @@ class Event(NamedTuple):
 class Copied(NamedTuple):
     """The times of the copies of a stage's activations of one microbatch to the host, and back.
 
-    The device has memory for them from ``launched`` on, at which their copy back is launched.
+    The device has no memory for them from ``given_up`` until ``launched``, at which their copy back is
+    launched.
     """
 
     stage: int
     microbatch: int
     out: tuple[float, float]
+    given_up: float
     launched: float
     back: tuple[float, float]
 
@@ -153,9 +155,9 @@ class Timeline:
             if (kept := self.costs.kept(action))
         ]
         if self.copies:
-            for stage, _, (_, away), launched, _ in self.copies[rank]:
+            for stage, _, _, given_up, launched, _ in self.copies[rank]:
                 kept = self.costs.stages[stage].activation
-                changes += [(away, -kept), (launched, kept)]
+                changes += [(given_up, -kept), (launched, kept)]
             changes.sort()
         live = 0.0
         yield self.start, live
@@ -212,7 +214,7 @@ def _copied(walk: Walk, placement: Placement, starts: Column, ends: Column) -> t
     if walk.copies is None:
         return ()
     found: list[list[Copied]] = [[] for _ in range(placement.ranks)]
-    for (stage, microbatch), out, launch, back in zip(*walk.copies, strict=True):
-        times = (starts[out], ends[out]), ends[launch], (starts[back], ends[back])
-        found[placement.rank_of(stage)].append(Copied(stage, microbatch, *times))
+    for (stage, microbatch), out, gone, launch, back in zip(*walk.copies, strict=True):
+        copied = (starts[out], ends[out]), ends[gone], ends[launch], (starts[back], ends[back])
+        found[placement.rank_of(stage)].append(Copied(stage, microbatch, *copied))
     return tuple(map(tuple, found))

@@ -35,11 +35,13 @@ class CopySteps(NamedTuple):
     """The steps of copies, in the order in which each rank launches those back.
 
     ``kept`` has the stage and the microbatch of each, ``out`` the step of its copy to the host and ``back``
-    that of its copy back, which is launched at the end of the step ``launch``.
+    that of its copy back, which is launched at the end of the step ``launch``.  At the end of ``gone`` the
+    memory is given up.
     """
 
     kept: Sequence[Kept]
     out: Column
+    gone: Column
     launch: Column
     back: Column
 
@@ -107,9 +109,8 @@ class Walk:
             durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
             latest = step
         if self.copies:
-            for (stage, _), *steps in zip(*self.copies, strict=True):
-                for step in steps[::2]:
-                    durations[step] = copy_seconds[stage]
+            for (stage, _), out, _, _, back in zip(*self.copies, strict=True):
+                durations[out] = durations[back] = copy_seconds[stage]
         return self.times(durations, delays, self.program.make.of(range(len(durations))))
 
     def critical(self, starts: Column, ends: Column, pair: float) -> tuple[float, list[float]]:

@@ -4,38 +4,43 @@ The format is the JSON of Chrome's trace events.  Each rank has a track with a c
 each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
 the one on another rank that waits for its output.  Each reduction of gradients, and each exchange of tokens
 between experts in schedules with pairs, is two events ("b", "e"), which may overlap anything.  Copies to the
-host and back have two tracks of their own on each rank, which are not read back.  Times are in
+host and back have two tracks of their own on each rank.  Times are in
 microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may differ by
 its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its times, whose
 unit the file names.  Both kinds of steps can be read back.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.files import read_text, write_whole
 from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
+from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
     Measured,
     RankRecord,
+    RecordedCopy,
     RecordedStep,
     Reduction,
     TokenExchange,
     Units,
 )
-from megatron_pp_ext.schedule.simulate import Event, Timeline
+from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
 
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
 _COPY = "copy"
 """The category of copies to the host and back."""
+
+_WAYS: dict[Way, str] = {"out": "to the host", "back": "from the host"}
+"""The tracks of copies."""
 
 _EXCHANGE = "exchange"
 """The category of exchanges of tokens."""
@@ -61,20 +66,34 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
     )
     curves = [[(time - start, live) for time, live in timeline.memory(rank)] for rank in range(len(records))]
     about = {"makespan": timeline.makespan, "digest": schedule.digest}
-    copies = list(_copies(timeline))
-    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about, copies)
+    if timeline.copies:
+        records = tuple(
+            record._replace(copies=tuple(_simulated_copies(copies, start)))
+            for record, copies in zip(records, timeline.copies, strict=True)
+        )
+    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about)
 
 
-def _copies(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[RecordedCopy]:
+    """Yield what a recorder would have seen of the copies of a rank in a step from ``start`` on."""
+    for copied in copies:
+        for way in _WAYS:
+            begin, end = getattr(copied, way)
+            yield RecordedCopy(copied.stage, copied.microbatch, way, begin - start, end - start)
+
+
+def _copies(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
     """Yield the events of copies, on two tracks behind those of all ranks' actions."""
-    for rank, copies in enumerate(timeline.copies):
-        for number, (way, name) in enumerate({"out": "to the host", "back": "from the host"}.items(), 1):
-            here = {"pid": rank, "tid": number * len(timeline.copies) + rank}
-            yield {"name": "thread_name", "ph": "M", **here, "args": {"name": f"copies {name}"}}
-            for copied in copies:
-                about = {"stage": copied.stage, "microbatch": copied.microbatch}
-                start, end = getattr(copied, way)
-                times = {"ts": (start - timeline.start) * 1e6, "dur": (end - start) * 1e6}
+    for rank, record in enumerate(records):
+        for number, (way, name) in enumerate(_WAYS.items(), 1):
+            here = {"pid": rank, "tid": number * len(records) + rank}
+            if record.copies:
+                yield {"name": "thread_name", "ph": "M", **here, "args": {"name": f"copies {name}"}}
+            for copied in record.copies:
+                if copied.way != way:
+                    continue
+                about = {"stage": copied.stage, "microbatch": copied.microbatch, "way": way}
+                times = {"ts": copied.start * 1e6, "dur": (copied.end - copied.start) * 1e6}
                 title = f"{copied.stage}.{copied.microbatch} {name}"
                 yield {"name": title, "cat": _COPY, "ph": "X", **here, **times, "args": about}
 
@@ -101,9 +120,14 @@ def read(path: Path) -> RecordedStep:
         events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
         reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
         exchanges: list[list[TokenExchange]] = [[] for _ in range(placement.ranks)]
+        copies: list[list[RecordedCopy]] = [[] for _ in range(placement.ranks)]
         started: dict[int, dict[str, Any]] = {}
         for event in content["traceEvents"]:
-            if event["ph"] == "X" and event["cat"] != _COPY:
+            if event["ph"] == "X" and event["cat"] == _COPY:
+                start = event["ts"] / 1e6
+                copied = RecordedCopy(**event["args"], start=start, end=start + event["dur"] / 1e6)
+                copies[event["pid"]].append(copied)
+            elif event["ph"] == "X":
                 events[event["pid"]].append(_measured(event))
             elif event["ph"] == "b":
                 started[event["id"]] = event
@@ -116,15 +140,15 @@ def read(path: Path) -> RecordedStep:
                     reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
         if not all(events):
             raise ValueError("a rank did nothing")
-        peaks = zip(pipeline["peak_bytes"], pipeline["peak_microbatches"], strict=True)
-        rest = zip(pipeline["clock_errors"], pipeline["device_bytes"], strict=True)
+        about = ("peak_bytes", "peak_microbatches", "clock_errors", "device_bytes")
+        numbers = zip(*(pipeline[name] for name in about), strict=True)
         return RecordedStep(
             pipeline["schedule"],
             placement,
             tuple(
-                RankRecord(tuple(rank), *peak, tuple(reduced), *others, tuple(exchanged))
-                for rank, peak, reduced, others, exchanged in zip(
-                    events, peaks, reductions, rest, exchanges, strict=True
+                RankRecord(tuple(rank), size, pairs, tuple(sums), error, held, tuple(exchanged), tuple(own))
+                for rank, (size, pairs, error, held), sums, exchanged, own in zip(
+                    events, numbers, reductions, exchanges, copies, strict=True
                 )
             ),
             Units(*pipeline.get("units", SECONDS)),
@@ -149,9 +173,8 @@ def _write(
     step: RecordedStep,
     curves: Sequence[_Curve],
     simulated: dict[str, Any] | None = None,
-    copies: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write ``step`` with one memory curve a rank; ``simulated`` and ``copies`` only a simulated step has."""
+    """Write ``step`` with one memory curve a rank; ``simulated`` only a simulated step has."""
     records = step.records
     about = {
         "schedule": step.name,
@@ -183,7 +206,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += [*_beside_actions(records), *copies]
+    events += [*_beside_actions(records), *_copies(records)]
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))

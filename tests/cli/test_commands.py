@@ -276,5 +276,8 @@ def test_activations_on_the_host(mpp, tmp_path, short_searches):
     copies = json.loads((tmp_path / "a.json").read_text())["copies"]
     assert len(copies) == 18 and set(copies[0]) == {"stage", "microbatch", "back_before"}
     assert mpp("compare", "-p", 2, "-m", 2, "--offload", "auto", "--copy", 0.1).output.count("+H") > 12
+    whole = mpp("schedule", "v-half", "-p", 8, "-m", 32, "--offload", 1, "--copy", 1).output
+    # A bound of orders that keep as little on the device without copies would be above this step.
+    assert "(+1.0%)" in whole and "lower bound 99.5: 6.0% above it" in whole
     refused = mpp(*words, "--csv", tmp_path / "a.csv")
     assert refused.exit_code == 2 and "--csv and --offload do not go together" in refused.stderr

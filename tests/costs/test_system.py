@@ -151,3 +151,11 @@ def test_a_rate_between_rows_is_weighted_by_the_distance_in_logarithms():
     assert machine.rate("bf16", 16, 2**13, 2**13) == pytest.approx((1e12 + 9 * 7e12) / 10)
     assert machine.peak("bf16") == 4e14
     assert replace(machine, peak_rates={}).peak("bf16") == 7e12
+
+
+def test_gpus_behind_one_switch_have_a_part_of_the_host_link_each():
+    h100 = system.read("h100")
+    shared = replace(h100, gpus_per_host_link=2).host_beside_others
+    assert shared.bytes_per_second == h100.host.bytes_per_second / 2
+    assert h100.host_beside_others == h100.host
+    assert replace(h100, host=None).host_beside_others is None

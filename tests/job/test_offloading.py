@@ -1,5 +1,6 @@
 """--pipeline-offload: what is requested, and the copies that the schedules of a run then have."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,17 @@ def built(name, pipeline_offload, pipeline_memory_limit=None):
 def test_a_share_leaves(name):
     timeline = built(name, pipeline_offload="0.25")
     assert share_away(timeline) == 0.25
-    assert timeline.makespan == built(name, pipeline_offload="1").makespan
+    everything = built(name, pipeline_offload="1")
+    assert share_away(everything) == 1
+    assert timeline.makespan <= everything.makespan <= 1.02 * timeline.makespan
+
+
+def test_people_are_told_by_how_much_a_step_grows():
+    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), "1", None)
+    note = requested_source(request, costs_of).note
+    assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by prediction", note)
+    free = offloading.requested(named("v-half", RANKS, MICROBATCHES), "0.25", None)
+    assert not requested_source(free, costs_of).note
 
 
 def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():

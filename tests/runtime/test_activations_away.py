@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from tests.support.copy_engines import Threads
 from tests.support.split_linear import SplitLinear
@@ -189,9 +190,9 @@ def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer():
     waited = []
 
     class Watched(Threads):
-        def to_host(self, transfers, after):
+        def to_host(self, transfers, after, timed):
             waited.append(list(after))
-            return super().to_host(transfers, waited[-1])
+            return super().to_host(transfers, waited[-1], timed)
 
     away = ActivationsAway(HostBuffers(BYTES), Watched(), BYTES)
     for owner in (FIRST, SECOND):
@@ -260,3 +261,17 @@ def test_what_a_backward_no_longer_needs_is_not_brought_back():
     gc.collect()
     away.bring_back(FIRST)
     assert away.buffers.used_bytes == 0
+
+
+def test_copies_are_recorded_with_their_times():
+    recorder = StepRecorder()
+    away = ActivationsAway(HostBuffers(1 << 20), Threads(seconds_per_byte=1e-5), BYTES)
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(FIRST, recorder.copying("out", FIRST))
+    away.give_up(FIRST)
+    away.bring_back(FIRST, recorder.copying("back", FIRST))
+    output.sum().backward()
+    out, back = recorder.record.copies
+    assert (out[:3], back[:3]) == ((0, 0, "out"), (0, 0, "back"))
+    assert out.end - out.start >= 1e-5 * BYTES and back.start >= out.end

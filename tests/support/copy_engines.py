@@ -4,7 +4,7 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from megatron_pp_ext.runtime.copy_streams import Transfer
+from megatron_pp_ext.runtime.copy_streams import Timed, Transfer
 from megatron_pp_ext.runtime.host_buffers import Done
 
 
@@ -19,17 +19,22 @@ class Threads:
         self._seconds_per_byte = seconds_per_byte
         self.log: list[tuple[str, int]] = []
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> "OnThread":
-        return self._launch("out", self._out, transfers, list(after))
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> "OnThread":
+        return self._launch("out", self._out, transfers, list(after), timed)
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done]) -> "OnThread":
-        return self._launch("back", self._back, transfers, list(after))
+    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> "OnThread":
+        return self._launch("back", self._back, transfers, list(after), timed)
 
     def stream(self) -> Hashable:
         return None
 
     def _launch(
-        self, way: str, thread: ThreadPoolExecutor, transfers: Sequence[Transfer], after: list[Done]
+        self,
+        way: str,
+        thread: ThreadPoolExecutor,
+        transfers: Sequence[Transfer],
+        after: list[Done],
+        timed: Timed,
     ) -> "OnThread":
         size = sum(transfer.source.nbytes for transfer in transfers)
         self.log.append((way, size))
@@ -39,9 +44,10 @@ class Threads:
             for done in after:
                 done.wait()
             start = time.perf_counter()
-            while left:  # so that nothing holds the memory once the copy is done
-                _copy(left.pop())
-            time.sleep(max(0.0, self._seconds_per_byte * size - (time.perf_counter() - start)))
+            with timed:
+                while left:  # so that nothing holds the memory once the copy is done
+                    _copy(left.pop())
+                time.sleep(max(0.0, self._seconds_per_byte * size - (time.perf_counter() - start)))
 
         return OnThread(thread.submit(copy))
 

@@ -72,8 +72,15 @@ def starts(schedule, costs):
             engines["back"].append(("back", *key))
             bounds += [
                 (order[place[away[key]] - 1], ("back", *key), 0),
+                (("out", *key), schedule.copies.gone[key], 0),
                 (("out", *key), ("back", *key), 0),
                 (("back", *key), backward(*key), 0),
+            ]
+            # What is launched in front of an action comes behind what is given up there.
+            bounds += [
+                (("out", *other), ("back", *key), 0)
+                for other in away
+                if schedule.copies.gone[other] == away[key]
             ]
         bounds += [(a, b, 0) for engine in engines.values() for a, b in pairwise(engine)]
 
@@ -101,13 +108,21 @@ def live(schedule, costs, start, rank, moment):
             kept += stage.activation
         elif start[a] + seconds <= moment:
             kept += stage.kept(a.kind)
-    order = schedule.orders[rank]
-    for (stage, microbatch), action in schedule.copies.back.items():
+    order, copies = schedule.orders[rank], schedule.copies
+
+    def end_before(action):
+        before = order[order.index(action) - 1]
+        return start[before] + costs.stages[before.stage].seconds(before.kind)
+
+    def away(key):
+        return start["out", *key] + costs.stages[key[0]].copy
+
+    for key, action in copies.back.items():
         if action in order:
-            before = order[order.index(action) - 1]
-            launched = start[before] + costs.stages[before.stage].seconds(before.kind)
-            away = start["out", stage, microbatch] + costs.stages[stage].copy
-            kept += costs.stages[stage].activation * ((launched <= moment) - (away <= moment))
+            given_up = max(end_before(copies.gone[key]), away(key))
+            earlier = [away(other) for other, place in copies.gone.items() if place == action]
+            launched = max([end_before(action), *earlier])
+            kept += costs.stages[key[0]].activation * ((launched <= moment) - (given_up <= moment))
     return kept
 
 
@@ -129,14 +144,16 @@ def schedules(draw):
 @st.composite
 def copying(draw, schedule):
     """``schedule``, which has no pairs, with any valid copies."""
-    back = {}
+    back, gone = {}, {}
     for order in schedule.orders:
         place = {a: at for at, a in enumerate(order)}
         for a in order:
             if a.kind in "IB" and draw(st.booleans()):
                 first = place[Action(a.stage, Kind.F, a.microbatch)] + 1
-                back[a.stage, a.microbatch] = order[draw(st.integers(first, place[a]))]
-    return replace(schedule, copies=Copies(back))
+                last = draw(st.integers(first, place[a]))
+                back[a.stage, a.microbatch] = order[last]
+                gone[a.stage, a.microbatch] = order[draw(st.integers(first, last))]
+    return replace(schedule, copies=Copies(back, gone))
 
 
 @st.composite

@@ -115,7 +115,7 @@ def test_simulated_steps_are_read_back(timeline, tmp_path):
     assert step.records[0].peak_microbatches == 4
 
 
-def test_copies_have_tracks_of_their_own_which_are_not_read_back(tmp_path):
+def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
     schedule = catalog.build("v-half", 2, 4)
     timeline = with_share(schedule, Costs.per_rank(2, 2).copied_at(0.5), 1.0)
     trace_file.write_timeline(tmp_path / "trace.json", timeline)
@@ -125,7 +125,15 @@ def test_copies_have_tracks_of_their_own_which_are_not_read_back(tmp_path):
     assert all(event["dur"] == pytest.approx(0.25e6) and event["tid"] >= 2 for event in copies)
     names = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {"actions", "copies to the host", "copies from the host"}
-    assert trace_file.read(tmp_path / "trace.json").timeline().makespan == pytest.approx(timeline.makespan)
+    step = trace_file.read(tmp_path / "trace.json")
+    assert step.timeline().makespan == pytest.approx(timeline.makespan)
+    for record, row in zip(step.records, timeline.copies, strict=True):
+        there = {copied[:2]: copied[3:] for copied in record.copies if copied.way == "out"}
+        assert there == {copied[:2]: pytest.approx(copied.out) for copied in row}
+        assert len(record.copies) == 2 * len(row)
+    trace_file.write(tmp_path / "again.json", step.name, step.placement, step.records)
+    again = trace_file.read(tmp_path / "again.json").records
+    assert [len(record.copies) for record in again] == [len(record.copies) for record in step.records]
 
 
 def test_what_is_no_trace_is_refused(timeline, tmp_path):

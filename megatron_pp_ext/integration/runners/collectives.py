@@ -1,15 +1,17 @@
 """Records which collectives a stage calls in a rehearsal, where no other rank takes part in them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_pp_ext.planner.rehearsal import Collective
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.placement import Placement
 
 _OPERATIONS = {
@@ -46,6 +48,10 @@ class CollectiveRecorder:
         """See ``rank.Recorder``."""
         with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
             yield
+
+    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
+        """See ``rank.Recorder``."""
+        return self._recorder.copying(way, owner)
 
     @contextmanager
     def _watching(self, action: Action) -> Iterator[None]:

@@ -127,12 +127,12 @@ class Workload:
         costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
         if self.job.pipeline.pipeline_offload is None:
             return costs
-        if self.system.host is None:
+        host = self.system.host_beside_others
+        if host is None:
             raise ValueError(
                 f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
             )
-        rate = self.system.host.bytes_per_second
-        copied = zip(stages, self.parts, strict=True)
+        rate, copied = host.bytes_per_second, zip(stages, self.parts, strict=True)
         stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
         return replace(costs, stages=stages)
 

@@ -15,7 +15,7 @@ class ToHost(Operation):
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.activations_away.send(self.owner)
+        rank.activations_away.send(self.owner, rank.recorder.copying("out", self.owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ToDevice(Operation):
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.activations_away.bring_back(self.owner)
+        rank.activations_away.bring_back(self.owner, rank.recorder.copying("back", self.owner))
 
 
 @dataclass(frozen=True, slots=True)

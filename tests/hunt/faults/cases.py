@@ -20,7 +20,7 @@ class Runner:
     """The runner of the steps, by its flags.
 
     ``flushes`` tells whether a step leaves the pipeline empty, ``exits`` whether --exit-signal-handler is
-    allowed, for which all ranks wait after each step.
+    allowed, for which all ranks wait after each step, and ``copies`` whether activations wait on the host.
     """
 
     ranks: int
@@ -29,6 +29,7 @@ class Runner:
     batch: str = "--global-batch-size 4"
     flushes: bool = True
     exits: bool = True
+    copies: bool = False
 
     @property
     def stages(self) -> int:
@@ -44,6 +45,7 @@ RUNNERS = {
     "1f1b": Runner(3, "--pipeline-schedule 1f1b"),
     "zb-h1": Runner(3, "--pipeline-schedule zb-h1"),
     "v-half": Runner(2, "--pipeline-schedule v-half"),
+    "v-half, host": Runner(2, "--pipeline-schedule v-half --pipeline-offload 0.5", copies=True),
     "v-zb, 2 replicas": Runner(4, f"--pipeline-schedule v-zb {SHARDED}", replicas=2),
     "profile-guided": Runner(2, "--pipeline-schedule v-half --pipeline-profile-steps 2-3"),
     "pipedream": Runner(
@@ -63,7 +65,7 @@ SAVES = {
     "persistent": "--async-save --use-persistent-ckpt-worker",
 }
 
-MOMENTS = ("step", "save", "evaluation")
+MOMENTS = ("step", "copy", "save", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def drawn(seed: int) -> Iterator[Case]:
         (runner, *others)
         for runner, *others in itertools.product(RUNNERS, SAVES, MOMENTS, FAULTS)
         if RUNNERS[runner].exits or others[-1] != "asked to exit"
+        if RUNNERS[runner].copies or others[1] != "copy"
     ]
     while True:
         for runner, save, moment, fault in random_numbers.sample(combinations, len(combinations)):

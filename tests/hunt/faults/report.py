@@ -11,9 +11,10 @@ from tests.hunt.faults.trial import Outcome
 
 ABOUT = """
 Each case trains a small GPT for 6 steps on 2 to 4 ranks, with a checkpoint and an evaluation after every
-second step. One rank hits itself with a signal at a random call of a function in a train step, a
-save or an evaluation. `killed` is SIGKILL, `terminated` SIGTERM, `stopped` SIGSTOP for good, `paused`
-SIGSTOP for a second, and `asked to exit` SIGTERM under --exit-signal-handler.
+second step. One rank hits itself with a signal at a random call of a function in a train step, a copy of
+activations to the host or back, a save or an evaluation. `killed` is SIGKILL, `terminated` SIGTERM,
+`stopped` SIGSTOP for good, `paused` SIGSTOP for a second, and `asked to exit` SIGTERM under
+--exit-signal-handler.
 
 Afterwards all ranks have to have ended, and no process may be left. The checkpoint that the tracker file
 names has to load. The run that goes on from it must have the losses of one that nobody hit, bit for bit,

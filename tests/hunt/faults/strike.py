@@ -1,7 +1,8 @@
 """A rank that hits itself in the middle of a moment.
 
-Calls of functions, in Python or C, are counted: those in all train steps of the run, or in all its saves, or
-in all its evaluations. That takes no clock: a case hits the same place again, whatever the machine does.
+Calls of functions, in Python or C, are counted: those in all train steps of the run, in all its copies of
+activations (which do not count in their steps), in all its saves, or in all its evaluations. That takes no
+clock: a case hits the same place again, whatever the machine does.
 """
 
 import os
@@ -18,12 +19,15 @@ from typing import Any
 from megatron.training import get_args, training
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
 
 FUNCTIONS = {
-    "step": ("train_step",),
-    "save": ("save_checkpoint", "maybe_finalize_async_save"),
-    "evaluation": ("evaluate",),
+    "step": (training, "train_step"),
+    "copy": (ActivationsAway, "send", "bring_back"),
+    "save": (training, "save_checkpoint", "maybe_finalize_async_save"),
+    "evaluation": (training, "evaluate"),
 }
+"""Where the functions of each moment are, and their names."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,18 @@ def count_calls(strike: Strike | None) -> dict[str, int]:
                     _hit(strike, [entry.name for entry in traceback.extract_stack(frame)], called)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            before = sys.getprofile()
             sys.setprofile(count)
             try:
                 return function(*args, **kwargs)
             finally:
-                sys.setprofile(None)
+                sys.setprofile(before)
 
         return call
 
-    for moment, names in FUNCTIONS.items():
+    for moment, (place, *names) in FUNCTIONS.items():
         for name in names:
-            setattr(training, name, counted(moment, getattr(training, name)))
+            setattr(place, name, counted(moment, getattr(place, name)))
     return calls
 
 

@@ -1,0 +1,184 @@
+"""Plans of copies that may make a step longer, by as little as is found, where more is asked than is free.
+
+What waits for less than a copy there and one back waits longer where each stage does its forwards some
+microbatches ahead: they wait on the host, where there is room, and mostly the step stays as long as it is.
+Where that is not enough for a share, backwards wait for copies.
+
+A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank brings back
+later, gives up earlier or sends away more, and waits for what has not ended by then.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.offload import (
+    beside_messages,
+    leveled,
+    over,
+    timed,
+    with_share,
+    within,
+    without_copies,
+)
+from megatron_pp_ext.schedule.rank_copies import ROUNDING, RankCopies
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+_FURTHEST = 8
+"""The most microbatches by which forwards are tried ahead."""
+
+_ROUNDS = 4
+"""How often copies are planned, from the second time on by the times of the step that they have made."""
+
+
+def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
+    """Return the shortest step found in which this ``share`` of activations leaves, simulated.
+
+    It may have forwards ahead.  ValueError for a share that is not above 0 and at most 1.
+    """
+    wanted = round(share * schedule.placement.stages * schedule.microbatches)
+    shortest = without_copies(schedule, costs).makespan * (1 + ROUNDING)
+    found: list[Timeline] = []
+    for count in range(min(_FURTHEST, schedule.microbatches)):
+        try:
+            ahead = forwards_ahead(schedule, count)
+            free = with_share(ahead, costs, share)
+        except InvalidSchedule:  # a file may have stages that take the microbatches in different orders
+            break
+        is_whole = len(free.schedule.copies.back) >= wanted
+        found.append(free if is_whole else _late(ahead, costs, wanted))
+        if is_whole or found[-1].makespan <= shortest:
+            break
+    return min(found, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
+
+
+def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
+    """Return the shortest step found of ``schedule`` that keeps each rank within its limit, simulated.
+
+    Arguments are those of ``offload.within``, whose plan stays where it keeps the limits.  None where none
+    does: what is between an I and its W is on the device.
+    """
+    free = within(schedule, costs, limits)
+    if not over(free, limits):
+        return free
+    step = without_copies(schedule, costs)
+    rooms = beside_messages(step, limits)
+    found: list[Timeline] = []
+    for _ in range(_ROUNDS):
+        back: dict[Kept, Action] = {}
+        gone: dict[Kept, Action] = {}
+        for rank, room in enumerate(rooms):
+            plan = _Places(step, rank)
+            if not plan.keeps(room * (1 + ROUNDING)):
+                return None
+            back |= plan.actions(plan.back)
+            gone |= plan.actions(plan.gone)
+        step = simulate(replace(step.schedule, copies=Copies(back, gone)), costs)
+        found.append(step)
+    return min(found, key=lambda timeline: timeline.makespan)
+
+
+def forwards_ahead(schedule: Schedule, count: int) -> Schedule:
+    """Return ``schedule``, which has no copies, with each stage's forwards ``count`` microbatches ahead.
+
+    A forward stands where the one of ``count`` microbatches before it stood, and the first ones stand
+    together.  So no ranks wait for each other in a circle, where all stages take the microbatches in one
+    order (``check.require_one_forward_order``).
+    """
+    orders, paired = [], set[Action]()
+    for order in schedule.orders:
+        forwards = defaultdict[int, list[Action]](list)
+        for action in order:
+            if action.kind is Kind.F:
+                forwards[action.stage].append(action)
+        found: list[Action] = []
+        for action in order:
+            if action.kind is not Kind.F:
+                found.append(action)
+                continue
+            own = forwards[action.stage]
+            place = own.index(action)
+            last = place + count
+            found += own[last if place else 0 : last + 1]
+            if action in schedule.paired and last < len(own):
+                paired.add(own[last])
+        orders.append(tuple(found))
+    return replace(schedule, orders=tuple(orders), paired=frozenset(paired))
+
+
+def _late(schedule: Schedule, costs: Costs, wanted: int) -> Timeline:
+    """Return the shortest step found with so many copies, for which backwards may wait."""
+    step = without_copies(schedule, costs)
+    found: list[Timeline] = []
+    for _ in range(_ROUNDS):
+        ranks = [RankCopies(step, rank) for rank in range(schedule.ranks)]
+        counts = leveled([len(rank.waits) for rank in ranks], wanted)
+        step = timed(step, [rank.late(count) for rank, count in zip(ranks, counts, strict=True)])
+        found.append(step)
+    return min(found, key=lambda timeline: timeline.makespan)
+
+
+class _Places:
+    """The copies of a rank by the places of its launches: where each is ``gone`` and where ``back``."""
+
+    def __init__(self, step: Timeline, rank: int) -> None:
+        self._costs, self._copies = step.costs, RankCopies(step, rank)
+        self._starts = {event.action: event.start for event in step.events[rank]}
+        self._waits = {wait.kept: wait for wait in self._copies.waits}
+        self.gone: dict[Kept, int] = {}
+        self.back: dict[Kept, int] = {}
+
+    def actions(self, places: dict[Kept, int]) -> dict[Kept, Action]:
+        """Return the first actions at ``places``."""
+        return {kept: self._copies.launches[place][0] for kept, place in places.items()}
+
+    def keeps(self, limit: float) -> bool:
+        """Choose copies, and return whether the rank keeps ``limit`` with them."""
+        launches = self._copies.launches
+        place_of = {action: place for place, launch in enumerate(launches) for action in launch}
+        for one in self._copies.least(limit):
+            self.gone[one.times[:2]], self.back[one.times[:2]] = place_of[one.gone], place_of[one.before]
+        here = 0.0
+        for place, launch in enumerate(launches):
+            amounts = [self._costs.kept(action) for action in launch]
+            here += sum(amount for amount in amounts if amount > 0)
+            here += self._amount(self.back, place) - self._amount(self.gone, place)
+            while here > limit:
+                freed = self._makes_room(place)
+                if not freed:
+                    return False
+                here -= freed
+            here += sum(amount for amount in amounts if amount < 0)
+        return True
+
+    def _makes_room(self, place: int) -> float:
+        """Change the copies so that the rank keeps less at ``place``, and return how much; 0 if none does."""
+        waits, gone, back = self._waits, self.gone, self.back
+        # What has to wait least: a copy back for a backward that is furthest, or the first copy to the host.
+        if later := [kept for kept in back if back[kept] == place < waits[kept].latest]:
+            chosen = max(later, key=lambda kept: waits[kept].latest)
+            back[chosen] += 1
+        elif earlier := [kept for kept in gone if waits[kept].earliest <= place < gone[kept]]:
+            chosen = min(earlier, key=lambda kept: waits[kept].earliest)
+            gone[chosen] = place
+        elif more := [
+            kept for kept, wait in waits.items() if kept not in gone and wait.earliest <= place < wait.latest
+        ]:
+            now = self._starts[self._copies.launches[place][0]]
+            chosen = max(more, key=lambda kept: self._spare(kept, now))
+            gone[chosen], back[chosen] = place, waits[chosen].latest
+        else:
+            return 0.0
+        return self._costs.stages[chosen[0]].activation
+
+    def _amount(self, places: dict[Kept, int], place: int) -> float:
+        return sum(self._costs.stages[kept[0]].activation for kept, at in places.items() if at == place)
+
+    def _spare(self, kept: Kept, now: float) -> float:
+        """Return the time that is left for a copy to the host by ``now``, or for one back from there on."""
+        wait = self._waits[kept]
+        return min(now - wait.since, wait.until - now) - wait.seconds

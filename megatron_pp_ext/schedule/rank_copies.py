@@ -1,0 +1,185 @@
+"""The copies of one rank, chosen by the times of a step (arXiv 2503.01328, section 3).
+
+1. What waits longest leaves first: the stages are taken in the order of their mean wait, and of the last one
+   that is taken in part, microbatches at equal distances, so that the copies follow each other evenly.
+2. The copies to the host run one after the other, in the order of the forwards.
+3. A copy back ends as late as neither its backward waits nor a copy behind it on the engine is put off.  It
+   is launched at the last end of an action before that, since it takes memory from there on.
+4. The memory is given up at the first start of an action behind the end of the copy, so that nothing waits.
+5. What would not be gone before its copy back is launched stays on the device: every other one of these,
+   until none is left.
+6. What is back already at the rank's fullest moment stays as well, as long as that lowers the peak: before a
+   long idle time a copy back is launched early.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from statistics import mean
+from typing import NamedTuple
+
+from megatron_pp_ext.schedule.actions import Action, Kind, together
+from megatron_pp_ext.schedule.copies import Kept
+from megatron_pp_ext.schedule.simulate import Copied, Timeline
+
+ROUNDING = 1e-9
+"""The part of a step or of a limit that rounding may add up to."""
+
+_TRIES = 32
+"""How often a copy that is back at the fullest moment is left out to see whether the rank then keeps less."""
+
+
+class Wait(NamedTuple):
+    """What waits from ``since`` to ``until``, and takes so many ``seconds`` to copy.
+
+    Its copy back may be launched at those of the rank's steps that are from ``earliest`` to ``latest``.
+    """
+
+    kept: Kept
+    seconds: float
+    since: float
+    until: float
+    earliest: int
+    latest: int
+
+
+class Return(NamedTuple):
+    """A copy with its times, and the actions before which the memory is given up and comes back.
+
+    ``is_useful`` says whether there is any time between the two.
+    """
+
+    times: Copied
+    gone: Action
+    before: Action
+    is_useful: bool
+
+
+class RankCopies:
+    """A rank of a step with its times, for which its copies are chosen.
+
+    ``launches`` are its actions, the two of a pair together, and ``waits`` what waits for a backward, in the
+    order of those.
+    """
+
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        self._timeline, self._rank = timeline, rank
+        order, events = timeline.schedule.orders[rank], timeline.events[rank]
+        self.launches = list(together(order, timeline.schedule.paired))
+        begins = [0, *accumulate(map(len, self.launches))][:-1]
+        self._steps = [order[place] for place in begins]
+        self._starts = [events[place].start for place in begins]
+        self._idle_from = [events[place - 1].end if place else timeline.start for place in begins]
+        forwards: dict[Kept, tuple[int, float]] = {}
+        self.waits: list[Wait] = []
+        for place, ((stage, kind, microbatch), start, end) in enumerate(events):
+            step = bisect_right(begins, place) - 1
+            if kind is Kind.F:
+                forwards[stage, microbatch] = step + 1, end
+            elif kind in (Kind.I, Kind.B):
+                earliest, since = forwards[stage, microbatch]
+                seconds = timeline.costs.stages[stage].copy
+                self.waits.append(Wait((stage, microbatch), seconds, since, start, earliest, step))
+
+    def copies(self, count: int) -> list[Return]:
+        """Return so many copies, or fewer where not all are of use, with which the rank keeps little."""
+        waits = self.waits
+        best = self._useful(waits, count)
+        for _ in range(_TRIES):
+            peak, moment = self._peak(best)
+            early = [one.times[:2] for one in best if one.times.launched <= moment < one.times.back[1]]
+            fewer = [[wait for wait in waits if wait.kept not in some] for some in (early[:1], early)]
+            lower = [
+                (found, left)
+                for left in fewer
+                if self._peak(found := self._useful(left, count))[0] < peak * (1 - ROUNDING)
+            ]
+            if not lower:
+                break
+            best, waits = lower[0]
+        return best
+
+    def late(self, count: int) -> list[Return]:
+        """Return so many copies, also those for whose end a backward has to wait."""
+        return self._placed(_chosen(self.waits, count))
+
+    def _useful(self, waits: Sequence[Wait], count: int) -> list[Return]:
+        """Return so many copies of ``waits``, or of as many as are gone before they are launched back."""
+        while True:
+            found = self._placed(_chosen(waits, count))
+            staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
+            if not staying:
+                return found
+            waits = [wait for wait in waits if wait.kept not in staying]
+
+    def least(self, limit: float) -> list[Return]:
+        """Return as few copies as keep the rank within ``limit``, or all that are of use."""
+        limit *= 1 + ROUNDING
+        low, high = 0, len(self.waits)
+        choose: Callable[[int], list[Return]] = partial(self._useful, self.waits)
+        best = choose(high)
+        if self._peak(best)[0] > limit:
+            choose = self.copies
+            best = choose(high)
+        while low < high and self._peak(best)[0] <= limit:
+            middle = (low + high) // 2
+            found = choose(middle)
+            if self._peak(found)[0] <= limit:
+                best, high = found, middle
+            else:
+                low = middle + 1
+        return best
+
+    def _peak(self, copies: Iterable[Return]) -> tuple[float, float]:
+        """Return the most that the rank keeps at one time, and when it first does."""
+        own = [()] * self._rank + [tuple(one.times for one in copies)]
+        curve = replace(self._timeline, copies=tuple(own)).memory(self._rank)
+        moment, peak = max(curve, key=lambda step: step[1])
+        return peak, moment
+
+    def _placed(self, waits: Sequence[Wait]) -> list[Return]:
+        """Return the copies of ``waits``, which are in the order of their backwards."""
+        out: dict[Kept, tuple[float, float]] = {}
+        free = 0.0
+        for wait in sorted(waits, key=lambda wait: wait.since):
+            start = max(free, wait.since)
+            free = start + wait.seconds
+            out[wait.kept] = start, free
+        rounding = ROUNDING * self._timeline.end
+        start = float("inf")
+        launches: dict[Kept, int] = {}
+        returns: dict[Kept, tuple[float, float]] = {}
+        for wait in reversed(waits):
+            start = min(start, wait.until) - wait.seconds
+            possible = max(start, out[wait.kept][1])  # behind the copy to the host, where that is late
+            launch = bisect_right(self._idle_from, possible + rounding) - 1
+            launches[wait.kept] = min(max(launch, wait.earliest), wait.latest)
+            returns[wait.kept] = start, start + wait.seconds
+        launching, found = set(launches.values()), []
+        for wait in waits:
+            launch, away = launches[wait.kept], out[wait.kept][1]
+            gone = bisect_left(self._starts, away - rounding)
+            if gone in launching and self._idle_from[gone] < away - rounding:
+                gone += 1  # no copy back has to wait for this one to the host
+            gone = min(gone, launch)
+            given_up = max(away, self._idle_from[gone])
+            times = Copied(*wait.kept, out[wait.kept], given_up, self._idle_from[launch], returns[wait.kept])
+            is_useful = given_up < self._idle_from[launch] - rounding
+            found.append(Return(times, self._steps[gone], self._steps[launch], is_useful))
+        return found
+
+
+def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
+    """Return ``count`` of ``waits``, or all if there are fewer: those of the stages that wait longest."""
+    of_stage: dict[int, list[Wait]] = defaultdict(list)
+    for wait in waits:
+        of_stage[wait.kept[0]].append(wait)
+    chosen: set[Kept] = set()
+    for stage in sorted(of_stage, key=lambda stage: -mean(one.until - one.since for one in of_stage[stage])):
+        own = of_stage[stage]
+        some = min(count - len(chosen), len(own))
+        chosen |= {own[(2 * at + 1) * len(own) // (2 * some)].kept for at in range(some)}
+    return [wait for wait in waits if wait.kept in chosen]
