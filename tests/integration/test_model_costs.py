@@ -245,10 +245,20 @@ def test_bytes_are_those_of_a_run(model: str) -> None:
     """Stage by stage, and at the peak of a rank, whose moment the schedule's simulation knows."""
     measured, peaks = measure(MODELS[model])
     estimated = costs(f"{LARGER} {MODELS[model]}", 4)
-    # Rotary embedding that is not fused keeps a cosine and a sine of its own for q and for k; a V's stage has two layers.
-    tables = 2 * 4 * 4 * 64 * 32 if "--kv-channels 32" in MODELS[model] else 0
+    if "--kv-channels 32" in MODELS[model]:
+        # An unfused rotary embedding keeps a cosine and a sine for q and for k, in both layers of a stage.
+        tables = 2 * 4 * 4 * 64 * 32
+        stages = tuple(
+            replace(
+                cost,
+                activation=cost.activation + tables,
+                released_by_input_gradient=cost.released_by_input_gradient + tables,
+            )
+            for cost in estimated.stages
+        )
+        estimated = replace(estimated, stages=stages)
     for stage, cost in enumerate(estimated.stages):
-        assert measured[stage].kept == pytest.approx(cost.activation + tables, rel=0.04)
+        assert measured[stage].kept == pytest.approx(cost.activation, rel=0.04)
         left = cost.activation - cost.released_by_input_gradient
         assert measured[stage].left_for_weights == pytest.approx(left, rel=0.001)
     expected = simulate(catalog.build("v-half", 2, 8), estimated).peak_activations
