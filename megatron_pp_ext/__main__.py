@@ -39,7 +39,7 @@ def prepare(cpu: bool = False) -> None:
         # Training takes this signal over, and saves. Before that there is nothing to save, and no traceback
         # of whatever was being imported helps.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "--cpu" in sys.argv[1:]:
+    while "--cpu" in sys.argv[1:]:
         cpu = True
         sys.argv.remove("--cpu")
     if cpu:

@@ -46,7 +46,12 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 }
 """The argument of ``megatron_pp_ext.install`` that each variable gives, and what reads it."""
 
-_NEEDED = (SCHEDULE, "MEGATRON_PP_RANKS", "MEGATRON_PP_MICROBATCHES")
+_NEEDED = {
+    SCHEDULE: "a schedule of mpp list",
+    "MEGATRON_PP_RANKS": "the pipeline's number of ranks",
+    "MEGATRON_PP_MICROBATCHES": "the number of microbatches of a training step",
+}
+"""The variables that have to be set, and their meaning."""
 
 # An interpreter without the variable only looks it up.
 _LINE = (
@@ -94,9 +99,9 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
     for name in ours:
         if name not in VARIABLES:
             raise ValueError(f"{name} is unknown; unset it, or set one of {', '.join(VARIABLES)}")
-    for name in _NEEDED:
+    for name, meaning in _NEEDED.items():
         if not ours.get(name):
-            raise ValueError(f"{SCHEDULE}={ours.get(SCHEDULE)} needs {name}; set it to {_MEANING[name]}")
+            raise ValueError(f"{SCHEDULE}={ours.get(SCHEDULE)} needs {name}; set it to {meaning}")
     read = {}
     for name, value in ours.items():
         argument, reader = VARIABLES[name]
@@ -105,13 +110,6 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
         except ValueError:
             raise ValueError(f"{name}={value} is no number; set it to one, or unset it") from None
     return read
-
-
-_MEANING = {
-    SCHEDULE: "a schedule of mpp list",
-    "MEGATRON_PP_RANKS": "the pipeline's number of ranks",
-    "MEGATRON_PP_MICROBATCHES": "the number of microbatches of a training step",
-}
 
 
 def refuse_beside_flags() -> None:

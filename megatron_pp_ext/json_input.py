@@ -65,23 +65,23 @@ def above(least: float) -> Any:
     Only within a ``type`` alias, which is evaluated where a file is read; see ``parse_as``.  The dataclass's
     ``STRICT`` does not reach into an alias.
     """
-    from pydantic import Field
-
-    return Field(gt=least, strict=True, allow_inf_nan=False)
+    return _field(gt=least, strict=True, allow_inf_nan=False)
 
 
 def at_least(least: float) -> Any:
     """Return what ``Annotated`` takes for a finite number of ``least`` or more; see ``above``."""
-    from pydantic import Field
-
-    return Field(ge=least, strict=True, allow_inf_nan=False)
+    return _field(ge=least, strict=True, allow_inf_nan=False)
 
 
 def of_length(count: int) -> Any:
     """Return what ``Annotated`` takes for a list of ``count`` values; see ``above``."""
+    return _field(min_length=count, max_length=count)
+
+
+def _field(**rule: Any) -> Any:
     from pydantic import Field
 
-    return Field(min_length=count, max_length=count)
+    return Field(**rule)
 
 
 def one_of(*names: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
+from megatron_pp_ext.runtime.nccl_version import loaded_nccl
 
 
 def main(
@@ -34,7 +34,7 @@ def main(
     if is_there:
         versions.append(torch.cuda.get_device_name(0))
         if torch.distributed.is_nccl_available():
-            nccl = loaded_nccl() or built_nccl()
+            nccl = loaded_nccl() or torch.cuda.nccl.version()
             versions.append(f"NCCL {'.'.join(map(str, nccl))}")
     for name in ("megatron.core", "transformer_engine", "fused_weight_gradient_mlp_cuda"):
         versions.append(f"{name}{'' if _is_there(name) else ' absent'}")

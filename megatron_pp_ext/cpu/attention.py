@@ -24,7 +24,6 @@ def accept_context_parallelism(
 ) -> None:
     """Make the attention of a model that is not context-parallel.
 
-    Seam: ``DotProductAttention.__init__`` in ``megatron.core.transformer.dot_product_attention``. Raises
     ValueError for any other attention than the plain causal one, since its mask is not known here.
     """
     if config.context_parallel_size == 1:
@@ -51,12 +50,7 @@ def attend_to_all_ranks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Give the queries of this rank the keys and values of all ranks.
-
-    Tensors are (sequence, batch, heads, head).
-
-    Seam: ``DotProductAttention.forward``, beside ``__init__``.
-    """
+    """Give this rank's queries (sequence, batch, heads, head) the keys and values of all ranks."""
     group = getattr(self.pg_collection, "cp", None)
     if group is not None and group.size() > 1:
         # Megatron's gather along the first dimension, whose gradients are summed over the ranks.

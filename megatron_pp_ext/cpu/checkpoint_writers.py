@@ -46,10 +46,7 @@ def copy_shared(preload: Callable[..., Any]) -> staticmethod:
 
     Moving a tensor from the GPU copies it. A tensor on the CPU stays where it is, in memory that the rank
     shares with the writing process and goes on updating: the checkpoint would hold a later step, or parts of
-    several.
-
-    Seam: ``FileSystemWriterAsync.preload_tensors`` in
-    ``megatron.core.dist_checkpointing.strategies.filesystem_async``, for which the rank waits.
+    several.  The rank waits for this.
     """
 
     @functools.wraps(preload)

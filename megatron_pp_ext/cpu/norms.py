@@ -17,10 +17,7 @@ from megatron_pp_ext.around import around
 def mark_for_sequence_parallelism(
     make: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the norm of a model that is not sequence-parallel, and mark its parameters.
-
-    Seam: ``WrappedTorchNorm.__new__`` in ``megatron.core.transformer.torch_norm``.
-    """
+    """Make the norm of a model that is not sequence-parallel, and mark its parameters."""
     if not config.sequence_parallel:
         return make(cls, config, *args, **kwargs)
     plain = copy.copy(config)

@@ -1,7 +1,5 @@
 """Let the distributed optimizer resume with torch's Adam and fp32 weights.
 
-Seams: four methods of ``DistributedOptimizer`` in ``megatron.core.optimizer.distrib_optimizer``.
-
 On a GPU machine Megatron's Adam comes from Apex or Transformer Engine, which count steps once a group.
 Without them it is torch's, which counts steps once a parameter. With torch's, Megatron saves a distributed
 optimizer and then cannot load it: it reads the step of a fresh optimizer, which has none yet; it looks for

@@ -6,7 +6,7 @@ are built while it is: their chunks are placed by it, and their steps run by it 
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
@@ -67,6 +68,8 @@ class _Call:
 
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
         """Return what the call requests; ValueError, in one line, if it cannot be."""
+        if self.trace is not None:
+            require_writable("trace", Path(self.trace))
         given = None if self.costs is None else call.read_costs(self.costs)
         chunks = self.chunks
         if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
@@ -115,10 +118,11 @@ def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool
 
 
 def _patience(timeout: float | timedelta) -> timedelta:
-    patience = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
-    if patience <= timedelta(0):
-        raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
-    return patience
+    with suppress(TypeError, ValueError, OverflowError):
+        patience = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+        if patience > timedelta(0):
+            return patience
+    raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
 
 
 _installed: tuple[_Call, requested.Pipeline, InForce] | None = None

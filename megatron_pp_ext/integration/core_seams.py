@@ -15,19 +15,18 @@ from megatron_pp_ext.integration.core import (
     offload_order,
     placed_functions,
     placed_models,
-    planned_weights,
     replicated_ranks,
     stage_optimizer,
 )
 from megatron_pp_ext.integration.patching import seams_of
-from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.runners import choose, planned_stage
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
     *seams_of(replicated_ranks, mirrored_chunks, placed_models, placed_functions),
     # The step: which actions run in which order, with the backward in two halves, and pairs of actions.
     *seams_of(
-        choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, planned_weights
+        choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, planned_stage
     ),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
     *seams_of(stage_optimizer, nesterov, checkpoint_copies),

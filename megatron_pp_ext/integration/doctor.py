@@ -20,7 +20,7 @@ from megatron_pp_ext import activation
 from megatron_pp_ext.integration import patching, releases, trainers_tried
 from megatron_pp_ext.job.rules.asked import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
-from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
+from megatron_pp_ext.runtime.nccl_version import loaded_nccl
 
 HANGS = (
     "Hangs: every schedule is proved free of them (the catalogue's, compiled ones, checked csv files), "
@@ -129,7 +129,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 def _nccl_version() -> str:
     try:
-        built = ".".join(map(str, built_nccl()))
+        built = ".".join(map(str, torch.cuda.nccl.version()))
     except AttributeError:
         built = "torch does not report its version"
     loaded = loaded_nccl()

@@ -25,6 +25,8 @@ def requested(
 
     The arguments are those of ``megatron_pp_ext.install``.
     """
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
     for name, value, least in (("ranks", ranks, 2), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(
@@ -85,4 +87,9 @@ def read_costs(given: str | Path | Costs | Sequence[float]) -> Costs:
             return costs_file.read(given)
         except OSError as error:
             raise ValueError(f"costs: {error}; give the path of a file with costs") from error
-    return Costs(tuple(StageCosts(number, number, number) for number in given))
+    try:
+        return Costs(tuple(StageCosts(number, number, number) for number in given))
+    except TypeError:
+        raise ValueError(
+            f"costs are {given!r}; give the path of a file, Costs, or a number for each stage"
+        ) from None

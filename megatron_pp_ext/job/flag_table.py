@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,11 +125,29 @@ _TYPES: dict[str | None, Callable[[str], Any]] = {
 def installed() -> list[Row]:
     """Return the rows of the installed Megatron; of the newest where there is none, or one unknown here."""
     releases = by_release()
+    return releases.get(_release(), [*releases.values()][-1])
+
+
+def unknown() -> list[str]:
+    """Return a sentence where the table does not have the flags of the installed Megatron."""
+    here, known = _release(), [*by_release()]
+    if not here or here in known:
+        return []
+    return [f"Megatron {here} has flags that are not known here; they are read as those of {known[-1]}"]
+
+
+def _release() -> str:
+    """Return the first two numbers of the Megatron that Python would import; empty if there is none.
+
+    It may be that of a checkout, which has no metadata.
+    """
     try:
-        release = ".".join(version("megatron-core").split(".")[:2])
-    except PackageNotFoundError:
-        release = ""
-    return releases.get(release, [*releases.values()][-1])
+        core = find_spec("megatron.core")
+        folders = core.submodule_search_locations if core else None
+        about = [Path(folder, "package_info.py").read_text(encoding="utf-8") for folder in folders or ()]
+    except (ModuleNotFoundError, OSError):
+        return ""
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", "".join(about[:1]), re.MULTILINE))
 
 
 @cache

@@ -66,6 +66,7 @@ def missing(flags: Sequence[str]) -> list[str]:
     words = words_of(flags)
     given = set(words)
     length = last(words, "--seq-length")
+    is_computed_again = last(words, "--recompute-granularity") == "full"
     stand_ins: tuple[tuple[Collection[str], list[str]], ...] = (
         (("--micro-batch-size",), ["--micro-batch-size", "1"]),
         (("--max-position-embeddings",), ["--max-position-embeddings", length] if length else []),
@@ -75,6 +76,8 @@ def missing(flags: Sequence[str]) -> list[str]:
         (("--eval-interval", "--eval-iters"), ["--eval-iters", "0"]),
         (("--tokenizer-type", "--vocab-file"), ["--tokenizer-type", "NullTokenizer"]),
         (_DATA, ["--mock-data"]),
+        (("--recompute-method",), ["--recompute-method", "uniform"] if is_computed_again else []),
+        (("--recompute-num-layers",), ["--recompute-num-layers", "1"] if is_computed_again else []),
         (("--save-interval",), ["--save-interval", "1000"] if "--save" in given else []),
     )
     return [word for names, stand_in in stand_ins if not given.intersection(names) for word in stand_in]

@@ -24,6 +24,12 @@ _STATES = {
 }
 """Jobs by their state in SLURM; all other states (FAILED, CANCELLED, NODE_FAIL ...) are failures."""
 
+_QUEUE = ("squeue", "--noheader", "--states=all", "--format=%i %T")
+"""Lists jobs that wait or run."""
+
+_ACCOUNTS = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State")
+"""Lists jobs that have left the queue, if the cluster keeps accounts."""
+
 UNKNOWN_AT_MOST = 10
 """Queries in a row for which a job may be in neither queue nor accounts: the two lag behind each other."""
 
@@ -41,9 +47,9 @@ class Slurm:
         waiting = {number: job for job in jobs if (number := _submitted(job, timeout, on_change))}
         unknown = dict.fromkeys(waiting, 0)
         while waiting := {number: job for number, job in waiting.items() if not job.state.is_final}:
-            known = _queue(list(waiting))
+            known = _states(_QUEUE, None, list(waiting))
             gone = [number for number in waiting if number not in known]
-            known |= _accounts(gone) if gone else {}
+            known |= _states(_ACCOUNTS, "|", gone) if gone else {}
             for number, job in waiting.items():
                 unknown[number] = 0 if number in known else unknown[number] + 1
                 if number in known:
@@ -76,25 +82,13 @@ def _submitted(job: Job, timeout: float, on_change: OnChange) -> str | None:
     return number
 
 
-def _queue(numbers: list[str]) -> dict[str, State]:
-    """Return the states of jobs that wait or run; SLURM gives none for numbers that it has forgotten."""
-    command = ["squeue", "--noheader", "--states=all", "--format=%i %T", "--jobs", ",".join(numbers)]
+def _states(command: Sequence[str], separator: str | None, numbers: list[str]) -> dict[str, State]:
+    """Return the states of jobs by number as ``command`` lists them; empty if it knows none of them."""
     try:
-        rows = [line.split() for line in _output(command).splitlines()]
+        printed = _output([*command, "--jobs", ",".join(numbers)])
     except ValueError:
         return {}
-    return {row[0]: _STATES.get(row[1], State.FAIL) for row in rows if len(row) == 2}
-
-
-def _accounts(numbers: list[str]) -> dict[str, State]:
-    """Return the states of jobs that have left the queue; empty if the cluster keeps no accounts."""
-    columns = ["--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"]
-    try:
-        rows = [
-            line.split("|") for line in _output(["sacct", *columns, "--jobs", ",".join(numbers)]).splitlines()
-        ]
-    except ValueError:
-        return {}
+    rows = [line.split(separator) for line in printed.splitlines()]
     # "CANCELLED by 1000"
     return {row[0]: _STATES.get(row[1].split()[0], State.FAIL) for row in rows if len(row) == 2 and row[1]}
 

@@ -63,12 +63,13 @@ def read(
     args = flag_table.parse(mine, start, has_other_flags)
     settle(args)
     if given is None:
-        return Described(mine, Asked(args))
+        return Described(mine, Asked(args), flag_table.unknown())
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
-    notes = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
-    return Described([*flag_words.spelled(kept), *mine], Asked(args), [*_replaced(given, kept, mine), *notes])
+    about = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
+    notes = [*flag_table.unknown(), *_replaced(given, kept, mine), *about]
+    return Described([*flag_words.spelled(kept), *mine], Asked(args), notes)
 
 
 def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> list[str]:

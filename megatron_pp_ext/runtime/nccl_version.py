@@ -2,13 +2,6 @@
 
 import ctypes
 
-import torch
-
-
-def built_nccl() -> tuple[int | str, ...]:
-    """Return the version that torch was built with; AttributeError where torch does not report it."""
-    return torch.cuda.nccl.version()
-
 
 def loaded_nccl() -> tuple[int, ...] | None:
     """Return the version of the library that this process has loaded, or None where it cannot be asked.

@@ -6,6 +6,7 @@ back to all ranks, and each adds it to the rows that it has.  For frozen rows no
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ class SharedEmbedding:
 
     A microbatch has tokens of ``shape``, all on ``device``.  ``home`` is the rank of the pipeline with the
     first stage; there ``tokens(microbatch)`` returns them, and is called for one microbatch after the other.
+    ``completing`` makes a context around the end of the step, which completes the gradient.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class SharedEmbedding:
         exchanges: Exchanges,
         home: int,
         tokens: Callable[[int], torch.Tensor] | None = None,
+        completing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._rows, self._shape, self._device = rows, shape, device
         self._exchanges, self._home, self._tokens = exchanges, home, tokens
+        self._completing = completing
         self._kept: dict[int, _Microbatch] = {}
         self._arriving: tuple[int, dist.Work] | None = None
         self._sent: _Microbatch | None = None
@@ -74,9 +78,10 @@ class SharedEmbedding:
 
     def close(self) -> None:
         """End a step: all gradients are added.  An evaluation has none."""
-        self._add_arrived()
-        self._release_sent()
-        self._kept.clear()
+        with self._completing():
+            self._add_arrived()
+            self._release_sent()
+            self._kept.clear()
 
     def _broadcast_tokens(self, microbatch: int) -> None:
         if self._tokens is not None:

@@ -14,6 +14,8 @@ multiplied by g, the gradient of the token's loss.  Frozen rows have no T, and n
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -102,7 +104,8 @@ class SharedOutput:
     The last stage's output has ``shape``, ... x hidden, with the weight's type and device.  ``home`` is the
     rank of the pipeline that holds the last stage, and there ``head`` is given.  All ranks launch the
     ``exchanges`` in one order, the plan's (``schedule.messages``).  An evaluation has losses, and nothing
-    else.
+    else.  ``completing`` makes a context around the last T of the step, of ``gradients``, which completes the
+    weight's gradient.
     """
 
     def __init__(
@@ -114,8 +117,11 @@ class SharedOutput:
         head: Head | None = None,
         tensor_ranks: TensorRanks = ALONE,
         is_evaluation: bool = False,
+        completing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        gradients: int = 0,
     ) -> None:
         self._is_evaluation = is_evaluation
+        self._completing, self._gradients_left = completing, gradients
         self._rows, self._shape, self._head = rows, shape, head
         self._exchanges, self._home, self._tensor_ranks = exchanges, home, tensor_ranks
         self._kept: dict[int, _Microbatch] = {}
@@ -189,7 +195,9 @@ class SharedOutput:
         difference = kept.exponentials * scale
         difference.scatter_add_(1, row, of_label)
         difference *= kept.loss_gradient
-        self._rows.add_gradient(difference.to(kept.hidden.dtype).t() @ kept.hidden)
+        self._gradients_left -= 1
+        with nullcontext() if self._gradients_left else self._completing():
+            self._rows.add_gradient(difference.to(kept.hidden.dtype).t() @ kept.hidden)
 
     def _ended(self, microbatch: int) -> _Microbatch:
         """Take out a microbatch, whose exchanges are over."""

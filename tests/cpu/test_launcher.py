@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import __main__ as launcher
+from megatron_pp_ext import cpu, integration
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,17 @@ def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert name == "__main__"
     assert argv == [str(script), "--lr", "--help"]
     assert path == [str(tmp_path), "installed packages"]
+
+
+def test_cpu_may_be_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a batch script, for one, and by the user."""
+    for module, names in ((cpu, ("install", "fork_checkpoint_writers")), (integration, ("install",))):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *given: None)
+    monkeypatch.setattr(cpu, "with_cpu_flags", lambda words: [*words, "--needed"])
+    monkeypatch.setattr(sys, "argv", ["script", "--cpu", "--lr", "1", "--cpu"])
+    launcher.prepare()
+    assert sys.argv == ["script", "--lr", "1", "--needed"]
 
 
 def test_a_link_stands_for_the_script_that_it_leads_to(

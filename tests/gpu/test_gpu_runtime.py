@@ -16,7 +16,7 @@ import torch.multiprocessing
 from benchmarks.gpu.sharing import FIRST_NCCL, SHARED
 from megatron_pp_ext.runtime.channels import Channels, direction_groups
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.nccl_version import built_nccl, loaded_nccl
+from megatron_pp_ext.runtime.nccl_version import loaded_nccl
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
@@ -96,7 +96,7 @@ def _whole(stages: int) -> dict[tuple[int, str], torch.Tensor]:
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_gradients_equal_those_of_one_piece(ranks: int, backend: str, tmp_path: Path) -> None:
-    version = loaded_nccl() or built_nccl()
+    version = loaded_nccl() or torch.cuda.nccl.version()
     if backend == "nccl" and ranks > torch.cuda.device_count() and version < FIRST_NCCL:
         pytest.skip("this NCCL does not let several ranks share a GPU (2.30 or newer does)")
     context = torch.multiprocessing.spawn(_work, (ranks, backend, str(tmp_path)), nprocs=ranks, join=False)

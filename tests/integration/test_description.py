@@ -46,6 +46,9 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
     ("flags", "message"),
     [
         ("--hidden-size 33", "--hidden-size 33 is not divisible by --num-attention-heads 4"),
+        ("--group-query-attention --num-query-groups 3", "3 does not divide --num-attention-heads 4"),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4: lower it"),
+        ("--bf16 --fp16", "contradict each other"),
         ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
         ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
         (

@@ -40,7 +40,8 @@ EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
         [
             ("2-1", 2, "latest", (*SGD, *EVALUATED)),
             ("3-1", 3, "same", SGD),
-            ("1-2", 4, "previous", ADAM),
+            ("1-2", 2, "latest", ADAM),
+            ("2-1", 4, "previous", SGD),
         ],
     ),
 )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.rules.all_rules import TABLE, refuse, refuse_config
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
@@ -272,6 +273,15 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
         assert error.value.rule is expected
         line = str(error.value)
         assert "\n" not in line and "None" not in line and ("{" in excerpt or excerpt in line)
+
+
+def test_conditions_are_about_what_there_is() -> None:
+    """A name that nothing has is None, and its rule would never hold."""
+    flags = {row["dest"] for rows in flag_table.by_release().values() for row in rows}
+    known = flags | set(our_flags.names()) | set(dir(Asked))
+    conditions = [rules.when for rules in TABLE] + [rule.asked for rules in TABLE for rule in rules.rows]
+    parts = {part.removeprefix("not ") for condition in conditions for part in condition.split(", ") if part}
+    assert {part.split()[0].split(".")[0] for part in parts} <= known
 
 
 def test_every_rule_has_a_case() -> None:

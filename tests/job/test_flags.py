@@ -1,5 +1,8 @@
 """Command lines that are read without Megatron's parser, and written."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron_pp_ext.job import flag_table, flag_words
@@ -64,3 +67,21 @@ def test_a_script_s_own_flags_are_passed_over() -> None:
 )
 def test_arguments_are_spelled_as_they_are_read(values: dict[str, object], words: str) -> None:
     assert flag_words.spelled(values) == words.split()
+
+
+def test_the_flags_are_those_of_the_megatron_that_python_would_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout in front of the installed wheel; a release that is not in the table is said to be none."""
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.with_name("__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    info.write_text("MAJOR = 0\nMINOR = 17\nPATCH = 3\n")
+    assert flag_table.installed() == flag_table.by_release()["0.17"] and not flag_table.unknown()
+    info.write_text("MAJOR = 1\nMINOR = 2\n")
+    assert flag_table.installed() == [*flag_table.by_release().values()][-1]
+    (said,) = flag_table.unknown()
+    assert said.startswith("Megatron 1.2 has flags that are not known here")

@@ -64,15 +64,15 @@ def flex(limit: float | tuple[float, ...]) -> Request:
 @pytest.mark.parametrize("limits", [(0.45, 1.0, 1.0), (1.0, 1.0, 0.45)])
 def test_each_rank_keeps_its_own_limit(limits: tuple[float, ...]) -> None:
     """The ranks with more memory use it, for a shorter step than all would have with the least."""
-    found = flex(limits).compile(COSTS, trials=50).timeline
+    found = flex(limits).compile(COSTS, trials=12).timeline
     amounts = tuple(fraction * RANKS * 8.0 for fraction in limits)
     assert keeps(found, amounts)
     assert not keeps(found, (min(amounts),) * RANKS)
-    assert found.makespan < flex(min(limits)).compile(COSTS, trials=50).timeline.makespan
+    assert found.makespan < flex(min(limits)).compile(COSTS, trials=12).timeline.makespan
 
 
 def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeline:
-    schedule = compiled_beside_vocabulary(flex(limit), COSTS, shared, trials=50).known
+    schedule = compiled_beside_vocabulary(flex(limit), COSTS, shared, trials=12).known
     assert schedule is not None
     return simulate(schedule, shared.merged(schedule.placement.stages))
 
@@ -90,7 +90,7 @@ def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
 def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(free, is_shorter):
     """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
     shared = COSTS.with_shared_output_layer(12.0, RANKS)
-    source = compiled_beside_vocabulary(named(AUTO, RANKS, MICROBATCHES), COSTS, shared, trials=50)
+    source = compiled_beside_vocabulary(named(AUTO, RANKS, MICROBATCHES), COSTS, shared, trials=12)
     least = (30.0,) * RANKS
     found, lower = (
         simulate(source.build(MICROBATCHES, partial(tuple, have)), shared) for have in (free, least)

@@ -38,3 +38,13 @@ def test_a_short_run_overrides_the_flags_of_the_real_one() -> None:
 def test_files_of_the_real_run_are_left_alone() -> None:
     flags = "--save=out --lr 1 --load in --pipeline-trace a.json --tensorboard-dir=t --bf16"
     assert list(command.without(flags.split())) == ["--lr", "1", "--bf16"]
+
+
+def test_full_recomputation_needs_more_than_its_name() -> None:
+    """Megatron refuses it without a method and a number of layers."""
+    again = ["--recompute-granularity", "full"]
+    stand_ins = " ".join(command.missing(again))
+    assert "--recompute-method uniform --recompute-num-layers 1" in stand_ins
+    given = [*again, "--recompute-method", "block", "--recompute-num-layers", "3"]
+    for flags in (given, ["--recompute-granularity", "selective"]):
+        assert not any(word.startswith("--recompute") for word in command.missing(flags))

@@ -13,7 +13,7 @@ from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
-from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps, FlushFreeTracing
+from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
@@ -130,7 +130,7 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     losses = LossesOnLastRank(pipeline.placement, transport)
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)
-        return PipelineRunner(endless, FlushFreeTracing(endless), losses)
+        return PipelineRunner(endless, Tracing(endless.part_of_trace), losses)
     if pipeline.profile_steps is not None:
         guide = ProfileGuide(pipeline)
         return PipelineRunner(flushed(guide, transport), guide, losses)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.data_parallel import last_actions
 from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
-from megatron_pp_ext.integration.runners import free_memory, tracing
+from megatron_pp_ext.integration.runners import free_memory
 from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.settings import Settings
@@ -47,10 +47,12 @@ class FlushFreeSteps:
         """The peak of this rank's kept weight versions, in bytes, the newest one not counted."""
         return self._running.most_version_bytes if self._running else 0
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """The updates that are done, and those of the whole run as far as they are known."""
-        return (self._running.done, self._running.total) if self._running else (0, RECORDED_UPDATES)
+    def part_of_trace(self) -> tuple[int, int]:
+        """Return the number of the next update in its trace, and the updates of one trace."""
+        if self._running is None:
+            return 0, RECORDED_UPDATES
+        parts = min(RECORDED_UPDATES, self._running.total)
+        return self._running.done % parts, parts
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
@@ -68,20 +70,6 @@ class FlushFreeSteps:
         if self._running is None:
             self._running = _RunningPipeline(self._pipeline, place, inputs)
         self._running.update(inputs, recorder)
-
-
-class FlushFreeTracing(tracing.Tracing):
-    """Records several updates in one trace, since to write it all stages wait for each other."""
-
-    def __init__(self, steps: FlushFreeSteps) -> None:
-        self._steps = steps
-
-    def step(self, inputs: StepInputs) -> Any:
-        """See ``pipeline_runner.Recording``."""
-        done, total = self._steps.progress
-        parts = min(RECORDED_UPDATES, total)
-        part = done % parts
-        return tracing.recording(inputs.group, inputs.model, inputs.forward_only, part=part, parts=parts)
 
 
 class _Place:

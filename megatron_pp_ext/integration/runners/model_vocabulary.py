@@ -5,7 +5,7 @@ The first stage's embedding and the last stage's output layer were replaced by p
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,18 +55,16 @@ class ModelVocabulary(SharedVocabulary):
         tensor_ranks = _tensor_ranks(inputs.config)
         tokens, batch, _ = inputs.shape
         super().__init__(
-            _Embedding(
-                embedding_completes if trains and not inputs.forward_only else nullcontext,
+            SharedEmbedding(
                 _rows(table),
                 torch.Size((batch, tokens * tensor_ranks.parts)),
                 device(),
                 exchanges,
                 placement.rank_of(0),
                 ahead.tokens if ahead else None,
+                embedding_completes if trains and not inputs.forward_only else nullcontext,
             ),
-            _Output(
-                output_completes,
-                sum(action.kind is Kind.T for action in plan.actions),
+            SharedOutput(
                 _rows(scorer),
                 torch.Size(inputs.shape),
                 exchanges,
@@ -74,6 +72,8 @@ class ModelVocabulary(SharedVocabulary):
                 head,
                 tensor_ranks,
                 inputs.forward_only,
+                output_completes,
+                sum(action.kind is Kind.T for action in plan.actions),
             ),
         )
         for part, chunk in ((table, 0), (scorer, len(models) - 1))[scorer.is_tied :]:
@@ -111,38 +111,6 @@ def _completing(data_parallel: DataParallel, part: VocabularyPart, chunk: int) -
         yield
         if hasattr(part.weight, "count"):
             part.weight.count()
-
-
-Completing = Callable[[], AbstractContextManager[None]]
-"""Makes the context of what completes a gradient; ``nullcontext`` where nothing does."""
-
-
-class _Embedding(SharedEmbedding):
-    """An embedding whose gradient is complete at the end of the step, if it has one."""
-
-    def __init__(self, completing: Completing, *about: Any) -> None:
-        super().__init__(*about)
-        self._completing = completing
-
-    def close(self) -> None:
-        """See ``SharedEmbedding``."""
-        with self._completing():
-            super().close()
-
-
-class _Output(SharedOutput):
-    """An output layer whose last weight gradient of the step, of ``count``, completes an untied weight's."""
-
-    def __init__(self, completing: Completing, count: int, *about: Any) -> None:
-        super().__init__(*about)
-        self._completing = completing
-        self._gradients_left = count
-
-    def weight_gradient(self, microbatch: int) -> None:
-        """See ``SharedOutput``."""
-        self._gradients_left -= 1
-        with nullcontext() if self._gradients_left else self._completing():
-            super().weight_gradient(microbatch)
 
 
 def has_frozen_output(model: Sequence[Any]) -> bool:

@@ -5,23 +5,28 @@ Megatron takes a layer apart into attention, dispatch, experts and combination
 parts of a forward and of a backward in turn: what one of them computes hides what the other sends to the
 experts of other ranks.  Which halves meet, and in which order, is the schedule's (``Schedule.paired``).
 
-The weight gradients of a B in a pair come where a plan calls ``backward_dw``: behind the input gradients of
-the experts, while tokens travel (``hooks.planned_weights``).
+The weight gradients of a B in a pair come where a plan calls ``backward_dw`` of its nodes, as Megatron does
+for those that Transformer Engine has put off (--delay-wgrad-compute): behind the input gradients of experts,
+while tokens travel, and behind those of the attention.  Here ``runtime.split`` puts them off, for local
+layers too.
 
 A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and backwards
 that stand alone are therefore run by plans too, as in Megatron's own schedule.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel.utils import set_streams
 
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -75,6 +80,25 @@ class PlannedStage(ModelStage):
         with self.at_work():
             _, _, input_gradient = self.combined(**_NO_FORWARD, **self.backward_half(microbatch, gradient))
         return input_gradient
+
+
+_WHY = "weight gradients of a backward in a pair, while tokens travel"
+
+
+@hook(
+    "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw",
+    {CORE_0_17: "self", CORE_0_19: None},
+    _WHY,
+)
+@hook(
+    "megatron.core.models.common.utils:TransformerLayerNode.backward_dw",
+    {CORE_0_19: "self"},
+    _WHY,
+)
+def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
+    """Run the weight gradients that a backward in a pair has put off so far."""
+    stock(self)
+    STORE.run_part()
 
 
 def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, PlannedStage]:

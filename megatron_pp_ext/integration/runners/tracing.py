@@ -1,6 +1,6 @@
 """Recording a training step, under our schedules and under stock's, and writing its trace."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
@@ -67,11 +67,18 @@ def recording(
 
 
 class Tracing:
-    """Records what --pipeline-trace requests; a ``pipeline_runner.Recording``."""
+    """Records what --pipeline-trace requests; a ``pipeline_runner.Recording``.
+
+    ``part`` returns the number of the step that comes, and the number of steps, of one trace.
+    """
+
+    def __init__(self, part: Callable[[], tuple[int, int]] = lambda: (0, 1)) -> None:
+        self._part = part
 
     def step(self, inputs: StepInputs) -> AbstractContextManager[StepRecorder | None]:
         """See ``pipeline_runner.Recording``."""
-        return recording(inputs.group, inputs.model, inputs.forward_only)
+        part, parts = self._part()
+        return recording(inputs.group, inputs.model, inputs.forward_only, part=part, parts=parts)
 
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
         """See ``pipeline_runner.Recording``."""

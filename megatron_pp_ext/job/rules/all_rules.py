@@ -8,17 +8,9 @@ from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.rules.rule import Refused, read
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
-TOPICS = {
-    topic: read(topic)
-    for topic in (
-        "measuring",
-        "stock",
-        "schedules",
-        "pairs_and_vocabulary",
-        "without_flush",
-        "activations_on_host",
-    )
-}
+_FILES = "measuring", "stock", "schedules", "pairs_and_vocabulary", "without_flush", "activations_on_host"
+
+TOPICS = {file: read(file) for file in _FILES}
 """The rules by the files that they are in."""
 
 TABLE = tuple(rules for topic in TOPICS.values() for rules in topic)

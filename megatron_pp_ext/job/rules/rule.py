@@ -29,9 +29,9 @@ class Rule:
 
     def holds(self, asked: Asked) -> bool:
         """Whether it was asked, on such releases."""
-        return (not self.releases or _is_among(self.releases, asked)) and holds(
-            self.asked or self._by_itself, asked
-        )
+        if self.releases and not _is_among(self.releases, asked):
+            return False
+        return holds(self.asked or self._by_itself, asked)
 
     @property
     def _by_itself(self) -> str:

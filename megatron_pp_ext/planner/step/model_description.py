@@ -79,6 +79,16 @@ def require_complete(args: Namespace, where: str) -> None:
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
             f"{args.num_attention_heads}: change one, or give --kv-channels"
         )
+    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {args.num_query_groups} does not divide --num-attention-heads "
+            f"{args.num_attention_heads}: change one of them"
+        )
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise ValueError(
+            f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}: "
+            "lower it"
+        )
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16 contradict each other: leave one out")
 
