@@ -29,6 +29,6 @@ def _alive(weights: list[torch.Tensor]) -> int:
 
 
 def share_storage(given: torch.Tensor, source: torch.Tensor) -> None:
-    """Give a tensor that was emptied the numbers of ``source``; Megatron's own is built by a compiler first."""
+    """Give an emptied tensor the numbers of ``source``; Megatron's own way has to be compiled first."""
     given.untyped_storage().resize_(source.untyped_storage().nbytes())
     given.untyped_storage().copy_(source.untyped_storage())
