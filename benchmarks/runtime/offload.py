@@ -3,7 +3,7 @@
     python -m benchmarks.runtime.offload [--ranks 4] [--repeats 3]
 
 Stages sleep, and so do copies, each way on a thread of its own.  Every family runs with the copies that
-``schedule.offload`` plans.  Writes results/offload_runtime.md.
+``schedule.longer_plans`` plans for a share.  Writes results/offload_runtime.md.
 """
 
 import gc
@@ -27,7 +27,8 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.offload import share_away, with_share
+from megatron_pp_ext.schedule.longer_plans import with_whole_share
+from megatron_pp_ext.schedule.offload import share_away
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.copy_engines import Threads
 from tests.support.ranks import run_ranks
@@ -37,7 +38,7 @@ SAVED = 4 << 20
 """The bytes that each stage keeps of a microbatch."""
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb")
-CASES = [(name, *copies) for name in FAMILIES for copies in ((0.0, 0.5), (0.5, 0.5), (1.0, 1 / 3))]
+CASES = [(name, *copies) for name in FAMILIES for copies in ((0.0, 0.5), (0.5, 0.5), (1.0, 1.0))]
 """The family, the share that is to leave, and the part of an F that a copy of its activations takes."""
 
 
@@ -71,7 +72,7 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
         for stage in costs.stages
     )
     costs = replace(costs, stages=stages)
-    return with_share(schedule, costs, share) if share else simulate(schedule, costs)
+    return with_whole_share(schedule, costs, share) if share else simulate(schedule, costs)
 
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:
