@@ -36,7 +36,11 @@ def whole(path: Path) -> Iterator[Path]:
     there.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        yield path
+        try:
+            yield path
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a write by itself does not name its file
+            raise
         return
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent)

@@ -112,6 +112,10 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as other, whole(tmp_path / "b.json"):
         (tmp_path / "source").read_text()
     assert Path(other.value.filename).name == "source"
+    if Path("/dev/full").exists():  # on Linux
+        with pytest.raises(OSError, match="No space left") as full:
+            write_whole(Path("/dev/full"), "text")
+        assert full.value.filename == "/dev/full"
 
 
 def test_what_is_no_ordinary_file_is_written_in_its_place(tmp_path: Path) -> None:

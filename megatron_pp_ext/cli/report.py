@@ -96,10 +96,10 @@ def report(
     Without copies to the host it is the step ``alone``, or that of its own order.
     """
     schedule = timeline.schedule
+    if schedule.copies and files.csv is not None:
+        raise ValueError("--csv and --offload do not go together, a CSV has no copies: leave one out")
     show({schedule.name: timeline}, units, files.paths)
     if schedule.copies:
-        if files.csv is not None:
-            raise ValueError("--csv and --offload do not go together, a CSV has no copies: leave one out")
         alone = alone or without_copies(schedule, timeline.costs)
         before, now = (max(one.peak_microbatches) for one in (alone, timeline))
         console.print(

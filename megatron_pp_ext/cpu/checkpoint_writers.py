@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.cpu.orphans import leave_no_orphans
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
@@ -22,7 +23,8 @@ def fork_checkpoint_writers(argv: Sequence[str]) -> None:
 
     These are the queue through which writers report and, for --async-save, the process that writes. Megatron
     keeps the first of each that is made, so it is enough to make them earlier. This has to be called before
-    the process groups start their threads, so that the fork is safe. Nothing is replaced, and a Megatron that
+    the process groups start their threads, so that the fork is safe. Megatron ends the process that writes
+    after the last step; the one that it makes for a checkpoint after that is forked, too. A Megatron that
     starts them in another way goes on doing so. They end with this process, however that ends.
     """
     flags = {word.partition("=")[0] for word in argv}
@@ -30,15 +32,26 @@ def fork_checkpoint_writers(argv: Sequence[str]) -> None:
         return
     leave_no_orphans()
     writer = importlib.import_module(f"{STRATEGIES}.filesystem_async")
-    _fork(getattr(writer, "get_write_results_queue", None))
+    if start := _starter(writer, "get_write_results_queue"):
+        _fork(start)
     if {"--async-save", "--use-persistent-ckpt-worker"} <= flags:
-        calls = importlib.import_module(f"{STRATEGIES}.async_utils").AsyncCallsQueue
-        _fork(getattr(calls, "warmup_persistent_caller", None), rank=int(os.environ.get("RANK", "0")))
+        caller = importlib.import_module(f"{STRATEGIES}.async_utils").PersistentAsyncCaller
+        if start := _starter(caller, "_get_process"):
+            caller._get_process = staticmethod(functools.partial(_fork, start))
+            _fork(start, int(os.environ.get("RANK", "0")))
 
 
-def _fork(start: Callable[..., Any] | None, **arguments: int) -> None:
-    if start is not None and "mp_mode" in inspect.signature(start).parameters:
-        start(mp_mode="fork", **arguments)
+def _starter(holder: Any, name: str) -> Callable[..., Any] | None:
+    """Return the function that starts a process; None where this Megatron has none that can fork it."""
+    start = getattr(holder, name, None)
+    return start if start is not None and "mp_mode" in inspect.signature(start).parameters else None
+
+
+def _fork(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``start``, and let it fork what it starts, whatever the call says."""
+    call = bound(start, *args, **kwargs)
+    call.arguments["mp_mode"] = "fork"
+    return start(*call.args, **call.kwargs)
 
 
 def copy_shared(preload: Callable[..., Any]) -> staticmethod:

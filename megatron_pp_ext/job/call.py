@@ -46,11 +46,10 @@ def requested(
     else:
         # Beside offload="auto" the limit is that of the copies, which any schedule has.
         own = None if limit is None or (offload == AUTO and not can.takes_limit) else limit
-        request = named(
-            schedule, ranks, microbatches, chunks, None if own is None else memory_limit.read(own, ranks)
-        )
+        read = None if own is None else memory_limit.read(own, ranks, memory_limit.BY_CALL)
+        request = named(schedule, ranks, microbatches, chunks, read)
     if offload is not None:
-        request = offloading.requested(request, offload, limit, "offload")
+        request = offloading.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
     return replace(request, vocabulary=vocabulary)
 
 

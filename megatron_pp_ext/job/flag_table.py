@@ -136,10 +136,11 @@ def unknown() -> list[str]:
     return [f"Megatron {here} has flags that are not known here; they are read as those of {known[-1]}"]
 
 
+@cache
 def _release() -> str:
     """Return the first two numbers of the Megatron that Python would import; empty if there is none.
 
-    It may be that of a checkout, which has no metadata.
+    It may be that of a checkout, which has no metadata.  The disk is searched once.
     """
     try:
         core = find_spec("megatron.core")

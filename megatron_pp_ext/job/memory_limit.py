@@ -8,28 +8,31 @@ from contextlib import suppress
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 
-_FLAG = "--pipeline-memory-limit"
+BY_FLAG = "--pipeline-memory-limit", "--pipeline-model-parallel-size"
+BY_CALL = "memory_limit", "ranks"
+"""The names under which the limit and the number of ranks are given."""
 
 
-def read(given: float | str, ranks: int) -> Limit:
+def read(given: float | str, ranks: int, names: tuple[str, str] = BY_FLAG) -> Limit:
     """Return the limit that ``given`` is on ``ranks`` pipeline ranks; ValueError if it cannot be."""
-    found = numbers(given)
+    name, size = names
+    found = numbers(given, name)
     if len(found) == 1:
         return found[0]
     if len(found) != ranks:
         raise ValueError(
-            f"{_FLAG} {given} is for {len(found)} ranks, but --pipeline-model-parallel-size is {ranks}; "
+            f"{name} {given} is for {len(found)} ranks, but {size} is {ranks}; "
             f"give one number for all ranks, or {ranks}"
         )
     if min(found) <= LARGEST_FRACTION < max(found):
         raise ValueError(
-            f"{_FLAG} {given} mixes fractions, which are up to {LARGEST_FRACTION:g}, and bytes; give all "
+            f"{name} {given} mixes fractions, which are up to {LARGEST_FRACTION:g}, and bytes; give all "
             "ranks fractions, or all bytes"
         )
     return found
 
 
-def numbers(given: float | str) -> tuple[float, ...]:
+def numbers(given: float | str, name: str = BY_FLAG[0]) -> tuple[float, ...]:
     """Return the numbers in ``given``, one or several; ValueError unless all are above 0."""
     found: tuple[float, ...] = ()
     for parts in ([given], str(given).split("-")):  # 1e-3 is one number, too
@@ -37,7 +40,7 @@ def numbers(given: float | str) -> tuple[float, ...]:
             found = found or tuple(map(float, parts))
     if not found or not all(0 < number < math.inf for number in found):
         raise ValueError(
-            f"{_FLAG} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
+            f"{name} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
             "or a number of bytes, for all ranks or, as in 0.9-0.8, for each"
         )
     return found

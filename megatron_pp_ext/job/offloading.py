@@ -28,6 +28,7 @@ def requested(
     given: float | str,
     limit: float | str | None,
     name: str = "--pipeline-offload",
+    limit_names: tuple[str, str] = memory_limit.BY_FLAG,
 ) -> Request:
     """Return ``request`` with what is ``given`` as ``name``, and with the ``limit`` that copies have to keep.
 
@@ -35,7 +36,7 @@ def requested(
     """
     if given == AUTO:
         if limit is not None and request.limit is None:
-            request = replace(request, limit=memory_limit.read(limit, request.ranks))
+            request = replace(request, limit=memory_limit.read(limit, request.ranks, limit_names))
         return replace(request, offload=AUTO)
     try:
         share = float(given or 0)

@@ -7,7 +7,7 @@ come from and in what the stages cost; what the flags mean is the same for all o
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.job import layers, memory_limit, offloading, replicas, sizes, updates
+from megatron_pp_ext.job import layers, measurements, memory_limit, offloading, replicas, sizes, updates
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
@@ -22,6 +22,7 @@ from megatron_pp_ext.schedule.placement import linear, wave
 def for_world(asked: Asked, world_size: int) -> Request:
     """The request of what was ``asked`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
     all_rules.refuse(asked)
+    measurements.profile_steps(asked.pipeline_profile_steps, asked.train_iters)
     return read(asked, sizes.data_parallel_size(asked.job, world_size))
 
 

@@ -63,7 +63,8 @@ def refusal(result):
         ("compare -p 1", "at least 2"),
         ("compare -m 0", "at least 1"),
         ("compare --hop -1", "--hop is -1"),
-        ("compare -p 2 -m 3 --f 1e308 --i 1e308 --w 1e308", "a number is too large to count with"),
+        ("schedule v-half --f 1e308", "--f is 1e+308, but must be at most 1e+100: lower it"),
+        ("compare -p 2 -m 3 --f 1e308 --i 1e308 --w 1e308", "--f is 1e+308, but must be at most 1e+100"),
         ("trace nowhere.json", "nowhere.json: No such file"),
     ],
 )

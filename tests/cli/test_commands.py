@@ -281,3 +281,4 @@ def test_activations_on_the_host(mpp, tmp_path, short_searches):
     assert "(+1.0%)" in whole and "lower bound 99.5: 6.0% above it" in whole
     refused = mpp(*words, "--csv", tmp_path / "a.csv")
     assert refused.exit_code == 2 and "--csv and --offload do not go together" in refused.stderr
+    assert refused.stdout == ""

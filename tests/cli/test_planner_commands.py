@@ -189,6 +189,11 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
         (("estimate",), {}, "has no --seq-length: give it"),
         (("estimate",), {**PIPELINE, **SHARED, "pipeline_schedule": None}, "add --pipeline-schedule"),
         (("estimate", "--world-size", 0), {"seq_length": 512}, "--world-size is 0"),
+        (
+            ("estimate",),
+            {**PIPELINE, "pipeline_profile_steps": "2-1"},
+            "--pipeline-profile-steps 2-1 ends before it starts",
+        ),
         (("estimate", "--world-size", 6), {**PIPELINE}, "nearest that work are 4 or 8"),
         (("estimate",), {"hidden": 3, "seq_length": 512}, "'hidden' is unknown: did you mean 'hidden_size'?"),
     ],

@@ -80,7 +80,10 @@ def test_state_that_would_fit_is_refused_elsewhere(tmp_path: Path, monkeypatch: 
 
 
 def test_saving_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint holds the step at which it was asked for, however late it is written."""
+    """The checkpoint holds the step at which it was asked for, however late it is written.
+
+    Megatron saves the third step when training is over, by a process that it starts for this.
+    """
     write = FileSystemWriterAsync.write_preloaded_data_multithread
 
     @functools.wraps(write)
@@ -89,6 +92,7 @@ def test_saving_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write(*args)
 
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data_multithread", staticmethod(late))
-    flags = (*PP2, *V_HALF)
+    flags = (*PP2, *V_HALF, "--train-iters", "3")
     run = save(tmp_path, 2, *flags, "--async-save", "--use-persistent-ckpt-worker")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert resume(tmp_path, 2, *flags) == run[2:]

@@ -3,6 +3,7 @@
 A case is an excerpt of the rule's text and the flags that break it.  They are read as a job reads them.
 """
 
+import operator
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.rules.all_rules import TABLE, refuse, refuse_config
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
+from megatron_pp_ext.job.rules.condition import holds
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -281,7 +283,20 @@ def test_conditions_are_about_what_there_is() -> None:
     known = flags | set(our_flags.names()) | set(dir(Asked))
     conditions = [rules.when for rules in TABLE] + [rule.asked for rules in TABLE for rule in rules.rows]
     parts = {part.removeprefix("not ") for condition in conditions for part in condition.split(", ") if part}
-    assert {part.split()[0].split(".")[0] for part in parts} <= known
+    names = {part.split()[0] for part in parts}
+    assert {name.split(".")[0] for name in names} <= known
+    schedule = catalog.build("v-half", 4, 8)
+    asked = Asked(arguments(PP4), placement=schedule.placement, from_file=schedule)
+    for name in names:
+        if "." in name:
+            operator.attrgetter(name)(asked)
+            with pytest.raises(AttributeError, match="misspelled"):
+                holds(f"not {name.rpartition('.')[0]}.misspelled", asked)
+
+
+def test_an_error_within_a_property_is_told() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'startswith'"):
+        holds("has_own_layers", Asked(Namespace(spec=[1])))
 
 
 def test_every_rule_has_a_case() -> None:

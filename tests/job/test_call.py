@@ -28,6 +28,8 @@ from megatron_pp_ext.schedule.placement import loop
         ({"chunks": 3}, "v-half"),
         ({"memory_limit": 0.5}, "a memory limit has no meaning for v-half: leave it out, or choose flex"),
         ({"schedule": "flex"}, "flex needs a memory limit: give a fraction of 1F1B's peak, such as 0.5"),
+        ({"schedule": "flex", "memory_limit": "half"}, "memory_limit is half, but must be a number above 0"),
+        ({"offload": "auto", "memory_limit": "1-1-1-1-1"}, "is for 5 ranks, but ranks is 4"),
         ({"schedule": "flex", "memory_limit": 2e9}, "an amount in the unit of costs, and none are given"),
         ({"schedule": "flex", "memory_limit": 0.5, "costs": [1, 1, 1]}, "costs are given for 3 stages, but"),
         ({"schedule": "flex", "memory_limit": 0.5, "costs": "no.json"}, "no.json"),

@@ -48,6 +48,8 @@ class Asked:
         return replace(self, args=Namespace(**{**vars(self.args), **values}))
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property failed: its own error is told
         return getattr(self.args, name, None)
 
     def __getitem__(self, name: str) -> Any:

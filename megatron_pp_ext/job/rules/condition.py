@@ -1,6 +1,7 @@
 """The words in which a rule tells what it is about: ``optimizer is sgd, not sgd_momentum``.
 
-Parts with commas between are all true.  Each begins with an attribute of ``Asked``, or of what that has:
+Parts with commas between are all true.  Each begins with an attribute of ``Asked``, or of what that has,
+where AttributeError tells a name that is misspelled:
 
 NAME          it is neither none, off nor 0
 NAME given    it is not None
@@ -27,7 +28,9 @@ def _is_true(part: str, asked: Asked) -> bool:
     if name == "not":
         return not _is_true(" ".join(words), asked)
     start: Any = asked
-    found = reduce(lambda one, attribute: getattr(one, attribute, None), name.split("."), start)
+    found = reduce(
+        lambda one, attribute: None if one is None else getattr(one, attribute), name.split("."), start
+    )
     match words:
         case []:
             return bool(found)
