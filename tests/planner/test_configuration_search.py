@@ -17,6 +17,7 @@ from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
+from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import program
@@ -395,3 +396,24 @@ def test_what_does_not_fit_is_tried_with_activations_on_the_host():
         assert told.step_seconds == pytest.approx(one.estimate.step_seconds, rel=rounding.FLOAT64)
         assert told.fullest == one.estimate.fullest
         assert told.host_bytes == one.estimate.host_bytes and max(told.host_bytes) > 0
+
+
+def test_uneven_layouts_are_tried_with_activations_on_the_host():
+    """The best is no slower than without, also where the most even layout does not fit with them."""
+    sizes = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "micro_batch_size": 4}
+    layouts = space(schedules=("1f1b", "v-half"), batch=64, fixed=tuple(sizes), vocab_size=64000, **sizes)
+    without = replace(layouts, is_uneven=True)
+    where = replace(without, job=without.job.changed(pipeline_offload="auto"))
+    limit = 24e9
+    alone, found = (Search(one, A100, limit, top=8).run() for one in (without, where))
+    assert found.best[0].estimate.step_seconds <= alone.best[0].estimate.step_seconds
+    (away,) = (one for one in found.named if one.candidate.offload is not None)
+    candidate = away.candidate
+    stages = Workloads(where.job, A100).stages(candidate, candidate.placement)
+    assert candidate.layout != stages.layout(stages.start)
+    plain = estimated(replace(candidate, offload=None), where)[1]
+    assert away.estimate.fullest.total <= limit < plain.fullest.total
+    job = candidate.described(where.job)
+    told = estimate_request(job, A100, for_world(asked_of(job), where.gpus))
+    assert told.step_seconds == pytest.approx(away.estimate.step_seconds, rel=rounding.FLOAT64)
+    assert told.fullest == away.estimate.fullest

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import mul
 from statistics import fmean
 
 from megatron_pp_ext.costs.state import model_state
@@ -18,13 +20,17 @@ from megatron_pp_ext.schedule.timing import CriticalPath
 
 @dataclass(frozen=True, slots=True)
 class CandidateCuts:
-    """The cuts of ``candidate`` into ``stages``, on ranks of ``limit`` bytes.  Each is looked at once."""
+    """The cuts of ``candidate`` into ``stages``, on ranks of ``limit`` bytes.  Each is looked at once.
+
+    ``left`` is the part of its activations that each rank keeps on the device, all where it is empty.
+    """
 
     candidate: Candidate
     stages: ModelStages
     workloads: Workloads
     margin: float
     limit: float
+    left: tuple[float, ...] = ()
     _works: dict[Cut, Workload] = field(default_factory=dict)
     _memories: dict[Cut, tuple[RankMemory, ...]] = field(default_factory=dict)
     _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
@@ -46,7 +52,7 @@ class CandidateCuts:
         mean = self.workloads.mean(one, placement)
         shared, order = mean.work.vocabulary, order_of(one, 2 * one.pipeline)
         kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        return mean.memory(one.microbatches, self.margin, fmean(kept))
+        return mean.memory(one.microbatches, self.margin, fmean(map(mul, kept, self.left or repeat(1.0))))
 
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches."""
@@ -64,13 +70,14 @@ class CandidateCuts:
             if key not in self._ranks:
                 own = [work.parts[stage] for stage in stages]
                 state = model_state(work.job, work.summed(own), work.sharing)
-                peaks = order.in_flight.peak(rank, own, kept), order.peak_messages[rank]
+                activations = order.in_flight.peak(rank, own, kept) * (self.left[rank] if self.left else 1.0)
+                peaks = activations, order.peak_messages[rank]
                 self._ranks[key] = memory_beside(work, state, work.loss_bytes(rank), *peaks, self.margin)
             yield self._ranks[key]
 
     def least(self, cut: Cut) -> RankMemory:
         """Return what the fullest rank needs at least."""
-        if self.candidate.shares_vocabulary:
+        if self.candidate.shares_vocabulary and not self.left:
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 

@@ -1,7 +1,8 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
 
 Where activations may wait on the host, a candidate that the memory keeps out is tried with them there: the
-plans of ``schedule.offload`` make no step longer, and a smaller share of them is the better one.
+plans of ``schedule.offload`` make no step longer, and a smaller share of them is the better one.  Layers are
+spread for it as for any other, within the memory that copies leave free.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, least_in_order
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, pace
-from megatron_pp_ext.planner.step.host_copies import kept_on_host
+from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, memory, pace
+from megatron_pp_ext.planner.step.host_copies import kept_on_host, parts_on_device
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
@@ -43,6 +44,10 @@ class _Timed(NamedTuple):
     pace: Pace
 
 
+_Estimating = Callable[[_Timed, float, Callable[[float], float]], Evaluated | RankMemory | None]
+"""What returns an estimate within a limit, as ``Replays.replayed`` does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replays:
     """Replays candidates; where ``is_uneven``, layers are spread over the stages as suits each best.
@@ -67,7 +72,8 @@ class Replays:
         found = self._on_device(candidate, limit, room)
         can_leave = self.offloads and candidate.pipeline > 1 and catalog.abilities(candidate.schedule).flushes
         if can_leave and isinstance(found, RankMemory):
-            return self._on_host(replace(candidate, offload=1.0), limit, room) or found
+            away = self._on_host(replace(candidate, offload=1.0), limit, room)
+            return found if isinstance(away, RankMemory) else away or found
         return found
 
     def _on_device(
@@ -82,51 +88,78 @@ class Replays:
             return self._estimated(self._timed(candidate, work, least), limit, room)
         stages = self.workloads.stages(candidate, candidate.placement)
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
+        return self._laid_out(cuts, room, self._estimated)
+
+    def _on_host(
+        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+    ) -> Evaluated | RankMemory | None:
+        """Do what ``replayed`` does, with the smallest share on the host with which the candidate fits.
+
+        A plan for a few microbatches says what copies leave on each rank, as in ``short_memory``, so that
+        whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too slow
+        without a memory limit needs no plan at all.
+        """
+        short = order_of(candidate, 2 * candidate.pipeline)
+        sizes = candidate.schedule, candidate.microbatches
+        if not self.is_uneven:
+            work = self.workloads.work(candidate)
+            if not room(pace(work, order_of(candidate), *sizes).step_seconds):
+                return None
+            order = Prepared(with_share(short.timer.schedule, work.costs, 1.0).schedule)
+            least = max(memory(work, order, *sizes, self.margin), key=lambda rank: rank.total)
+            if least.total > limit:
+                return least
+            return self._with_copies(self._timed(candidate, work, least), limit, room)
+        stages = self.workloads.stages(candidate, candidate.placement)
+        even = CandidateCuts(candidate, stages, self.workloads, self.margin, limit).work(stages.start)
+        paced = pace(even, order_of(candidate), *sizes)
+        mean = self.workloads.mean(candidate, candidate.placement)
+        if mean.memory(candidate.microbatches, self.margin).total > room(paced.step_seconds * (1 - IMPROVED)):
+            return None
+        left = parts_on_device(even, short)
+        cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit, left)
+        return self._laid_out(cuts, room, self._with_copies)
+
+    def _laid_out(
+        self, cuts: CandidateCuts, room: Callable[[float], float], estimated: _Estimating
+    ) -> Evaluated | RankMemory | None:
+        """Return what ``estimated`` returns for the layout of ``cuts`` whose step is shortest."""
+        limit = cuts.limit
         # Cuts differ little in what all ranks need together, and most candidates end here.
         mean = cuts.mean()
         if mean.total > limit:
             return mean
         start = cuts.fitted()
-        least = cuts.least(start or stages.start)
+        least = cuts.least(start or cuts.stages.start)
         if least.total > limit:
             return least
-        timed = self._cut(cuts, start or stages.start)
+        timed = self._cut(cuts, start or cuts.stages.start)
         if start and timed.least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
             other = self._cut(cuts, cuts.shortened(start))
             if other.pace.step_seconds < timed.pace.step_seconds:
-                evaluated = self._estimated(other, limit, room)
+                evaluated = estimated(other, limit, room)
                 if isinstance(evaluated, Evaluated):
                     return evaluated
-        return self._estimated(timed, limit, room)
+        return estimated(timed, limit, room)
 
-    def _on_host(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
-    ) -> Evaluated | None:
-        """Return the candidate with the smallest share on the host with which it fits, if any.
-
-        Its layers are spread as evenly as can be.
-        """
-        if self.is_uneven:
-            stages = self.workloads.stages(candidate, candidate.placement)
-            cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
-            candidate, work = cuts.laid_out(stages.start), cuts.work(stages.start)
-        else:
-            work = self.workloads.work(candidate)
-        order, sizes = order_of(candidate), (candidate.schedule, candidate.microbatches)
-        paced = pace(work, order, *sizes)
-        most = min(limit, room(paced.step_seconds))
+    def _with_copies(self, timed: _Timed, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+        """Return the candidate with the smallest share on the host with which it fits, if any."""
+        candidate, work = timed.candidate, timed.work
+        most = min(limit, room(timed.pace.step_seconds))
+        if timed.least.total > most:
+            return None
+        schedule, sizes = order_of(candidate).timer.schedule, (candidate.schedule, candidate.microbatches)
 
         def with_host(share: float) -> Evaluated | None:
-            schedule = with_share(order.timer.schedule, work.costs, share).schedule
-            estimated = estimate(work, Prepared(schedule), *sizes, self.margin, paced)
+            copied = with_share(schedule, work.costs, share).schedule
+            estimated = estimate(work, Prepared(copied), *sizes, self.margin, timed.pace)
             if estimated.fullest.total > most:
                 return None
-            host = kept_on_host(work, schedule)
+            host = kept_on_host(work, copied)
             return Evaluated(replace(candidate, offload=share), replace(estimated, host_bytes=host))
 
-        if not most or not (everything := with_host(1.0)):
-            return None
-        return next(filter(None, map(with_host, SHARES)), everything)
+        everything = with_host(1.0)
+        return everything and next(filter(None, map(with_host, SHARES)), everything)
 
     def _cut(self, cuts: CandidateCuts, cut: Cut) -> _Timed:
         return self._timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))

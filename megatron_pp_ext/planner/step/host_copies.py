@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -25,6 +27,17 @@ def kept_on_device(work: Workload, schedule: Schedule) -> tuple[float, ...]:
 def kept_on_host(work: Workload, schedule: Schedule) -> tuple[float, ...]:
     """Return the most bytes of activations that each rank has on the host."""
     return simulate(schedule, _kept_by_forwards(work)).peak_on_host
+
+
+def parts_on_device(work: Workload, order: Prepared) -> tuple[float, ...]:
+    """Return the part of each rank's most bytes of activations that copies of all that can leave keep there.
+
+    ``order`` has no copies.  Nearly the same parts stay under other layouts of the same stages.
+    """
+    copied = with_share(order.timer.schedule, work.costs, 1.0).schedule
+    beside = work.vocabulary.activation if work.vocabulary else 0.0
+    before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
+    return tuple(min(1.0, left / most) for left, most in zip(after, before, strict=True))
 
 
 def _kept_by_forwards(work: Workload) -> Costs:
