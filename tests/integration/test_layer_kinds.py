@@ -15,6 +15,7 @@ from tests import support
 from tests.support.training import train  # has to come before Megatron, and installs what it needs on a CPU
 
 # isort: split
+from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
@@ -23,7 +24,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.stage_parts import stage_parts
 from tests.support.flags import arguments
-from tests.support.kept_bytes import kept_bytes
+from tests.support.kept_bytes import kept_bytes, share_storage
 from tests.support.tiers import first
 
 
@@ -40,6 +41,7 @@ def built(flags: str) -> tuple[Built, Built]:
     with pytest.MonkeyPatch.context() as patch:
         # Megatron's check of --moe-grouped-gemm asks for a device.
         patch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+        patch.setattr(random, "_get_share_storage", lambda: share_storage, raising=False)
         (run,) = train(1, [*flags.split(), "--train-iters", "1"], grab=_measured)
     return run.grabbed
 

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.training import arguments
 
 from megatron_pp_ext import cpu
-from tests.support.kept_bytes import kept_bytes
+from tests.support.kept_bytes import kept_bytes, share_storage
 
 
 class Layer(NamedTuple):
@@ -235,13 +235,7 @@ def use_stand_ins() -> None:
     gdn.chunk_gated_delta_rule = _gated_delta_rule
     GatedDeltaNet._apply_gated_norm = _gated_norm
     dsa.rotate_activation = lambda x: x
-    random._get_share_storage = lambda: _share_storage  # Megatron's is built by a compiler, for half a minute
-
-
-def _share_storage(given: torch.Tensor, source: torch.Tensor) -> None:
-    """Give a tensor that was emptied the numbers of ``source``."""
-    given.untyped_storage().resize_(source.untyped_storage().nbytes())
-    given.untyped_storage().copy_(source.untyped_storage())
+    random._get_share_storage = lambda: share_storage
 
 
 def _l2_normed(norm: L2Norm, hidden: torch.Tensor) -> torch.Tensor:

@@ -26,3 +26,9 @@ def _alive(weights: list[torch.Tensor]) -> int:
     """Return the bytes of the tensors that autograd keeps; one whose storage was emptied has none."""
     found = storages([one.tensor for one in gc.get_objects() if type(one) is _Kept])
     return sum(size for storage, size in found.items() if storage not in storages(weights))
+
+
+def share_storage(given: torch.Tensor, source: torch.Tensor) -> None:
+    """Give an emptied tensor the numbers of ``source``; Megatron's own way has to be compiled first."""
+    given.untyped_storage().resize_(source.untyped_storage().nbytes())
+    given.untyped_storage().copy_(source.untyped_storage())

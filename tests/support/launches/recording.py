@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
+from megatron_pp_ext.runtime.copy_streams import Timed
 from megatron_pp_ext.runtime.copy_streams import Transfer as Copied
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
@@ -100,10 +101,10 @@ class RecordedEngines:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def to_host(self, transfers: Sequence[Copied], after: Iterable[Any]) -> RecordedWork:
+    def to_host(self, transfers: Sequence[Copied], after: Iterable[Any], timed: Timed) -> RecordedWork:
         return self._launch("out", transfers, after)
 
-    def to_device(self, transfers: Sequence[Copied], after: Iterable[Any]) -> RecordedWork:
+    def to_device(self, transfers: Sequence[Copied], after: Iterable[Any], timed: Timed) -> RecordedWork:
         return self._launch("back", transfers, after)
 
     def stream(self) -> None:
