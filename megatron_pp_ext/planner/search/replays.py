@@ -96,8 +96,8 @@ class Replays:
         """Do what ``replayed`` does, with the smallest share on the host with which the candidate fits.
 
         A plan for a few microbatches says what copies leave on each rank, as in ``short_memory``, so that
-        whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too slow
-        without a memory limit needs no plan at all.
+        whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
+        slow without a memory limit needs no plan at all.
         """
         short = order_of(candidate, 2 * candidate.pipeline)
         sizes = candidate.schedule, candidate.microbatches
