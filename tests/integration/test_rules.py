@@ -330,6 +330,11 @@ def test_every_rule_has_a_case() -> None:
             "--pipeline-schedule v-half does not support --decoder-first-pipeline-num-layers: a V has both "
             f"ends of the model on one rank; say where they go: {LAYOUT} 'E|t|t|t|t|t|tt|tL'",
         ),
+        (
+            f"{REPLICAS} --fp16",
+            "--pipeline-schedule pipedream does not support --fp16: its overflow check needs all stages before "
+            "every update; use --bf16",
+        ),
     ],
 )
 def test_whole_lines(flags: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
