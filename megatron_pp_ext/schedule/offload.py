@@ -9,7 +9,7 @@ asks for more.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.rank_copies import ROUNDING, RankCopies, Return
@@ -21,25 +21,6 @@ def share_away(timeline: Timeline) -> float:
     amounts = [stage.activation for stage in timeline.costs.stages]
     away = sum(amounts[stage] for stage, _ in timeline.schedule.copies.back)
     return away / (timeline.schedule.microbatches * sum(amounts))
-
-
-def least_makespan(schedule: Schedule, costs: Costs) -> float:
-    """Return a time below which no step with the copies of ``schedule`` is, whenever they are launched.
-
-    It is that of the order without copies, or more where a copy engine is the slowest: it begins when the
-    first forward with a copy has ended, and behind the last copy come at least a copy back and a backward.
-    """
-    alone = without_copies(schedule, costs)
-    least = alone.makespan
-    for events in alone.events:
-        away = [event for event in events if event.action[::2] in schedule.copies.back]
-        forwards = [event for event in away if event.action.kind is Kind.F]
-        if forwards:
-            stages = [costs.stages[event.action.stage] for event in forwards]
-            first = min(event.end for event in forwards) - alone.start
-            behind = min(stage.copy for stage in stages) + min(stage.seconds(Kind.B) for stage in stages)
-            least = max(least, first + sum(stage.copy for stage in stages) + behind)
-    return least
 
 
 def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:

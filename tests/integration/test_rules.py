@@ -332,8 +332,8 @@ def test_every_rule_has_a_case() -> None:
         ),
         (
             f"{REPLICAS} --fp16",
-            "--pipeline-schedule pipedream does not support --fp16: its overflow check needs all stages before "
-            "every update; use --bf16",
+            "--pipeline-schedule pipedream does not support --fp16: its overflow check needs all stages "
+            "before every update; use --bf16",
         ),
     ],
 )
