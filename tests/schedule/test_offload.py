@@ -20,7 +20,7 @@ def costs_of(schedule, copy):
     return Costs.per_rank(schedule.ranks, schedule.placement.chunks).copied_at(copy)
 
 
-def least_makespan(schedule, costs:
+def least_makespan(schedule, costs):
     """Return a time below which no step with the copies of ``schedule`` is, whenever they are launched.
 
     It is that of the order without copies, or more where a copy engine is the slowest: it begins when the
