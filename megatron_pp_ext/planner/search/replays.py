@@ -18,13 +18,14 @@ from megatron_pp_ext.planner.step.host_copies import kept_on_host, parts_on_devi
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.longer_plans import with_whole_share
 from megatron_pp_ext.schedule.offload import with_share
 
 IMPROVED = 0.1
 """The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
 
-SHARES = (0.25, 0.5, 0.75)
-"""The shares of activations on the host that are tried, beside all of them."""
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""The shares of activations on the host that are tried, the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +152,17 @@ class Replays:
         schedule, sizes = order_of(candidate).timer.schedule, (candidate.schedule, candidate.microbatches)
 
         def with_host(share: float) -> Evaluated | None:
-            copied = with_share(schedule, work.costs, share).schedule
-            estimated = estimate(work, Prepared(copied), *sizes, self.margin, timed.pace)
+            copied = with_whole_share(schedule, work.costs, share).schedule
+            estimated = estimate(work, Prepared(copied), *sizes, self.margin)
             if estimated.fullest.total > most:
                 return None
             host = kept_on_host(work, copied)
             return Evaluated(replace(candidate, offload=share), replace(estimated, host_bytes=host))
 
-        everything = with_host(1.0)
-        return everything and next(filter(None, map(with_host, SHARES)), everything)
+        free = Prepared(with_share(schedule, work.costs, 1.0).schedule)
+        if max(rank.total for rank in memory(work, free, *sizes, self.margin)) > most:
+            return None
+        return next(filter(None, map(with_host, SHARES)), None)
 
     def _cut(self, cuts: CandidateCuts, cut: Cut) -> _Timed:
         return self._timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))
