@@ -23,7 +23,7 @@ def test_trains_as_stock(model: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("model", [wide(model) for model in FLAGS if "nemotron" not in model])
 def test_trains_in_pairs_as_stock(model: str) -> None:
-    """Those whose plans Megatron has, under dualpipe-v: hybrid models have none."""
+    """Megatron has plans for these; hybrid models have none."""
     words = [
         *flags(model, stages=4),
         *["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],

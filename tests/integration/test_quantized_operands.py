@@ -91,7 +91,7 @@ def copies(operand):
     ids=["storage", "one copy", "old engine", "groups", "groups in bf16", "tensor"],
 )
 def test_w_keeps_what_it_reads(make, kept):
-    """Of every group, too."""
+    """That holds for every group, too."""
     waiting, given = put([make(), make()], [make(), make()])
     assert [copies(operand) for operands in given for operand in operands] == 4 * [kept]
     assert waiting == 4 * kept * ROWS * WIDTH

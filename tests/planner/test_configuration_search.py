@@ -126,7 +126,7 @@ def test_pairs_are_searched_as_everything_else():
     [{}, {"vocab_size": 256000}, IN_PAIRS | {"moe_layer_freq": [0] + 7 * [1], "add_bias_linear": False}],
 )
 def test_the_best_layout_is_no_slower_than_any_even_candidate(changed, limit):
-    """Of the search's own space, whatever its bounds leave out: dense layers, long vocabularies, pairs."""
+    """No step of its own space is shorter than the best, whatever its bounds leave out."""
     even = space(batch=8, schedules=("1f1b", "interleaved"), fixed=("context_parallel_size",), **changed)
     steps = [one.step_seconds for _, one in (estimated(each, even) for each in everything(even))
              if one.fullest.total <= limit]  # fmt: skip

@@ -132,7 +132,7 @@ def test_what_is_recomputed_takes_time_and_saves_memory():
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_go_together_are_refused(changed, gpus, message):
-    """Those that only data and tensor parallelism meet are in tests/job/test_sizes.py."""
+    """Mistakes that only data and tensor parallelism meet are in tests/job/test_sizes.py."""
     with pytest.raises(ValueError, match=message):
         job = describe({**SMALL, **changed})
         estimate_request(job, A100, for_world(asked_of(job), gpus))

@@ -23,7 +23,7 @@ def drawn(timelines, compiled, tmp_path):
 
 
 def test_every_schedule_is_named_once(timelines, tmp_path):
-    """Those at one point share a label, and what keeps far more is only named."""
+    """Points at one place share a label, and what keeps far more is only named."""
     comments = re.findall("<!-- (.*) -->", picture := drawn(timelines, [], tmp_path))
     assert "a title" in comments
     assert comments.count("v-half") == comments.count("dualpipe-v") == 1

@@ -17,7 +17,7 @@ TABLE = tuple(rules for topic in TOPICS.values() for rules in topic)
 """All rules, in the order in which they are looked at."""
 
 CONFIG = read("config")
-"""Those about settings without a flag."""
+"""The rules about settings without a flag."""
 
 _BY_TITLE = {rules.title: rules for rules in TABLE}
 
