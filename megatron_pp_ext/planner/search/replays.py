@@ -159,6 +159,7 @@ class Replays:
             host = kept_on_host(work, copied)
             return Evaluated(replace(candidate, offload=share), replace(estimated, host_bytes=host))
 
+        # What does not fit with all that leaves for free is given up: other plans take long to make.
         free = Prepared(with_share(schedule, work.costs, 1.0).schedule)
         if max(rank.total for rank in memory(work, free, *sizes, self.margin)) > most:
             return None
