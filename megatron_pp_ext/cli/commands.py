@@ -1,7 +1,7 @@
 """The commands of ``mpp``, one function each."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,12 @@ from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.compiler.compile import TRIALS
-from megatron_pp_ext.job.request import named
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.schedule import catalog, csv_file
-from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -96,45 +97,47 @@ def schedule(
         raise ValueError("--pair-time and --shared-vocabulary do not go together: leave one out")
     if can.takes_limit and shared_vocabulary:
         raise ValueError("--shared-vocabulary is for named schedules, not for flex: leave one out")
+    if can.file is not None:
+        raise ValueError(f"{name} is a file: look at it with mpp simulate {can.file}")
     if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
         request = flex.requested(ranks, microbatches, chunks, memory_limit)
-        require_size(request, files)
-        costs = offload.costs(times.costs(ranks, request.finest.chunks), ranks)
-        trials = TRIALS if trials is None else trials
-        with waiting("compiling flex"):
-            if offload.offload == AUTO:
-                timeline = flex.with_copies(request, costs, trials)
-                report(timeline, bound_of(timeline), times.units, files)
-                return
-            compiled = flex.compiled(request, costs, trials)
-            alone = found = compiled.timeline
-            if offload.offload:
-                found = offload.planned(found.schedule, found.costs)
-            report(found, compiled.lower_bound, times.units, files, alone)
-        console.print(f"found by: {compiled.origin}")
-        return
-    if can.file is not None:
-        raise ValueError(f"{name} is a file: look at it with mpp simulate {can.file}")
-    if memory_limit is not None:
-        raise ValueError(f"--memory-limit is for flex, {name} has its own memory: leave it out, or use flex")
-    if trials is not None:
-        raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
-    catalog.entry(name)  # refuses what only training runs
-    request = named(name, ranks, microbatches, chunks)
+        make_it, about = flex.made, "compiling flex"
+    else:
+        if memory_limit is not None:
+            raise ValueError(
+                f"--memory-limit is for flex, {name} has its own memory: leave it out, or use flex"
+            )
+        if trials is not None:
+            raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
+        catalog.entry(name)  # refuses what only training runs
+        request = named(name, ranks, microbatches, chunks)
+        make_it, about = make, f"simulating {request.schedule}"
     require_size(request, files)
-    costs = offload.costs(times.costs(ranks, request.placement.chunks, shared_vocabulary), ranks)
-    with waiting(f"simulating {request.schedule}"):
-        paired = times.pair_time is not None
-        build = partial(
-            catalog.build, request.schedule, ranks, chunks=request.placement.chunks, paired=paired
-        )
-        built = share(build, microbatches) if shared_vocabulary else build(microbatches)
-        alone = timeline = simulate(built, costs)
-        if offload.offload:
-            timeline = offload.planned(built, costs)
-        report(timeline, bound_of(timeline), times.units, files, alone)
+    costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
+    request = replace(
+        request,
+        vocabulary=SHARED if shared_vocabulary else None,
+        is_paired=times.pair_time is not None or (can.takes_limit and costs.pair < 1),
+        offload=offload.requested,
+        trials=TRIALS if trials is None else trials,
+    )
+
+    def costs_of(stages: int, is_shared: bool) -> Costs:
+        return costs
+
+    with waiting(about):
+        made = make_it(request, costs_of)
+        timeline = simulate(made.schedule, costs.merged(made.schedule.placement.stages))
+        alone = None
+        if offload.requested not in (None, AUTO):
+            without = make(replace(request, offload=None), costs_of).schedule
+            alone = simulate(without, timeline.costs)
+        bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
+        report(timeline, bound, times.units, files, alone)
+    if made.origin:
+        console.print(f"found by: {made.origin}")
 
 
 @app.command("simulate")
@@ -181,27 +184,29 @@ def compare(
         require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, shares_vocabulary=True) if times.output_layer else halves
+
+    def costs_of(stages: int, is_shared: bool) -> Costs:
+        return (shared_halves if is_shared else halves).merged(stages)
+
     timelines = {}
     for request in requests:
-        name = request.schedule
-        with waiting(f"simulating {name}"):
-            built = catalog.build(name, ranks, microbatches)
-            timelines[name] = simulate(built, halves.merged(built.placement.stages))
-            if offload.offload:
-                timelines[f"{name} +H"] = offload.planned(built, timelines[name].costs)
-            if times.pair_time is not None and catalog.entry(name).make_paired:
-                pairs = catalog.build(name, ranks, microbatches, paired=True)
-                timelines[f"{name} +P"] = simulate(pairs, halves.merged(built.placement.stages))
-            if times.output_layer:
-                shared = share(partial(catalog.build, name, ranks), microbatches)
-                costs = shared_halves.merged(built.placement.stages)
-                timelines[f"{name} +S"] = simulate(shared, costs)
+        rows = {"": request}
+        if offload.requested is not None:
+            rows[" +H"] = replace(request, offload=offload.requested)
+        if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
+            rows[" +P"] = replace(request, is_paired=True)
+        if times.output_layer:
+            rows[" +S"] = replace(request, vocabulary=SHARED)
+        with waiting(f"simulating {request.schedule}"):
+            for ending, row in rows.items():
+                costs = costs_of(request.finest.stages, row.shares_vocabulary)
+                timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
     with waiting("compiling flex for several memory limits"):
         frontier = {
-            f"flex {fraction:.2f}": compiled.timeline
-            for fraction, compiled in flex.some_limits(ranks, microbatches, halves).items()
+            f"flex {fraction:.2f}": timeline
+            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
         }
-    if offload.offload:
+    if offload.requested is not None:
         with waiting("planning flex with activations on the host"):
             for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
                 timelines[f"flex {fraction:.2f} +H"] = timeline
@@ -213,7 +218,7 @@ def compare(
     for is_shown, note in (
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
-        (offload.offload, "+H: activations wait on the host"),
+        (offload.requested is not None, "+H: activations wait on the host"),
     ):
         if is_shown:
             console.print(note, style="dim")

@@ -11,13 +11,13 @@ from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, show_by_rank
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import missing

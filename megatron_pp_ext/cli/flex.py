@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import Compiled, InfeasibleLimit, frontier, placements_of
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.compiler.offloaded import compile_with_copies, published_orders, shortest_within
-from megatron_pp_ext.job.request import Request, named
+from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 _WITH_COPIES = (1 / 4, 1 / 3, 1 / 2)
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
@@ -34,45 +35,55 @@ def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | 
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 
-def compiled(request: Request, costs: Costs, trials: int) -> Compiled:
+def made(request: Request, costs: CostsOf) -> Made:
     """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
     limit, ranks = request.limit, request.ranks
     assert isinstance(limit, float)
     try:
-        return request.compile(costs, trials)
+        return make(request, costs)
     except InfeasibleLimit:
         if limit > LARGEST_FRACTION:
             raise
-        whole = kept_by_1f1b(ranks, request.microbatches, costs)
-        least = _least(ranks, replace(costs, message=0.0))
+        known = costs(request.finest.stages, False)
+        whole = kept_by_1f1b(ranks, request.microbatches, known)
+        least = _least(ranks, replace(known, message=0.0))
         raise InfeasibleLimit(
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
         ) from None
 
 
-def with_copies(request: Request, costs: Costs, trials: int) -> Timeline:
-    """The best step found where activations may wait on the host; see ``compiler.offloaded``."""
-    limit, counted = request.limited(costs)
-    return compile_with_copies(request.microbatches, counted, limit, request.placements, trials)
+def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Timeline]:
+    """The best schedules found for those of some fractions of 1F1B's peak that are feasible.
 
-
-def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Compiled]:
-    """The best schedules found for those of some fractions of 1F1B's peak that are feasible."""
-    whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
-    fractions = [fraction for fraction in _FRACTIONS if fraction * whole >= _least(ranks, counted)]
-    schedules = frontier(ranks, microbatches, counted, [fraction * whole for fraction in fractions])
-    return dict(zip(fractions, schedules, strict=True))
+    More memory never makes the schedule longer: where a longer one is found than for the fraction before, the
+    one before is used again.
+    """
+    found: dict[float, Timeline] = {}
+    for fraction in _FRACTIONS:
+        request = named(FLEX, ranks, microbatches, limit=fraction)
+        try:
+            new = _timeline(replace(request, is_paired=costs.pair < 1), costs)
+        except InfeasibleLimit:
+            continue
+        last = next(reversed(found.values()), new)
+        found[fraction] = last if last.makespan < new.makespan else new
+    return found
 
 
 def some_limits_with_copies(ranks: int, microbatches: int, costs: Costs) -> dict[float, Timeline]:
     """The shortest steps with copies, for some fractions of 1F1B's peak with which an order keeps them."""
-    whole, counted = kept_by_1f1b(ranks, microbatches, costs), replace(costs, message=0.0)
-    orders = published_orders(placements_of(ranks, costs), microbatches)
-    found = {
-        fraction: shortest_within(orders, counted, [fraction * whole] * ranks) for fraction in _WITH_COPIES
-    }
-    return {fraction: timeline for fraction, timeline in found.items() if timeline is not None}
+    found = {}
+    for fraction in _WITH_COPIES:
+        request = named(FLEX, ranks, microbatches, limit=fraction)
+        with suppress(InfeasibleLimit):
+            found[fraction] = _timeline(replace(request, offload=AUTO, trials=0), costs)
+    return found
+
+
+def _timeline(request: Request, costs: Costs) -> Timeline:
+    schedule = make(request, lambda stages, shares_vocabulary: costs).schedule
+    return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
 
 
 def _least(ranks: int, costs: Costs) -> float:

@@ -6,6 +6,7 @@ is decorated with ``takes_groups``, has all of its options.
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
@@ -14,14 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.costs_file import read as read_costs
-from megatron_pp_ext.schedule.longer_plans import with_whole_share
 from megatron_pp_ext.schedule.names import AUTO
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.recorded import SECONDS, Units
-from megatron_pp_ext.schedule.simulate import Timeline
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
@@ -181,18 +178,19 @@ class Offload:
                     f"--offload is {self.offload}: give a share above 0 and at most 1, or {AUTO}"
                 )
 
-    def planned(self, schedule: Schedule, costs: Costs) -> Timeline:
-        """Return ``schedule`` with the share on the host, or with all for which the step stays as long."""
-        if self.offload is None or self.offload == AUTO:
-            return with_share(schedule, costs, 1.0)
-        return with_whole_share(schedule, costs, float(self.offload))
+    @property
+    def requested(self) -> float | str | None:
+        """The share, or ``auto``; None where all activations stay on the device."""
+        return self.offload if self.offload in (None, AUTO) else float(self.offload)
 
     def costs(self, costs: Costs, ranks: int) -> Costs:
         """Return ``costs`` with the time of copies, by what a rank keeps on average."""
         if self.copy is None:
             return costs
         kept = sum(stage.activation for stage in costs.stages) / ranks
-        return costs.copied_at(self.copy / kept) if kept else costs
+        # Costs whose copies take 0 are those of somebody who does not know what they take.
+        seconds = max(self.copy, sys.float_info.min)
+        return costs.copied_at(seconds / kept) if kept else costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,23 +117,6 @@ def compile_schedule(
     return Compiled(timeline, min(*least_times, timeline.makespan), origin)
 
 
-def frontier(
-    ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], *, trials: int = TRIALS
-) -> list[Compiled]:
-    """Return one schedule for each of the rising ``limits``, which are for all ranks alike.
-
-    More memory never makes the schedule longer: where ``compile_schedule`` finds a longer one than for the
-    limit before, the one before is used again.  Raises what ``compile_schedule`` raises.
-    """
-    found: list[Compiled] = []
-    for limit in limits:
-        new = compile_schedule(ranks, microbatches, costs, limit, trials=trials)
-        if found and found[-1].timeline.makespan < new.timeline.makespan:
-            new = replace(found[-1], lower_bound=min(new.lower_bound, found[-1].timeline.makespan))
-        found.append(new)
-    return found
-
-
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
     """Return all placements on ``ranks`` ranks that the stages of ``costs`` can be merged for.
 

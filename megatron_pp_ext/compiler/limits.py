@@ -5,7 +5,7 @@ A limit holds activations, and also messages where ``Costs.message`` is above 0.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
@@ -25,20 +25,33 @@ def of_each_rank(limit: float | Sequence[float], ranks: int) -> tuple[float, ...
     return (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
 
 
-def requested_limit(limit: Limit, ranks: int, microbatches: int, costs: Costs) -> tuple[Limit, Costs]:
-    """Return a requested ``limit`` as an amount of memory, or as one a rank, and the costs to compile with.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What each of the ``ranks`` may keep, in the unit of ``StageCosts.activation``.
+
+    It holds activations, and also messages where ``holds_messages``.
+    """
+
+    ranks: tuple[float, ...]
+    holds_messages: bool = True
+
+    def counted(self, costs: Costs) -> Costs:
+        """Return ``costs`` as the budget counts them: with messages of size 0 where it holds none."""
+        return costs if self.holds_messages else replace(costs, message=0.0)
+
+
+def requested_budget(limit: Limit, ranks: int, microbatches: int, costs: Costs) -> Budget:
+    """Return a requested ``limit`` as an amount of memory for each of the ``ranks``.
 
     Up to ``LARGEST_FRACTION`` a number is a fraction of what 1F1B keeps at most (``kept_by_1f1b``).  It
-    limits activations alone, as in the papers, so the returned costs have messages of size 0.  A larger
-    number is an amount in the unit of ``StageCosts.activation`` and holds activations and messages.  All
-    ranks have numbers of one kind.
+    limits activations alone, as in the papers.  A larger number is an amount in the unit of
+    ``StageCosts.activation`` and holds activations and messages.  All ranks have numbers of one kind.
     """
-    numbers = limit if isinstance(limit, tuple) else (limit,)
+    numbers = of_each_rank(limit, ranks)
     if not all(0 < number <= LARGEST_FRACTION for number in numbers):
-        return limit, costs
+        return Budget(numbers)
     whole = kept_by_1f1b(ranks, microbatches, costs)
-    amounts = tuple(number * whole for number in numbers)
-    return amounts if isinstance(limit, tuple) else amounts[0], replace(costs, message=0.0)
+    return Budget(tuple(number * whole for number in numbers), holds_messages=False)
 
 
 def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
 from megatron_pp_ext.job import call
-from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -83,7 +83,7 @@ class _Call:
         sizes = self.ranks, self.microbatches, chunks
         request = call.requested(self.schedule, *sizes, self.memory_limit, self.vocabulary, self.offload)
         costs_of = partial(_costs, given, self.ranks)
-        source = requested_source(request, costs_of)
+        source = Source(request, costs_of)
         pipeline = requested.Pipeline(
             request,
             source,
@@ -94,7 +94,7 @@ class _Call:
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
-        timeline = simulate(source.build(self.microbatches, None), costs.merged(source.placement.stages))
+        timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         found = InForce(source.name, source.placement, self.microbatches, peak, bubble, line)
         return replace(pipeline, summary=line), found

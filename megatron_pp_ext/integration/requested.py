@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.measurements import ProfileSteps
-from megatron_pp_ext.job.request import Request
-from megatron_pp_ext.job.source import Source
-from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.updates import Updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)

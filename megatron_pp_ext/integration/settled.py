@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config, get_te_version
 
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job import layers
@@ -20,7 +21,6 @@ from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
-from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -83,7 +83,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
 
     placed = replace(pipeline.placement, shares_vocabulary=False)
     request = replace(request, placements=(placed,), is_paired=is_paired)
-    return replace(pipeline, request=request, source=requested_source(request, costs_of))
+    return replace(pipeline, request=request, source=Source(request, costs_of))
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:

@@ -3,8 +3,8 @@
 import functools
 
 from megatron_pp_ext import log_lines
+from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.job.vocabulary_source import CostsOf
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -71,16 +71,16 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
 
 
 def _about_vocabulary(pipeline: Pipeline) -> str:
-    if pipeline.source is not None and pipeline.source.note:
-        return f"; {pipeline.source.note}"
+    if pipeline.source is not None and pipeline.source.made.note:
+        return f"; {pipeline.source.made.note}"
     return "; vocabulary shared by all ranks" if pipeline.placement.shares_vocabulary else ""
 
 
 def _schedule(pipeline: Pipeline) -> Schedule:
     request = pipeline.request
     if pipeline.source is None:
-        return catalog.build(request.schedule, request.ranks, request.microbatches, pipeline.placement.chunks)
-    return pipeline.source.build(request.microbatches, None)
+        return make(request).schedule
+    return pipeline.source.ordinary
 
 
 def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:

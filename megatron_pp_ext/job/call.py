@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_pp_ext.job import memory_limit, offloading
+from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import offload as offloads
 from megatron_pp_ext.job.csv_schedule import require_plain
-from megatron_pp_ext.job.request import Request, named
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, SHARED
@@ -49,7 +50,7 @@ def requested(
         read = None if own is None else memory_limit.read(own, ranks, memory_limit.BY_CALL)
         request = named(schedule, ranks, microbatches, chunks, read)
     if offload is not None:
-        request = offloading.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
+        request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
     return replace(request, vocabulary=vocabulary)
 
 

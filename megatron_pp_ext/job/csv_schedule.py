@@ -63,15 +63,6 @@ def require_batches(job: Job, schedule: Schedule, data: int) -> None:
         )
 
 
-def require_microbatches(schedule: Schedule, path: str, microbatches: int) -> None:
-    """ValueError unless the schedule of the file ``path`` is for ``microbatches`` microbatches."""
-    if microbatches != schedule.microbatches:
-        raise ValueError(
-            f"{path} is a schedule for {schedule.microbatches} microbatches, but this step has "
-            f"{microbatches}; set --global-batch-size accordingly"
-        )
-
-
 def require_backwards_in_order(schedule: Schedule) -> None:
     """Raise ValueError unless each stage takes the microbatches backward as it took them forward.
 

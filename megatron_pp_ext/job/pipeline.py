@@ -7,10 +7,10 @@ come from and in what the stages cost; what the flags mean is the same for all o
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.job import layers, measurements, memory_limit, offloading, replicas, sizes, updates
+from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
+from megatron_pp_ext.job import layers, measurements, memory_limit, offload, replicas, sizes, updates
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
-from megatron_pp_ext.job.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
@@ -59,8 +59,8 @@ def read(asked: Asked, data: int) -> Request:
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
     request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
-    if (offload := job.pipeline.pipeline_offload) is not None:
-        request = offloading.requested(request, offload, job.pipeline.pipeline_memory_limit)
+    if (share := job.pipeline.pipeline_offload) is not None:
+        request = offload.requested(request, share, job.pipeline.pipeline_memory_limit)
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))

@@ -11,8 +11,11 @@ import pytest
 from filelock import FileLock
 
 from megatron_pp_ext.compiler import compile as compiler
+from megatron_pp_ext.compiler import turns
+from megatron_pp_ext.compiler.limits import Budget
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.search import cache, proposals
-from megatron_pp_ext.job import source
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
@@ -50,7 +53,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compiled(microbatches: int = 4) -> Schedule:
-    return source.compile_once(microbatches, COSTS, 2.0, [v(2)])
+    request = Request("flex", (v(2),), microbatches, True, limit=Budget((2.0, 2.0)))
+    return make(request, lambda stages, shares_vocabulary: COSTS).schedule
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return name
 
     monkeypatch.setattr(cache, "key", key)
-    monkeypatch.setattr(source, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.2)
     yield
     for lock in held:
         lock.release()
@@ -82,13 +86,13 @@ def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_nobody_waits_for_ever(held, compilations: list[int], capsys: pytest.CaptureFixture) -> None:
     assert compiled().microbatches == 4
     assert len(compilations) == 1
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "was locked by another process for 0.2 s; the schedule is compiled without waiting" in line
 
 
 def test_what_is_in_the_cache_needs_no_lock(held, compilations, capsys):
     assert compiled(3).microbatches == 3
-    assert (compilations, capsys.readouterr().out) == ([], "")
+    assert (compilations, capsys.readouterr().err) == ([], "")
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
@@ -99,10 +103,10 @@ def test_a_file_system_without_locks(error, folder, compilations, monkeypatch, c
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(source, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.2)
     assert compiled().microbatches == 4
     assert len(compilations) == 1
-    assert len(capsys.readouterr().out.splitlines()) <= 1
+    assert len(capsys.readouterr().err.splitlines()) <= 1
     assert compiled().microbatches == 4
     assert len(compilations) == 1  # it was kept
 
@@ -121,7 +125,7 @@ def test_no_folder_to_keep_schedules_in(where, tmp_path, compilations, monkeypat
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert compiled().microbatches == 4
     assert len(compilations) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be locked (" in line
     assert str(there) in line
 
@@ -139,9 +143,9 @@ def test_a_full_disk(folder: Path, compilations: list[int], monkeypatch: pytest.
 def test_a_filled_cache_that_is_read_only(folder, compilations, monkeypatch, capsys):
     """As an administrator may prepare it: it is read, without a lock and without a word."""
     compiled()
-    monkeypatch.setattr(source, "FileLock", None)
+    monkeypatch.setattr(turns, "FileLock", None)
     assert compiled().microbatches == 4
-    assert (len(compilations), capsys.readouterr().out) == (1, "")
+    assert (len(compilations), capsys.readouterr().err) == (1, "")
 
 
 def searches(_: int) -> tuple[str, int]:
@@ -168,6 +172,6 @@ def test_different_schedules_do_not_wait_for_each_other(folder, monkeypatch):
     """While one job compiles for an hour, another one compiles something else."""
     compiled()
     (lock,) = folder.glob("*.lock")
-    monkeypatch.setattr(source, "LONGEST_WAIT", 3600.0)
+    monkeypatch.setattr(turns, "LONGEST_WAIT", 3600.0)
     with FileLock(lock, is_singleton=False):
         assert compiled(5).microbatches == 5

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
-from megatron_pp_ext.compiler.limits import at_most, least_limits, requested_limit
+from megatron_pp_ext.compiler.limits import at_most, least_limits, requested_budget
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -40,15 +40,16 @@ def test_what_a_fraction_is_a_fraction_of():
     """A share of what 1F1B keeps on the rank that keeps most; above 8 it is an amount with messages."""
     costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (3, 5, 7, 9)), message=0.5)
     for limit, microbatches, amount in ((1, 8, 2 * 8), (0.5, 8, 8), (8, 8, 128), (1, 1, 16), (0.25, 2, 4)):
-        found, used = requested_limit(limit, 2, microbatches, costs)
-        assert (found, used.message) == (amount, 0)
-    assert requested_limit(8.001, 2, 8, costs) == (8.001, costs)
+        budget = requested_budget(limit, 2, microbatches, costs)
+        assert (budget.ranks, budget.counted(costs).message) == ((amount, amount), 0)
+    budget = requested_budget(8.001, 2, 8, costs)
+    assert (budget.ranks, budget.counted(costs)) == ((8.001, 8.001), costs)
 
 
 def test_a_first_rank_without_layers_does_not_set_the_limit():
     """As under a layout whose first stage is the embedding alone."""
     costs = Costs(tuple(StageCosts(1, 1, 1, kept) for kept in (0, 2, 4)))
-    assert requested_limit(0.5, 3, 8, costs)[0] == 0.5 * max(3 * 0, 2 * 2, 1 * 4)
+    assert requested_budget(0.5, 3, 8, costs).ranks[0] == 0.5 * max(3 * 0, 2 * 2, 1 * 4)
 
 
 @pytest.mark.parametrize("placement", [linear(4), loop(2, 2), v(2)])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration.core import nesterov
-from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.updates import DelayCorrection, Updates
 from tests.support import rounding
 from tests.support.tiers import first
 from tests.support.without_flush import (

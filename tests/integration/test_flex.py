@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.compiler.limits import at_most, least_limits
-from megatron_pp_ext.job import source
-from megatron_pp_ext.job.request import named
+from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
@@ -46,10 +47,10 @@ def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: 
     totals = {}
     for limit in (0.75, 0.75 * whole):
         source = read(monkeypatch, f"{PP4} {' '.join(FLEX)} {limit!r}").source
-        schedule = source.build(8, None)
+        schedule = source.schedule(8)
         timeline = simulate(schedule, estimated.merged(schedule.placement.stages))
         assert max(timeline.peak_activations) <= 0.75 * whole
-        assert named("flex", 4, 8, limit=limit).compile(estimated).timeline.schedule.digest == schedule.digest
+        assert make(named("flex", 4, 8, limit=limit), lambda *_: estimated).schedule.digest == schedule.digest
         totals[limit] = max(timeline.peak_memory)
     assert totals[0.75 * whole] <= 0.75 * whole < totals[0.75]
 
@@ -59,12 +60,12 @@ def test_auto_takes_what_is_free_and_never_less_than_it_needs(monkeypatch: pytes
     auto = read(monkeypatch, f"{PP4} --pipeline-schedule auto").source
     costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
     needed = least_limits(costs, auto.placement)
-    first = auto.build(8, None)
-    assert auto.build(8, lambda: [1.0] * 4).digest == first.digest
-    assert auto.limits(costs, first, lambda: [1.0] * 4) == (needed, costs)
+    first = auto.schedule(8)
+    assert auto.schedule(8, [1.0] * 4).digest == first.digest
+    assert auto.may_keep(first, costs, [1.0] * 4) == Budget(needed)
     some = (1.0, 2 * needed[1], 1.0, 3 * needed[3])
-    assert auto.limits(costs, first, lambda: some) == ((needed[0], some[1], needed[2], some[3]), costs)
-    roomy = auto.build(8, lambda: [100 * limit for limit in needed])
+    assert auto.may_keep(first, costs, some) == Budget((needed[0], some[1], needed[2], some[3]))
+    roomy = auto.schedule(8, [100 * limit for limit in needed])
     least, most = (simulate(one, costs) for one in (first, roomy))
     assert all(map(at_most, least.peak_memory, needed))
     assert max(needed) < max(most.peak_memory)
@@ -77,17 +78,17 @@ def test_auto_uses_what_each_rank_has_free(monkeypatch: pytest.MonkeyPatch) -> N
     costs = estimated_costs(PP4, 8).merged(auto.placement.stages)
     needed = least_limits(costs, auto.placement)
     free = (4 * needed[0], 1.5 * needed[1], 4 * needed[2], 4 * needed[3])
-    mixed = simulate(auto.build(8, lambda: free), costs)
+    mixed = simulate(auto.schedule(8, free), costs)
     assert all(map(at_most, mixed.peak_memory, free))
-    even = simulate(auto.build(8, lambda: [1.5 * limit for limit in needed]), costs)
+    even = simulate(auto.schedule(8, [1.5 * limit for limit in needed]), costs)
     assert mixed.makespan < even.makespan
 
 
 def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
     """The limit is each rank's own peak, and 0 where its stage keeps nothing."""
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
-    family = source.from_catalogue("1f1b", linear(2))
-    assert family.limits(costs, family.build(4, None), lambda: [0.0] * 2) == ((0.0, 8.0), costs)
+    family = Source(named("1f1b", 2, 4), lambda *_: costs)
+    assert family.may_keep(family.ordinary, costs, [0.0] * 2) == Budget((0.0, 8.0))
 
 
 def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

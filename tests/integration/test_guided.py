@@ -3,7 +3,6 @@
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,11 +11,12 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.compiler.limits import Budget
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import profile_guided, tracing
 from megatron_pp_ext.job.measurements import ProfileSteps
-from megatron_pp_ext.job.request import named
-from megatron_pp_ext.job.source import source_of
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -152,16 +152,15 @@ def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> Non
     schedule = catalog.build("v-half", 4, 8)
     measured = Costs(tuple(StageCosts(1, 1, 1, 10.0 + stage) for stage in range(8)), message=2.0)
 
-    def limits(flags: str) -> tuple:
-        return read(monkeypatch, f"{PP4} --pipeline-schedule {flags}").source.limits(
-            measured, schedule, lambda: [1e9, 2e9, 3e9, 4e9]
-        )
+    def budget(flags: str) -> Budget:
+        source = read(monkeypatch, f"{PP4} --pipeline-schedule {flags}").source
+        return source.may_keep(schedule, measured, [1e9, 2e9, 3e9, 4e9])
 
-    assert limits("v-half") == (simulate(schedule, measured).peak_memory, measured)
-    assert limits("flex --pipeline-memory-limit 0.5") == (0.5 * 4 * 21, replace(measured, message=0.0))
-    assert limits("flex --pipeline-memory-limit 4e9") == (4e9, measured)
-    assert limits("flex --pipeline-memory-limit 4e9-3e9-3e9-2e9") == ((4e9, 3e9, 3e9, 2e9), measured)
-    assert limits("auto") == ((1e9, 2e9, 3e9, 4e9), measured)
+    assert budget("v-half") == Budget(simulate(schedule, measured).peak_memory)
+    assert budget("flex --pipeline-memory-limit 0.5") == Budget((0.5 * 4 * 21,) * 4, holds_messages=False)
+    assert budget("flex --pipeline-memory-limit 4e9") == Budget((4e9,) * 4)
+    assert budget("flex --pipeline-memory-limit 4e9-3e9-3e9-2e9") == Budget((4e9, 3e9, 3e9, 2e9))
+    assert budget("auto") == Budget((1e9, 2e9, 3e9, 4e9))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
     monkeypatch.setattr(tracing, "recording", recording)
     request = named("1f1b", 2, 8)
-    chosen = requested.Pipeline(request, source_of(request, Costs.unit), profile_steps=ProfileSteps(2, 4))
+    chosen = requested.Pipeline(request, Source(request, Costs.unit), profile_steps=ProfileSteps(2, 4))
     guide = profile_guided.ProfileGuide(chosen)
     for done in range(8):
         if done == 6:

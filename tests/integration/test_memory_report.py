@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer import memory_report
-from megatron_pp_ext.job import source
-from megatron_pp_ext.job.request import named
-from megatron_pp_ext.schedule.placement import linear, v
+from megatron_pp_ext.schedule.costs import Costs
 
 ARGS = Namespace(
     pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, padded_vocab_size=100
@@ -32,20 +32,21 @@ def weights(args: Namespace, verbose: bool = False) -> float:
     return 10.0 * args.padded_vocab_size
 
 
+def activate(name: str) -> None:
+    request = named(name, 4, 8)
+    requested.activate(requested.Pipeline(request, Source(request, Costs.unit)))
+
+
 def test_activations_are_those_in_flight() -> None:
     """Under V-Half three microbatches on the fullest of four ranks, where 1F1B has four."""
-    for name, placement, expected in (
-        ("v-half", v(4), 300.0),
-        ("1f1b", linear(4), 400.0),
-        ("gpipe", linear(4), 800.0),
-    ):
-        requested.activate(requested.Pipeline(named(name, 4, 8), source.from_catalogue(name, placement)))
+    for name, expected in (("v-half", 300.0), ("1f1b", 400.0), ("gpipe", 800.0)):
+        activate(name)
         assert memory_report.activations_as_scheduled(activations)(ARGS, 8) == expected
     assert ARGS.virtual_pipeline_model_parallel_size == 2
 
 
 def test_a_v_has_the_output_layer_beside_the_embedding() -> None:
-    for name, placement, expected in (("v-half", v(4), 2000.0), ("1f1b", linear(4), 1000.0)):
-        requested.activate(requested.Pipeline(named(name, 4, 8), source.from_catalogue(name, placement)))
+    for name, expected in (("v-half", 2000.0), ("1f1b", 1000.0)):
+        activate(name)
         assert memory_report.weights_of_both_ends(weights)(ARGS) == expected
     assert ARGS.padded_vocab_size == 100

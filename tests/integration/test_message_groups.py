@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 from megatron.core.parallel_state import get_nccl_options
 
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners import message_groups
 from megatron_pp_ext.integration.runners.message_groups import group_options
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.job.request import named
 from megatron_pp_ext.runtime.groups import GroupOptions
 from tests.support.flags import arguments
 

@@ -11,10 +11,9 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines, mirrored_chunks
-from megatron_pp_ext.job import source
-from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 SHAPES = ((Shape.LINEAR, 1), (Shape.LOOP, 3), (Shape.V, 2), (Shape.WAVE, 3), (Shape.WAVE, 4))
@@ -34,7 +33,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch):
         parallel_state.set_pipeline_model_parallel_world_size(placement.ranks)
         parallel_state.set_pipeline_model_parallel_rank(rank)
         request = Request("v-half", (placement,), 8, True)
-        made = source.Source("v-half", placement, True, lambda *about: None)
+        made = SimpleNamespace(name="v-half", placement=placement)
         pipeline = requested.Pipeline(request, made, is_per_model=True)
         requested.activate(pipeline)
         return pipeline

@@ -10,22 +10,22 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
+from megatron_pp_ext.compiler import source
+from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.job import source
-from megatron_pp_ext.job.request import named
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.costs import Costs
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
 def pipeline():
-    chosen = requested.Pipeline(named("1f1b", 2, 4), source.from_catalogue("1f1b", linear(2)))
+    chosen = requested.Pipeline(named("1f1b", 2, 4), source.Source(named("1f1b", 2, 4), Costs.unit))
     requested.activate(chosen)
     yield chosen
     requested.activate(None)
@@ -172,13 +172,15 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
     """Evaluations have an order of their own; each number of microbatches has a schedule, built once."""
     built = []
 
-    def build(microbatches: int, free_bytes):
-        built.append((microbatches, free_bytes is not None))
-        return catalog.build("1f1b", 2, microbatches)
+    def make(request: Request, costs):
+        built.append((request.microbatches, request.free is not None))
+        return source.Made(catalog.build("1f1b", 2, request.microbatches))
 
     monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
     group = SimpleNamespace(rank=lambda: 0)
-    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source("auto", linear(2), build))
+    monkeypatch.setattr(source, "make", make)
+    monkeypatch.setattr(sources, "free_bytes_by_rank", lambda: [1.0, 1.0])
+    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source(named("auto", 2, 4), Costs.unit))
     monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
     steps = choose.runner(pipeline).steps
 

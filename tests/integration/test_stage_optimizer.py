@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import stage_optimizer
 from megatron_pp_ext.integration.trainer import stage_statistics
-from megatron_pp_ext.job.request import named
-from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.updates import Updates
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the schedules that never flush ask of the flags."""
 
-from megatron_pp_ext.job.updates import DelayCorrection
 from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.updates import DelayCorrection
 from tests.support.flags import PP4, read
 
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.features.vocabulary import order
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.trainer.validation import _costs, read_flags
-from megatron_pp_ext.job import vocabulary_source
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read
@@ -53,7 +53,7 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
             found = read_flags(other)
             costs = _costs(Asked(other), found.request.finest.stages, is_shared)
             stages = costs.merged(found.placement.stages)
-            lengths.append(simulate(found.source.build(8, None), stages).makespan)
+            lengths.append(simulate(found.source.schedule(8), stages).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
         line = start_up.summary(pipeline, partial(_costs, Asked(args)))
@@ -64,12 +64,12 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
     def none_fits(*args):
         raise InfeasibleLimit("no room")
 
-    monkeypatch.setattr(vocabulary_source, "_sharing", none_fits)
+    monkeypatch.setattr(order, "_shared", none_fits)
     flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-vocabulary auto"
     pipeline = read(monkeypatch, flags)
     assert pipeline is not None and pipeline.source is not None
     assert not pipeline.placement.shares_vocabulary
-    assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
+    assert pipeline.source.made.note == "vocabulary not shared: the memory limit has no room for its parts"
 
 
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):

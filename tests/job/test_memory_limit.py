@@ -1,15 +1,16 @@
 """--pipeline-memory-limit: one number for all pipeline ranks, or one for each."""
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 
 from megatron_pp_ext.compiler.limits import at_most
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.request import Request, named
-from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.names import AUTO, FLEX, SHARED
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 RANKS, MICROBATCHES = 3, 6
@@ -58,22 +59,30 @@ def keeps(timeline: Timeline, limits: tuple[float, ...]) -> bool:
 
 
 def flex(limit: float | tuple[float, ...]) -> Request:
-    return named(FLEX, RANKS, MICROBATCHES, 2, limit)
+    return replace(named(FLEX, RANKS, MICROBATCHES, 2, limit), trials=12)
+
+
+def alone(limit: float | tuple[float, ...]) -> Timeline:
+    schedule = make(flex(limit), lambda stages, shares_vocabulary: COSTS).schedule
+    return simulate(schedule, COSTS.merged(schedule.placement.stages))
 
 
 @pytest.mark.parametrize("limits", [(0.45, 1.0, 1.0), (1.0, 1.0, 0.45)])
 def test_each_rank_keeps_its_own_limit(limits: tuple[float, ...]) -> None:
     """The ranks with more memory use it, for a shorter step than all would have with the least."""
-    found = flex(limits).compile(COSTS, trials=12).timeline
+    found = alone(limits)
     amounts = tuple(fraction * RANKS * 8.0 for fraction in limits)
     assert keeps(found, amounts)
     assert not keeps(found, (min(amounts),) * RANKS)
-    assert found.makespan < flex(min(limits)).compile(COSTS, trials=12).timeline.makespan
+    assert found.makespan < alone(min(limits)).makespan
+
+
+def sharing(request: Request) -> Request:
+    return replace(request, vocabulary=SHARED, trials=12)
 
 
 def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeline:
-    schedule = compiled_beside_vocabulary(flex(limit), COSTS, shared, trials=12).known
-    assert schedule is not None
+    schedule = make(sharing(flex(limit)), lambda stages, is_shared: shared if is_shared else COSTS).schedule
     return simulate(schedule, shared.merged(schedule.placement.stages))
 
 
@@ -90,11 +99,10 @@ def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
 def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(free, is_shorter):
     """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
     shared = COSTS.with_shared_output_layer(12.0, RANKS)
-    source = compiled_beside_vocabulary(named(AUTO, RANKS, MICROBATCHES), COSTS, shared, trials=12)
+    auto = sharing(named(AUTO, RANKS, MICROBATCHES))
+    source = Source(auto, lambda stages, is_shared: shared if is_shared else COSTS)
     least = (30.0,) * RANKS
-    found, lower = (
-        simulate(source.build(MICROBATCHES, partial(tuple, have)), shared) for have in (free, least)
-    )
+    found, lower = (simulate(source.schedule(MICROBATCHES, have), shared) for have in (free, least))
     assert keeps(found, free)
     assert keeps(found, least) is not is_shorter
     assert (found.makespan < lower.makespan) is is_shorter

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from megatron_pp_ext.compiler.limits import requested_limit
+from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.memory_limit import spelled
@@ -177,7 +177,7 @@ def test_a_limit_of_the_user_is_kept(short_searches):
     free, fraction = search(None), search(0.75)
     chosen = fraction.candidate
     work = Workload(chosen.described(space().job), A100, chosen.placement, chosen.data)
-    allowed, _ = requested_limit(0.75, 2, chosen.microbatches, work.costs)
+    allowed, _ = requested_budget(0.75, 2, chosen.microbatches, work.costs).ranks
     assert max(rank.activations for rank in fraction.estimate.ranks) <= allowed < _least(free)
     assert "--pipeline-memory-limit 0.75" in " ".join(chosen.flags())
     amount = search(allowed)

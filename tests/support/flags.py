@@ -14,12 +14,12 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import settle

@@ -30,12 +30,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 
 import megatron_pp_ext  # noqa: E402
+from megatron_pp_ext.compiler.request import named  # noqa: E402
+from megatron_pp_ext.compiler.source import Source  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
 from megatron_pp_ext.integration.runners import host_activations  # noqa: E402
 from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
-from megatron_pp_ext.job.request import named  # noqa: E402
-from megatron_pp_ext.job.source import source_of  # noqa: E402
 from megatron_pp_ext.runtime.activations_away import ActivationsAway  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
@@ -98,7 +98,7 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
     found = []
     for name, more in (("v-half", {}), ("zb-h1", {"profile_steps": ProfileSteps(2, 3)}), ("auto", {})):
         request = named(name, 2, 4)
-        pipeline = requested.Pipeline(request, source_of(request, costs), **more)
+        pipeline = requested.Pipeline(request, Source(request, costs), **more)
         line = start_up.summary(pipeline, costs)
         requested.activate(pipeline)
         found.append((line, type(stock_schedules.get_forward_backward_func()).__name__))

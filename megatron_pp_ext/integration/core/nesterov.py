@@ -15,7 +15,7 @@ import torch
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.job.updates import DelayCorrection
+from megatron_pp_ext.schedule.updates import DelayCorrection
 
 _DECAY = 0.96**0.004
 """By how much a step shrinks what NAdam's momentum lacks of its full size (Dozat 2016; torch's default)."""

@@ -14,7 +14,6 @@ from megatron_pp_ext.integration.runners import free_memory
 from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.settings import Settings
-from megatron_pp_ext.job.updates import DelayCorrection, Updates
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
@@ -24,6 +23,7 @@ from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.program import Orders
+from megatron_pp_ext.schedule.updates import DelayCorrection, Updates
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""

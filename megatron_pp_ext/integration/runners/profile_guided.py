@@ -25,7 +25,6 @@ from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.sources import Requested
-from megatron_pp_ext.job.source import compile_once
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
@@ -152,12 +151,11 @@ class ProfileGuide(Requested):
     def _shorter(self, current: Schedule, costs: Costs) -> Schedule:
         """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""
         source = self._source
-        assert source.limits is not None
         before = simulate(current, costs).makespan
-        limits, counted = source.limits(costs, current, free_bytes_by_rank)
+        free = free_bytes_by_rank() if self._measures_memory else ()
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = compile_once(current.microbatches, counted, limits, [current.placement])
+            found = source.shorter(current, costs, free)
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
             return current

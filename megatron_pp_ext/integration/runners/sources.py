@@ -7,8 +7,8 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.model_vocabulary import has_frozen_output
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.vocabulary import without_weight_gradients
 
 
 class Source(Protocol):
@@ -35,6 +35,7 @@ class Requested:
     def __init__(self, pipeline: requested.Pipeline) -> None:
         assert pipeline.source is not None
         self._source = pipeline.source
+        self._measures_memory = catalog.abilities(pipeline.source.name).measures_memory
 
     def phase(self, inputs: StepInputs) -> Hashable:
         """See ``Source``."""
@@ -42,6 +43,5 @@ class Requested:
 
     def schedule(self, inputs: StepInputs) -> Schedule:
         """See ``Source``."""
-        free_bytes = free_bytes_by_rank if inputs.training_steps else None
-        schedule = self._source.build(inputs.microbatches, free_bytes)
-        return without_weight_gradients(schedule) if has_frozen_output(inputs.model) else schedule
+        free = free_bytes_by_rank() if self._measures_memory and inputs.training_steps else None
+        return self._source.schedule(inputs.microbatches, free, has_frozen_output(inputs.model))

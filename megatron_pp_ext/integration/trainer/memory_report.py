@@ -25,7 +25,7 @@ def activations_as_scheduled(
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.source is None or num_microbatches is None:
         return stock(args, num_microbatches, verbose)
-    schedule = pipeline.source.build(num_microbatches, None)
+    schedule = pipeline.source.schedule(num_microbatches)
     in_flight = max(simulate(schedule, Costs.unit(schedule.placement)).peak_microbatches)
     # Without chunks and a number of microbatches, stock counts as many microbatches as ranks.
     unscheduled = copy.copy(args)

@@ -68,8 +68,8 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
     found["the microbatches of a step are"] = str(request.microbatches)
     if request.layers is not None:
         found["the stages have"] = f"{', '.join(map(str, request.layers))} layers"
-    if pipeline.source is not None and pipeline.source.known is not None:
-        found["the schedule's digest is"] = pipeline.source.known.digest[:12]
+    if pipeline.source is not None:
+        found["the schedule's digest is"] = pipeline.source.ordinary.digest[:12]
     return found
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from megatron.core.utils import get_te_version
 
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
@@ -25,11 +27,9 @@ from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
-from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -146,7 +146,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     try:
         if asked.pipeline_costs is not None:
             _costs(asked, request.finest.stages)  # the start line would take unit costs for a wrong file
-        source = requested_source(request, functools.partial(_costs, asked))
+        source = Source(request, functools.partial(_costs, asked))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
     _settle_chunks(args, asked.job, request, source.placement)

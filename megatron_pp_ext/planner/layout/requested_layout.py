@@ -4,11 +4,11 @@ It follows from flags and files alone, so that every rank of a job finds the sam
 the flag.  No rank needs more memory for it than the fullest one does with equally many layers in all stages.
 """
 
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
@@ -53,7 +53,7 @@ def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
         cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
         return without_messages(work_of(cut, model, data, where).costs)
 
-    schedule = requested_source(request, costs_of).build(request.microbatches, None)
+    schedule = make(request, costs_of).schedule
     row: Row = ModelRow(job, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)

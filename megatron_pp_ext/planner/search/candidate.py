@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
+from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.typed_job import Job
@@ -108,6 +109,17 @@ class Candidate:
         if catalog.abilities(self.schedule).is_compiled:
             return replace(v(self.pipeline), shares_vocabulary=self.shares_vocabulary)
         return placement_of(self.schedule, self.pipeline, self.chunks, self.shares_vocabulary)
+
+    def request(self, microbatches: int) -> Request:
+        """Return the request for its schedule with so many microbatches; not for ``flex``."""
+        return of_sizes(
+            self.schedule,
+            self.pipeline,
+            microbatches,
+            self.chunks,
+            shares_vocabulary=self.shares_vocabulary,
+            is_paired=self.is_paired,
+        )
 
     def described(self, job: Job) -> Job:
         """Return ``job`` with everything set as this candidate sets it."""

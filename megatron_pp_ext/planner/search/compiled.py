@@ -5,10 +5,10 @@ from dataclasses import replace
 from operator import le
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import Limit, requested_limit
+from megatron_pp_ext.compiler.limits import Limit, requested_budget
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job.request import named
-from megatron_pp_ext.job.vocabulary_source import compiled_beside_vocabulary
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated
@@ -18,7 +18,7 @@ from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.names import FLEX, SHARED
 
 COMPILED, TRIALS = 2, 100
 """The number of the best candidates for which ``flex`` is compiled, and the orders that each may try."""
@@ -88,8 +88,7 @@ class Compiler:
         """
         if self._given is not None:
             limit = memory_limit.read(self._given, cut.pipeline)
-            amount, _ = requested_limit(limit, cut.pipeline, cut.microbatches, whole)
-            amounts = amount if isinstance(amount, tuple) else (amount,) * cut.pipeline
+            amounts = requested_budget(limit, cut.pipeline, cut.microbatches, whole).ranks
             if all(map(le, amounts, left)):
                 return [limit]
             left = tuple(map(min, amounts, left))
@@ -121,12 +120,14 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
     ``whole`` are the costs with the vocabulary in the end stages, ``costs`` those of ``cut``.  A layout says
     how many stages there are, so that the compiler may not merge them.
     """
-    request = named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit)
+    request = replace(
+        named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit),
+        vocabulary=SHARED if cut.shares_vocabulary else None,
+        is_paired=costs.pair < 1,
+        trials=TRIALS,
+    )
     if cut.describes_stages:
         placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
         request = replace(request, placements=placements)
-    if not cut.shares_vocabulary:
-        return request.compile(costs, TRIALS).timeline.schedule
-    schedule = compiled_beside_vocabulary(request, whole, costs, TRIALS).known
-    assert schedule is not None
-    return schedule
+    known = {False: whole, cut.shares_vocabulary: costs}
+    return make(request, lambda stages, shares_vocabulary: known[shares_vocabulary]).schedule

@@ -14,12 +14,11 @@ from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, least_in_order
 from megatron_pp_ext.planner.search.workloads import Workloads, order_of
 from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, memory, pace
-from megatron_pp_ext.planner.step.host_copies import kept_on_host, parts_on_device
+from megatron_pp_ext.planner.step.host_copies import kept_on_host, offloaded, parts_on_device
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.longer_plans import with_whole_share
-from megatron_pp_ext.schedule.offload import with_share
+from megatron_pp_ext.schedule.names import AUTO
 
 IMPROVED = 0.1
 """The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""
@@ -100,13 +99,14 @@ class Replays:
         whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
         slow without a memory limit needs no plan at all.
         """
-        short = order_of(candidate, 2 * candidate.pipeline)
+        fewer = min(2 * candidate.pipeline, candidate.microbatches)
+        short = candidate.request(fewer)
         sizes = candidate.schedule, candidate.microbatches
         if not self.is_uneven:
             work = self.workloads.work(candidate)
             if not room(pace(work, order_of(candidate), *sizes).step_seconds):
                 return None
-            order = Prepared(with_share(short.timer.schedule, work.costs, 1.0).schedule)
+            order = Prepared(offloaded(work, short, AUTO))
             least = max(memory(work, order, *sizes, self.margin), key=lambda rank: rank.total)
             if least.total > limit:
                 return least
@@ -117,7 +117,7 @@ class Replays:
         mean = self.workloads.mean(candidate, candidate.placement)
         if mean.memory(candidate.microbatches, self.margin).total > room(paced.step_seconds * (1 - IMPROVED)):
             return None
-        left = parts_on_device(even, short)
+        left = parts_on_device(even, short, order_of(candidate, fewer))
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit, left)
         return self._laid_out(cuts, room, self._with_copies)
 
@@ -149,10 +149,13 @@ class Replays:
         most = min(limit, room(timed.pace.step_seconds))
         if timed.least.total > most:
             return None
-        schedule, sizes = order_of(candidate).timer.schedule, (candidate.schedule, candidate.microbatches)
+        request, sizes = (
+            candidate.request(candidate.microbatches),
+            (candidate.schedule, candidate.microbatches),
+        )
 
         def with_host(share: float) -> Evaluated | None:
-            copied = with_whole_share(schedule, work.costs, share).schedule
+            copied = offloaded(work, request, share)
             estimated = estimate(work, Prepared(copied), *sizes, self.margin)
             if estimated.fullest.total > most:
                 return None
@@ -160,7 +163,7 @@ class Replays:
             return Evaluated(replace(candidate, offload=share), replace(estimated, host_bytes=host))
 
         # What does not fit with all that leaves for free is given up: other plans take long to make.
-        free = Prepared(with_share(schedule, work.costs, 1.0).schedule)
+        free = Prepared(offloaded(work, request, AUTO))
         if max(rank.total for rank in memory(work, free, *sizes, self.margin)) > most:
             return None
         return next(filter(None, map(with_host, SHARES)), None)

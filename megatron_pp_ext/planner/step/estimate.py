@@ -9,21 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from operator import mul
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.state import ModelState
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job import updates
-from megatron_pp_ext.job.csv_schedule import require_microbatches
-from megatron_pp_ext.job.request import Request
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.job.vocabulary_source import requested_source
 from megatron_pp_ext.planner.step.error_band import Band, band
 from megatron_pp_ext.planner.step.host_copies import kept_on_device, kept_on_host
-from megatron_pp_ext.planner.step.programs import Prepared, program
+from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import CSV_PREFIX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
@@ -246,28 +244,18 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    if can.is_compiled or request.vocabulary is not None or request.offload is not None:
-        source = requested_source(request, costs_of)
-        schedule = source.build(microbatches, None)
-        work = work_on(schedule.placement)
-        estimated = estimate(work, Prepared(schedule), name, microbatches, margin)
-        host = kept_on_host(work, schedule) if schedule.copies else ()
-        return replace(estimated, note=source.note, host_bytes=host)
-    placement = request.placement
-    if request.from_file is not None:
-        require_microbatches(request.from_file, name.removeprefix(CSV_PREFIX), microbatches)
-        order = Prepared(request.from_file)
-    else:
-        order = program(name, request.ranks, microbatches, placement.chunks, is_paired=request.is_paired)
-    work = work_on(placement)
-    estimated = estimate(work, order, name, microbatches, margin)
+    made = make(request, costs_of)
+    work = work_on(made.schedule.placement)
+    estimated = estimate(work, Prepared(made.schedule), name, microbatches, margin)
+    if made.schedule.copies:
+        estimated = replace(estimated, host_bytes=kept_on_host(work, made.schedule))
     if request.updates is not None:
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
     if request.is_paired and request.ranks > 1:
         return replace(estimated, note=_UNPROVED.format(work.costs.pair))
-    return estimated
+    return replace(estimated, note=made.note)
 
 
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.offload import with_share
+from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -29,12 +31,19 @@ def kept_on_host(work: Workload, schedule: Schedule) -> tuple[float, ...]:
     return simulate(schedule, _kept_by_forwards(work)).peak_on_host
 
 
-def parts_on_device(work: Workload, order: Prepared) -> tuple[float, ...]:
+def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
+    """Return the schedule of ``request`` for ``work`` with this ``share`` of activations on the host."""
+    with_copies = replace(request, offload=share)
+    return make(with_copies, lambda stages, shares_vocabulary: work.costs, is_proved=True).schedule
+
+
+def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
     """Return the part of each rank's most bytes of activations that copies of all that can leave keep there.
 
-    ``order`` has no copies.  Nearly the same parts stay under other layouts of the same stages.
+    ``order`` is that of ``request``, which has no copies.  Nearly the same parts stay under other layouts of
+    the same stages.
     """
-    copied = with_share(order.timer.schedule, work.costs, 1.0).schedule
+    copied = offloaded(work, request, AUTO)
     beside = work.vocabulary.activation if work.vocabulary else 0.0
     before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
     return tuple(min(1.0, left / most) for left, most in zip(after, before, strict=True))

@@ -3,15 +3,14 @@
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import of_sizes
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
-from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.timing import ScheduleTimer
-from megatron_pp_ext.schedule.vocabulary import share
 
 
 class Prepared:
@@ -54,15 +53,9 @@ def scheduled(
     forwards and backwards run in pairs, for schedules that have them.  The schedule is not checked: the tests
     have proved every one of the catalogue.
     """
-    if ranks == 1:
-        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
-        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
-        alone = one_f_one_b.build_paired if is_paired else one_f_one_b.build
-        return replace(alone(1, microbatches), name=NO_PIPELINE)
-    build = catalog.entry(catalog.abilities(name).order or name).build
-    if shares_vocabulary:
-        return share(lambda count: build(ranks, count, chunks), microbatches)
-    return build(ranks, microbatches, chunks, is_paired)
+    sizes = name, ranks, microbatches, chunks
+    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, is_paired=is_paired)
+    return make(request, is_proved=True).schedule
 
 
 def _prepared(

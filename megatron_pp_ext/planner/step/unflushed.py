@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_pp_ext.job.updates import Updates
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.buffers import most_buffers
@@ -18,6 +17,7 @@ from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, launched
 from megatron_pp_ext.schedule.running import seconds_of_an_update
+from megatron_pp_ext.schedule.updates import Updates
 
 
 class Kept(NamedTuple):

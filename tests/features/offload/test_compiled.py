@@ -1,6 +1,6 @@
 """Orders within limits that they keep with copies to the host alone."""
 
-from megatron_pp_ext.compiler.offloaded import shortest_within
+from megatron_pp_ext.features.offload.compiled import shortest_within
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs

@@ -7,53 +7,15 @@ last with ranks that wait for copies (``schedule.longer_plans``).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import TRIALS, InfeasibleLimit, Turn, compile_schedule
-from megatron_pp_ext.compiler.limits import of_each_rank
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.longer_plans import within_limits
-from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.offload import over, within
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-
-_FEWER = 8
-"""The part of the trials that is left for an order without copies, which has to be shorter than one with."""
-
-
-def compile_with_copies(
-    microbatches: int,
-    costs: Costs,
-    limit: float | Sequence[float],
-    placements: Sequence[Placement],
-    trials: int = TRIALS,
-    turn: Turn = nullcontext,
-) -> Timeline:
-    """Return the shortest step found within ``limit`` where activations may wait on the host.
-
-    Arguments are those of ``compile_schedule``, with the seconds of copies in ``costs``
-    (``StageCosts.copy``).  What is compiled without copies stays if nothing is shorter; where a family keeps
-    the limit with them, it is searched for with fewer trials.  InfeasibleLimit where no order keeps it.
-    """
-    ranks = placements[0].ranks
-    limits = of_each_rank(limit, ranks)
-    found = shortest_within(published_orders(placements, microbatches), costs, limits)
-    trials = trials if found is None else trials // _FEWER
-    try:
-        alone = compile_schedule(
-            ranks, microbatches, costs, limit, placements=placements, trials=trials, turn=turn
-        )
-    except InfeasibleLimit:
-        if found is None:
-            raise
-    else:
-        if found is None or alone.timeline.makespan <= found.makespan:
-            return alone.timeline
-    return replace(found, schedule=replace(found.schedule, name=FLEX))
 
 
 def published_orders(placements: Sequence[Placement], microbatches: int) -> list[Schedule]:

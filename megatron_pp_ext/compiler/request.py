@@ -1,19 +1,16 @@
-"""A pipeline as it is requested, by flags (``job.pipeline``), by a call or by a command."""
+"""The schedule that is requested, by flags (``job.pipeline``), by a call, by a command or by a search."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from megatron_pp_ext.compiler.compile import TRIALS, Compiled, compile_schedule, placements_of
-from megatron_pp_ext.compiler.limits import Limit, requested_limit
+from megatron_pp_ext.compiler.compile import TRIALS, placements_of
+from megatron_pp_ext.compiler.limits import Budget, Limit, least_limits, requested_budget
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.entry import require_pipeline
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
-
-if TYPE_CHECKING:
-    from megatron_pp_ext.job.updates import Updates
+from megatron_pp_ext.schedule.updates import Updates
 
 COMPILED_CHUNKS = 2
 """The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
@@ -21,15 +18,13 @@ COMPILED_CHUNKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A pipeline as the flags request it.
+    """All that decides on a schedule, beside the costs of its stages; ``compiler.make`` makes it.
 
     ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
     one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
     size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
-    of the finest placement, None where the flags do not give any.  ``limit`` is --pipeline-memory-limit (see
-    ``compiler.limits.requested_limit``), ``from_file`` the schedule of ``csv:FILE``.  ``is_stock`` is true
-    where Megatron's own schedule runs.  ``vocabulary`` is --pipeline-vocabulary.  ``is_paired`` is true where
-    forwards and backwards run in pairs.  ``offload`` is --pipeline-offload, a share or ``auto``.
+    of the finest placement, None where the flags do not give any.  ``from_file`` is the schedule of
+    ``csv:FILE``.  ``is_stock`` is true where Megatron's own schedule runs.
     """
 
     schedule: str
@@ -38,13 +33,25 @@ class Request:
     splits_backward: bool
     data: int = 1
     layers: tuple[int, ...] | None = None
-    limit: Limit | None = None
-    updates: "Updates | None" = None
+    limit: Limit | Budget | None = None
+    """--pipeline-memory-limit (``compiler.limits.requested_budget``), or the memory of each rank itself."""
+    updates: Updates | None = None
     from_file: Schedule | None = None
     is_stock: bool = False
     vocabulary: str | None = None
+    """--pipeline-vocabulary."""
     is_paired: bool = False
+    """Whether forwards and backwards run in pairs."""
     offload: float | str | None = None
+    """--pipeline-offload, a share or ``auto``."""
+    free: tuple[float, ...] | None = None
+    """For ``auto``, the bytes that every rank has left for a step; None where a step has yet to be run."""
+    ordinary: int | None = None
+    """The microbatches of an ordinary step, which a fraction as limit is about; None where this is one."""
+    trials: int = TRIALS
+    """The orders that the compiler may try."""
+    output_is_frozen: bool = False
+    """Whether the output layer has no gradient of its weight."""
 
     @property
     def ranks(self) -> int:
@@ -62,17 +69,28 @@ class Request:
         """A placement with the most stages: compiling needs the costs of these."""
         return max(self.placements, key=lambda placement: placement.stages)
 
-    def limited(self, costs: Costs) -> tuple[Limit, Costs]:
-        """The memory limit of ``flex`` as an amount for all ranks or each, and the costs that it counts."""
-        assert self.limit is not None
-        return requested_limit(self.limit, self.ranks, self.microbatches, costs)
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiler searches for the order."""
+        return catalog.abilities(self.schedule).is_compiled
 
-    def compile(self, costs: Costs, trials: int = TRIALS) -> Compiled:
-        """Compile ``flex`` for ``costs`` of the stages of ``finest``; see ``compile_schedule`` for errors."""
-        limit, counted = self.limited(costs)
-        return compile_schedule(
-            self.ranks, self.microbatches, counted, limit, placements=self.placements, trials=trials
-        )
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether all ranks are to share the vocabulary; false where that is still to be chosen."""
+        return self.vocabulary == SHARED
+
+    def budget(self, costs: Costs) -> Budget:
+        """Return what each rank may keep, where the finest stages have ``costs``.
+
+        Under ``auto`` that is what its device has free, but no less than what every order needs.
+        """
+        if isinstance(self.limit, Budget):
+            return self.limit
+        if catalog.abilities(self.schedule).measures_memory:
+            least = least_limits(costs, self.placement)
+            return Budget(least if self.free is None else tuple(map(max, least, self.free)))
+        assert self.limit is not None
+        return requested_budget(self.limit, self.ranks, self.ordinary or self.microbatches, costs)
 
 
 def named(
@@ -102,3 +120,22 @@ def named(
         return Request(name, (linear(ranks),), microbatches, splits_backward=False)
     entry = catalog.entry(name)
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
+
+
+def of_sizes(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    *,
+    shares_vocabulary: bool = False,
+    is_paired: bool = False,
+) -> Request:
+    """Return the request for schedule ``name`` where all sizes are known, as in a search; also for one rank.
+
+    Raises ValueError for an unknown name and for chunks that the schedule does not accept.
+    """
+    if ranks == 1:
+        return Request(NO_PIPELINE, (linear(1),), microbatches, False, is_paired=is_paired)
+    request = named(name, ranks, microbatches, chunks)
+    return replace(request, vocabulary=SHARED if shares_vocabulary else None, is_paired=is_paired)

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.job import offloading
-from megatron_pp_ext.job.request import named
-from megatron_pp_ext.job.vocabulary_source import requested_source
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.offload import order
+from megatron_pp_ext.job import offload
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import SHARED
@@ -24,11 +26,10 @@ def costs_of(stages, shares_vocabulary=False):
 
 def built(name, pipeline_offload, pipeline_memory_limit=None):
     request = named(name, RANKS, MICROBATCHES)
-    request = offloading.requested(request, pipeline_offload, pipeline_memory_limit)
-    source = requested_source(request, costs_of)
-    schedule = source.build(MICROBATCHES, None)
+    request = offload.requested(request, pipeline_offload, pipeline_memory_limit)
+    schedule = make(request, costs_of).schedule
     check(schedule)
-    costs = offloading.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    costs = order.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
     return simulate(schedule, costs)
 
 
@@ -42,11 +43,11 @@ def test_a_share_leaves(name):
 
 
 def test_people_are_told_by_how_much_a_step_grows():
-    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), "1", None)
-    note = requested_source(request, costs_of).note
+    request = offload.requested(named("v-half", RANKS, MICROBATCHES), "1", None)
+    note = make(request, costs_of).note
     assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by prediction", note)
-    free = offloading.requested(named("v-half", RANKS, MICROBATCHES), "0.25", None)
-    assert not requested_source(free, costs_of).note
+    free = offload.requested(named("v-half", RANKS, MICROBATCHES), "0.25", None)
+    assert not make(free, costs_of).note
 
 
 def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
@@ -60,11 +61,11 @@ def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
 def test_the_compiler_chooses_by_itself():
     """A quarter of what 1F1B keeps is one microbatch: an order alone that keeps it has hardly a pipeline."""
     request = named("flex", RANKS, MICROBATCHES, limit=0.375)
-    request = offloading.requested(request, "auto", 0.375)
-    schedule = requested_source(request, costs_of).build(MICROBATCHES, None)
+    request = offload.requested(request, "auto", 0.375)
+    schedule = make(request, costs_of).schedule
     check(schedule)
     assert schedule.name == "flex" and schedule.copies
-    costs = offloading.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    costs = order.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
     assert max(simulate(schedule, costs).peak_memory) <= 1.5
 
 
@@ -81,17 +82,17 @@ def test_other_shares_are_refused(given):
 
 def test_bytes_go_over_the_host_link():
     stage = StageCosts(0.01, 0.01, 0.01, activation=1e9, parameters=1e9)
-    assert offloading.with_copy_seconds(Costs((stage,))).stages[0].copy == 1e9 / offloading.HOST_LINK
+    assert order.with_copy_seconds(Costs((stage,))).stages[0].copy == 1e9 / order.HOST_LINK
     given = Costs((StageCosts(1, 1, 1, copy=0.2),))
-    assert offloading.with_copy_seconds(given) is given
+    assert order.with_copy_seconds(given) is given
 
 
 def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
     def unknown(stages, shares_vocabulary):
         raise ValueError("not modelled")
 
-    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
-    schedule = requested_source(request, unknown).build(MICROBATCHES, None)
+    request = offload.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
+    schedule = make(request, unknown).schedule
     assert len(schedule.copies.back) == schedule.placement.stages * MICROBATCHES / 2
 
 
@@ -103,10 +104,10 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
         asked.append(shares_vocabulary)
         return costs_of(stages)
 
-    request = offloading.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
-    source = requested_source(request, known_for_now)
+    request = offload.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
+    source = Source(request, known_for_now)
     assert asked == [False]
-    source.build(MICROBATCHES, None)
+    assert source.schedule(MICROBATCHES + 1).copies
     assert asked == [False]
 
 
@@ -118,6 +119,6 @@ def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
         return costs_of(stages).with_shared_output_layer(1.0, RANKS)
 
     request = replace(named("1f1b", RANKS, MICROBATCHES), vocabulary=SHARED)
-    schedule = requested_source(offloading.requested(request, 0.5, None), costs).build(MICROBATCHES, None)
+    schedule = make(offload.requested(request, 0.5, None), costs).schedule
     check(schedule)
     assert schedule.placement.shares_vocabulary and len(schedule.copies.back) == RANKS * MICROBATCHES / 2

@@ -1,0 +1,139 @@
+"""Makes every schedule: the only place where an order and what features add to it are put together.
+
+The order is a family of the catalogue, a file, or what the compiler finds.  Each feature that changes orders
+registers a pass (``features``).  A pass gets the request, the costs and all that comes before it as one
+function, ``before``, so that it can ask for the same schedule with another number of microbatches or within
+other limits.  Passes run in the order in which they are registered, each around those before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.turns import in_turn
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.families import one_f_one_b
+from megatron_pp_ext.schedule.names import CSV_PREFIX, NO_PIPELINE
+
+CostsOf = Callable[[int, bool], Costs]
+"""(stages, whether ranks share the vocabulary) -> the costs of so many stages, as ``Request.finest`` has.
+
+Those of fewer stages are merged of these.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A schedule, and what people should know of it.
+
+    ``note`` has words about what a pass has chosen, or is empty.  What the compiler found has a
+    ``lower_bound`` for its makespan, and an ``origin``: the member of the compiler's portfolio that found it.
+    """
+
+    schedule: Schedule
+    note: str = ""
+    lower_bound: float | None = None
+    origin: str = ""
+
+
+Make = Callable[[Request], Made]
+"""Makes the schedule of a request by the passes before the one that calls it."""
+
+Pass = Callable[[Request, CostsOf, Make], Made]
+"""Changes what ``Make`` returns, or returns it as it is where the request does not ask for the feature."""
+
+_passes: list[Pass] = []
+
+
+def register(one: Pass) -> None:
+    """Let ``one`` run around all passes that are registered by now."""
+    if one not in _passes:
+        _passes.append(one)
+
+
+def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:
+    """Make the schedule of ``request``, for its ``microbatches``, and check it.
+
+    ``costs`` are asked for only where they decide on the order, as they do for no family and no file.  With
+    ``is_proved`` the check is left out: a search makes thousands of the catalogue's orders, all of which the
+    tests have proved.
+
+    Raises ValueError for sizes that the schedule cannot be built for and for limits that cannot be kept
+    (``compiler.compile.InfeasibleLimit``), and what ``costs`` raises.
+    """
+    checked: list[Schedule] = []
+    finest, known = request.finest.stages, cache(costs or _none)
+
+    def cut(stages: int, shares_vocabulary: bool) -> Costs:
+        return known(finest, shares_vocabulary).merged(stages)
+
+    def ordered(request: Request) -> Made:
+        made = _ordered(request, cut, is_proved)
+        checked.append(made.schedule)
+        return made
+
+    before: Make = ordered
+    for one in _passes:
+        before = _around(one, cut, before)
+    made = before(request)
+    if not is_proved and not any(made.schedule is one for one in checked):
+        check(made.schedule)
+    return made
+
+
+def _none(stages: int, shares_vocabulary: bool) -> Costs:
+    raise TypeError("this schedule depends on costs: give make() those of its stages")
+
+
+def _around(one: Pass, costs: CostsOf, before: Make) -> Make:
+    return lambda request: one(request, costs, before)
+
+
+def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+    """Return the order alone: a family, a file, or the shortest that the compiler finds."""
+    if request.is_compiled:
+        return _compiled(request, costs)
+    if request.from_file is not None:
+        return Made(_of_file(request.from_file, request))
+    if request.schedule == NO_PIPELINE:
+        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
+        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
+        alone = one_f_one_b.build_paired if request.is_paired else one_f_one_b.build
+        return Made(replace(alone(1, request.microbatches), name=NO_PIPELINE))
+    name = catalog.abilities(request.schedule).order or request.schedule
+    sizes = request.ranks, request.microbatches, request.placement.chunks
+    if is_proved:
+        return Made(catalog.entry(name).build(*sizes, request.is_paired))
+    return Made(catalog.build(name, *sizes, request.is_paired))
+
+
+def _compiled(request: Request, costs: CostsOf) -> Made:
+    known = costs(request.finest.stages, request.shares_vocabulary)
+    if not request.is_paired:
+        known = replace(known, pair=1.0)
+    budget = request.budget(known)
+    found = compile_schedule(
+        request.ranks,
+        request.microbatches,
+        budget.counted(known),
+        budget.ranks,
+        placements=request.placements,
+        trials=request.trials,
+        turn=in_turn,
+    )
+    return Made(found.timeline.schedule, lower_bound=found.lower_bound, origin=found.origin)
+
+
+def _of_file(schedule: Schedule, request: Request) -> Schedule:
+    """ValueError unless the schedule of a file is for as many microbatches as the step has."""
+    if request.microbatches != schedule.microbatches:
+        raise ValueError(
+            f"{request.schedule.removeprefix(CSV_PREFIX)} is a schedule for {schedule.microbatches} "
+            f"microbatches, but this step has {request.microbatches}; set --global-batch-size accordingly"
+        )
+    return schedule

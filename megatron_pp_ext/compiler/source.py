@@ -1,0 +1,103 @@
+"""The schedules of a run: what ``make`` returns, for any number of microbatches and all with one placement.
+
+The placement is settled with the flags, since the model is built by it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from megatron_pp_ext.compiler.limits import Budget
+from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX, SHARED
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import simulate
+
+
+class Source:
+    """Makes the schedules of ``request``, each once.
+
+    The costs that decide on them are asked for when the source is made: later Megatron completes its flags,
+    and they would then ask for what the cost model does not know.  Raises what ``make`` raises for an
+    ordinary step.
+    """
+
+    def __init__(self, request: Request, costs: CostsOf) -> None:
+        known, stages = cache(costs), request.finest.stages
+        self._first = make(request, known)
+        self.request = request
+        self._can = catalog.abilities(request.schedule)
+        # A compiler may have chosen among placements, and auto whether the ranks share the vocabulary.
+        self._settled = replace(
+            request,
+            placements=(replace(self.placement, shares_vocabulary=False),),
+            vocabulary=SHARED if self.placement.shares_vocabulary else None,
+            ordinary=request.microbatches,
+        )
+        self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
+        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, False): self.ordinary}
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule that was requested."""
+        return self.request.schedule
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are."""
+        return self.ordinary.placement
+
+    @property
+    def ordinary(self) -> Schedule:
+        """The schedule of an ordinary step, under ``auto`` of the first one."""
+        return self._first.schedule
+
+    @property
+    def made(self) -> Made:
+        """The ordinary schedule, with what people should know of it."""
+        return self._first
+
+    def schedule(
+        self, microbatches: int, free: Sequence[float] | None = None, output_is_frozen: bool = False
+    ) -> Schedule:
+        """Return the schedule of a step with so many ``microbatches``.
+
+        ``free`` are the bytes that each rank has left for a step, of which ``auto`` takes what it can use;
+        None in the first training step, before whose end the optimizer has not allocated its state.  One that
+        never flushes shows only its order and the microbatches in flight.
+        """
+        if not self._can.flushes:
+            microbatches = max(microbatches, self.placement.ranks)
+        kept = None if free is None else tuple(free)
+        key = microbatches, kept, output_is_frozen
+        if key not in self._made:
+            request = replace(
+                self._settled, microbatches=microbatches, free=kept, output_is_frozen=output_is_frozen
+            )
+            self._made[key] = make(request, self._costs).schedule
+        return self._made[key]
+
+    def shorter(self, current: Schedule, measured: Costs, free: Sequence[float]) -> Schedule:
+        """Compile the shortest schedule for ``measured`` costs that may replace ``current``.
+
+        Raises ``InfeasibleLimit`` where no order keeps what it may (``may_keep``).
+        """
+        budget = self.may_keep(current, measured, free)
+        request = Request(FLEX, (current.placement,), current.microbatches, True, limit=budget)
+        return make(request, lambda stages, is_shared: measured).schedule
+
+    def may_keep(self, current: Schedule, measured: Costs, free: Sequence[float]) -> Budget:
+        """Return what a schedule that replaces ``current`` may keep, at the ``measured`` costs of the stages.
+
+        It is what was requested of ``flex``, all that is ``free`` under ``auto``, and else what ``current``
+        keeps on each rank.
+        """
+        if self._can.takes_limit:
+            return self._settled.budget(measured)
+        if self._can.measures_memory:
+            return replace(self._settled, free=tuple(free)).budget(measured)
+        return Budget(simulate(current, measured).peak_memory)

@@ -1,0 +1,113 @@
+"""The pass of --pipeline-offload: the copies of activations to the host that a requested schedule gets.
+
+All ranks plan them from the same costs, so that they agree without a message.
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.offload.compiled import published_orders, shortest_within
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.longer_plans import with_whole_share, within_limits
+from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.offload import with_share, within, without_copies
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+HOST_LINK = 25e9
+"""The bytes a second, each way, that are counted on where the machine is not known: those of PCIe 4 x16."""
+
+PART_OF_FORWARD = 0.5
+"""The part of a forward that a copy counts as where it is not known how many bytes a stage keeps."""
+
+_FEWER = 8
+"""The part of the trials that is left for an order without copies, which has to be shorter than one with."""
+
+_WORTH_SAYING = 5e-4
+"""The part of a step from which on people are told that copies make it longer."""
+
+
+def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
+    """Let activations wait on the host, as ``request.offload`` asks.
+
+    ValueError, in one line, where no copies keep the memory limit.
+    """
+    if request.offload is None:
+        return before(request)
+    if request.offload == AUTO and request.is_compiled:
+        return _compiled(request, costs, before)
+    made = before(request)
+    known = with_copy_seconds(_known(request, costs, made.schedule))
+    alone = without_copies(made.schedule, known)
+    timeline = _timeline(made.schedule, request, known)
+    growth = timeline.makespan / alone.makespan - 1
+    note = f"copies to the host make steps {growth:.1%} longer by prediction"
+    notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
+    return replace(made, schedule=timeline.schedule, note=notes)
+
+
+def with_copy_seconds(costs: Costs) -> Costs:
+    """Return ``costs`` with the seconds of copies, where a file has not given them.
+
+    Costs that count the weights of stages count activations in bytes, too, and those go over ``HOST_LINK``.
+    In others a copy takes ``PART_OF_FORWARD``.
+    """
+    if any(stage.copy for stage in costs.stages):
+        return costs
+    if costs.has_parameters:
+        return costs.copied_at(1 / HOST_LINK)
+    stages = (replace(stage, copy=PART_OF_FORWARD * stage.forward) for stage in costs.stages)
+    return replace(costs, stages=tuple(stages))
+
+
+def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
+    """Return the costs of the stages of ``schedule``; those of units for a model that has no estimate."""
+    placement = schedule.placement
+    try:
+        return costs(request.finest.stages, placement.shares_vocabulary).merged(placement.stages)
+    except ValueError:
+        return Costs.unit(placement)
+
+
+def _timeline(schedule: Schedule, request: Request, costs: Costs) -> Timeline:
+    if request.offload != AUTO:
+        assert request.offload is not None
+        return with_whole_share(schedule, costs, float(request.offload))
+    if request.limit is None:
+        return with_share(schedule, costs, 1.0)
+    budget = request.budget(costs)
+    timeline = within_limits(schedule, budget.counted(costs), budget.ranks)
+    if timeline is not None:
+        return timeline
+    peaks = within(schedule, budget.counted(costs), budget.ranks).peak_memory
+    rank = max(range(request.ranks), key=lambda rank: peaks[rank] - budget.ranks[rank])
+    raise ValueError(
+        f"memory limit: rank {rank} may keep {budget.ranks[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
+    )
+
+
+def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
+    """Return the shortest step found within the limit where activations may wait on the host.
+
+    What is compiled without copies stays if nothing is shorter; where a published family keeps the limit with
+    them, fewer trials search for it.
+    """
+    known = with_copy_seconds(costs(request.finest.stages, request.shares_vocabulary))
+    budget = request.budget(known)
+    counted = budget.counted(known)
+    orders = published_orders(request.placements, request.microbatches)
+    found = shortest_within(orders, counted, budget.ranks)
+    trials = request.trials if found is None else request.trials // _FEWER
+    if found is None:
+        return Made(before(replace(request, trials=trials)).schedule)
+    made = Made(replace(found.schedule, name=FLEX))
+    with suppress(InfeasibleLimit):
+        alone = before(replace(request, trials=trials))
+        stages = alone.schedule.placement.stages
+        if simulate(alone.schedule, counted.merged(stages)).makespan <= found.makespan:
+            return Made(alone.schedule)
+    return made

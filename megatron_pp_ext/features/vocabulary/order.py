@@ -1,0 +1,165 @@
+"""The pass of the shared vocabulary: its parts stand in the order, and count in a limit of memory."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import Budget, least_limits
+from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO, SHARED
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.vocabulary import share, without_weight_gradients
+
+_WORTH_SHARING = 0.01
+"""The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
+
+_ATTEMPTS = 8
+"""The budgets tried for what the stages of a compiled schedule keep beside the parts of the vocabulary."""
+
+
+def shared(request: Request, costs: CostsOf, before: Make) -> Made:
+    """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
+    if request.vocabulary == SHARED:
+        return Made(_shared(request, costs, before))
+    if request.vocabulary == AUTO:
+        return _shorter_of_both(request, costs, before)
+    return before(request)
+
+
+def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
+    """Leave out the weight gradients of an output layer that is frozen."""
+    made = before(request)
+    if not request.output_is_frozen:
+        return made
+    return replace(made, schedule=without_weight_gradients(made.schedule))
+
+
+def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
+    if request.is_compiled:
+        return _compiled(request, costs, before)
+    return share(lambda count: before(replace(request, microbatches=count)).schedule, request.microbatches)
+
+
+def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
+    alone = before(replace(request, vocabulary=None))
+    try:
+        schedules = alone.schedule, _shared(replace(request, vocabulary=SHARED), costs, before)
+    except InfeasibleLimit:
+        return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
+    separate, shared = (
+        simulate(
+            schedule, costs(request.finest.stages, bool(is_shared)).merged(schedule.placement.stages)
+        ).makespan
+        for is_shared, schedule in enumerate(schedules)
+    )
+    gain = 1 - shared / separate
+    if gain < _WORTH_SHARING:
+        return replace(alone, note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
+    return Made(schedules[1], f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
+
+
+def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
+    """Compile with the parts of the vocabulary in the limit.
+
+    A fraction as limit is one of what 1F1B keeps without sharing.  Under ``auto`` each rank has what it has
+    free, but no less than the order needs that keeps least.
+    """
+    is_auto = catalog.abilities(request.schedule).measures_memory
+    known = costs(request.finest.stages, True)
+    if is_auto and not isinstance(request.limit, Budget):
+        compiler = _Compiler(request, known, before)
+        least = compiler.least(request.placement)
+        if request.free is None:
+            return least
+        free = tuple(map(max, compiler.needed(least), request.free))
+        return compiler.within(free, request.placement)
+    budget = request.budget(costs(request.finest.stages, False))
+    compiler = _Compiler(request, budget.counted(known), before, budget.holds_messages)
+    found, reason = [], InfeasibleLimit()
+    for placement in request.placements:
+        try:
+            found.append(compiler.within(budget.ranks, placement))
+        except InfeasibleLimit as error:
+            reason = error
+    if not found:
+        raise reason
+    return min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    """Compiles with the ranks' parts of a vocabulary; ``costs`` are those of the finest stages."""
+
+    request: Request
+    costs: Costs
+    before: Make
+    holds_messages: bool = True
+
+    def within(self, limits: Sequence[float], placement: Placement) -> Schedule:
+        """Return a schedule that keeps every rank's limit, parts included; InfeasibleLimit without one.
+
+        It is no longer than the one for the least limit on all ranks: more memory on some of them does not
+        always lead the compiler to a shorter schedule.
+        """
+        own = self._keeping(limits, placement)
+        if len(set(limits)) == 1:
+            return own
+        with suppress(InfeasibleLimit):
+            alike = self._keeping((min(limits),) * len(limits), placement)
+            return min(own, alike, key=lambda one: self.simulated(one).makespan)
+        return own
+
+    def _keeping(self, limits: Sequence[float], placement: Placement) -> Schedule:
+        """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
+
+        What the parts keep is known once they are in the order, so the budgets of the stages are lowered by
+        what was too much.  The last try is the order that keeps least.
+        """
+        budgets = list(limits)
+        with suppress(InfeasibleLimit):
+            for _ in range(_ATTEMPTS):
+                schedule = self._shared(budgets, placement)
+                excess = [needed - limit for needed, limit in zip(self.needed(schedule), limits, strict=True)]
+                if max(excess) <= 0:
+                    return schedule
+                budgets = [budget - max(0.0, more) for budget, more in zip(budgets, excess, strict=True)]
+                if min(budgets) <= 0:
+                    break
+        least = self.least(placement)
+        needs = self.needed(least)
+        rank, limit, needed = max(
+            zip(range(len(needs)), limits, needs, strict=True), key=lambda one: one[2] - one[1]
+        )
+        if needed <= limit:
+            return least
+        raise InfeasibleLimit(
+            f"a memory limit of {limit:.6g} on rank {rank} has no room for the parts of a shared vocabulary, "
+            f"with which the order that keeps least keeps {needed:.6g} there; raise --pipeline-memory-limit, "
+            "or leave --pipeline-vocabulary out"
+        )
+
+    def least(self, placement: Placement) -> Schedule:
+        """Return the schedule whose stages keep least on every rank."""
+        return self._shared(least_limits(self.costs, placement), placement)
+
+    def needed(self, schedule: Schedule) -> tuple[float, ...]:
+        """Return the memory of each rank."""
+        return self.simulated(schedule).peak_memory
+
+    def simulated(self, schedule: Schedule) -> Timeline:
+        """Return the step of ``schedule``."""
+        return simulate(schedule, self.costs.merged(schedule.placement.stages))
+
+    def _shared(self, budgets: Sequence[float], placement: Placement) -> Schedule:
+        request = replace(
+            self.request, placements=(placement,), limit=Budget(tuple(budgets), self.holds_messages)
+        )
+        return share(
+            lambda count: self.before(replace(request, microbatches=count)).schedule, request.microbatches
+        )
