@@ -54,7 +54,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     f"{DATA_PARALLEL}, {HALF} a rank": (*OVERLAP, "--global-batch-size", ONE, "--micro-batch-size", HALF),
     "1f1b": (*PIPELINE, "--pipeline-schedule", "1f1b", "--global-batch-size", TWO),
     "pipedream": NO_FLUSH,
-    "pipedream, nesterov": (*NO_FLUSH, "--pipeline-delay-correction", "nesterov", "--adam-beta1", "0.99"),
 }
 """How to train.  Data parallelism has 1F1B's batch, or PipeDream's."""
 

@@ -326,7 +326,6 @@ class Pipeline:
     pipeline_replicas: str | None = None
     pipeline_vertical_sync: bool = False
     pipeline_allow_waits: bool = False
-    pipeline_delay_correction: str | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None

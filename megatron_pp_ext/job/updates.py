@@ -10,7 +10,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import PIPEDREAM
-from megatron_pp_ext.schedule.updates import DelayCorrection, Updates
+from megatron_pp_ext.schedule.updates import Updates
 
 
 def read(job: Job, microbatches: int) -> Updates:
@@ -31,9 +31,7 @@ def described(job: Job, name: str, interval: int) -> Updates:
         weights = Weights.PREVIOUS
     else:
         weights = Weights.SAME if given.pipeline_vertical_sync else Weights.LATEST
-    named = given.pipeline_delay_correction
-    correction = DelayCorrection(named) if named else None
-    return Updates(interval, weights, given.pipeline_allow_waits, replicas.of_stages(job), correction)
+    return Updates(interval, weights, given.pipeline_allow_waits, replicas.of_stages(job))
 
 
 def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:

@@ -16,16 +16,14 @@ SHARED = (*MUON, "--bf16", "--use-distributed-optimizer")
 if releases.megatron_release() < releases.CORE_0_18:
     SHARED = ("--optimizer", "dist_muon", *SHARED[2:-1])
 """Replicas share out whole matrices; without bf16 Megatron fails at the first loss (``get_loss_scale``)."""
-FEEDBACK = ("--pipeline-delay-correction", "error-feedback")
 
 
 @pytest.mark.parametrize(
-    ("correction", "replicas", "interval", "rule"),
-    first(1, [("error-feedback", "2-1", 2, "latest"), (None, "1-1", 2, "previous")]),
+    ("replicas", "interval", "rule"), first(1, [("2-1", 2, "latest"), ("1-1", 2, "previous")])
 )
-def test_parameters(correction: str | None, replicas: str, interval: int, rule: str) -> None:
-    expected = reference(replicas, interval, rule, MUON, correction)
-    flags = (*MODEL, *MUON, *flags_of(replicas, interval, rule), *(FEEDBACK if correction else ()))
+def test_parameters(replicas: str, interval: int, rule: str) -> None:
+    expected = reference(replicas, interval, rule, MUON)
+    flags = (*MODEL, *MUON, *flags_of(replicas, interval, rule))
     ranks = run(sum(map(int, replicas.split("-"))), flags)
     assert ranks[-1]["losses"] == expected["losses"]
     assert_same_parameters(ranks, expected)

@@ -79,7 +79,6 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-update-interval has no": "--pipeline-update-interval 2",
         "--pipeline-vertical-sync has no": "--pipeline-vertical-sync",
         "--pipeline-allow-waits has no": "--pipeline-allow-waits",
-        "--pipeline-delay-correction has no": "--pipeline-delay-correction nesterov",
     },
     f"Flags of one schedule beside another|{PP4}": {
         "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
@@ -154,13 +153,6 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE.replace(UNTIED, '')}": {
         "add --untie-embeddings-and-output-weights, or allow it with --pipeline-allow-waits": ""
-    },
-    f"Beside `--pipeline-delay-correction nesterov`|{ONE} --pipeline-delay-correction nesterov": {
-        "the momentum of adam and sgd; choose one of these, or": "--optimizer muon",
-        "--sgd-momentum 0: without momentum": "--optimizer sgd --sgd-momentum 0",
-        "moments are not those of torch's Adam": "--use-precision-aware-optimizer",
-        "its parts step on two devices": "--optimizer-cpu-offload",
-        "a captured step cannot be corrected": "--optimizer-cuda-graph",
     },
     f"Beside `--pipeline-replicas`|{REPLICAS}": {
         "--pipeline-allow-waits: it sums": "--pipeline-allow-waits",

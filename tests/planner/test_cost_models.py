@@ -87,7 +87,6 @@ def test_pipedream_keeps_older_versions():
     assert versions("pipedream", 8) == [1, 1, 1, 0]
     assert versions("pipedream", 1, pipeline_vertical_sync=True) == [3, 3, 3, 3]
     assert versions("pipedream-2bw", 8) == [1, 1, 1, 1]
-    assert versions("pipedream", 1, pipeline_delay_correction="error-feedback") == [4, 3, 2, 0]
 
 
 def test_a_pipeline_that_never_flushes_is_full_however_few_its_microbatches():

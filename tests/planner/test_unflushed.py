@@ -92,7 +92,6 @@ def test_a_replica_keeps_versions_by_its_own_warm_up() -> None:
     assert versions(arguments("1-1-4", pipeline_vertical_sync=True)) == [2] * 6
     assert versions(arguments("3-1", pipeline_vertical_sync=True)) == [1, 1, 1, 1]
     assert versions(arguments("3-1", 2, pipeline_schedule="pipedream-2bw")) == [1, 1, 1, 1]
-    assert versions(arguments("3-1", pipeline_delay_correction="error-feedback")) == [2, 2, 2, 0]
 
 
 def test_messages_go_to_whichever_replica_has_the_turn() -> None:

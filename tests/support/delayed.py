@@ -1,23 +1,12 @@
 """Training without a flush by the papers' formulas: one process that keeps every version of the weights."""
 
-import functools
-from typing import Any
-
 import torch
-from megatron.core import optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from tests.support import training
 
 _step, _finish = schedules.forward_step, schedules.backward_step
-
-
-class NAdam(torch.optim.NAdam):
-    """Torch's NAdam, made as Megatron makes its Adam."""
-
-    def __init__(self, params: Any, capturable: bool, **settings: Any) -> None:
-        super().__init__(params, decoupled_weight_decay=True, **settings)
 
 
 class Reference:
@@ -27,9 +16,8 @@ class Reference:
     all stages under vertical sync, or 2BW's previous.
     """
 
-    def __init__(self, replicas: str, interval: int, rule: str, correction: str | None = None) -> None:
+    def __init__(self, replicas: str, interval: int, rule: str) -> None:
         self.counts, self.interval, self.rule = [*map(int, replicas.split("-"))], interval, rule
-        self.correction = correction
         self.history: list[list[torch.Tensor]] = []
 
     def __call__(
@@ -59,24 +47,12 @@ class Reference:
         return losses
 
     def take_over(self) -> None:
-        """Run the steps of this process, with torch's own optimizers for Nesterov's correction."""
+        """Run the steps of this process."""
         training.training.get_forward_backward_func = lambda **_: self
-        if self.correction == "nesterov":
-            optimizer.SGD = functools.partial(torch.optim.SGD, nesterov=True)
-            torch.optim.AdamW = NAdam  # the name by which Megatron finds its Adam
 
     def weights(self, index: int, microbatch: int, stage: int) -> torch.Tensor:
         """Return parameter ``index`` as ``microbatch`` meets it on ``stage``."""
-        age = self.age(microbatch, stage)
-        now = self.history[age][index]
-        if self.correction != "error-feedback" or age == 0:
-            return now.clone()
-        return torch.add(now, now - self.history[age - 1][index], alpha=self.longest_delay(stage))
-
-    def longest_delay(self, stage: int) -> int:
-        """Return how many updates late a gradient of ``stage`` comes at most."""
-        late = range(10 * self.interval, 11 * self.interval)  # the pipeline is full
-        return max(microbatch // self.interval - self.age(microbatch, stage) for microbatch in late)
+        return self.history[self.age(microbatch, stage)][index].clone()
 
     def stage_of(self, name: str) -> int:
         if name.startswith("embedding."):

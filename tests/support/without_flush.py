@@ -64,12 +64,10 @@ def flags_of(replicas: str, interval: int, rule: str, data: int = 1) -> tuple[st
 
 
 @functools.cache
-def reference(
-    replicas: str, interval: int, rule: str, flags: tuple[str, ...], correction: str | None = None
-) -> dict:
+def reference(replicas: str, interval: int, rule: str, flags: tuple[str, ...]) -> dict:
     """Parameters by name, and losses, of one process that follows the papers' formulas."""
     sizes = ("--global-batch-size", str(interval))
-    return run(1, (*MODEL, *flags, *sizes), (replicas, interval, rule, correction))[0]
+    return run(1, (*MODEL, *flags, *sizes), (replicas, interval, rule))[0]
 
 
 def assert_same_parameters(ranks: list[dict], *expected: dict) -> None:

@@ -16,14 +16,13 @@ from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInpu
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
-from megatron_pp_ext.runtime.look_ahead import LookAheadVersions
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
 from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.program import Orders
-from megatron_pp_ext.schedule.updates import DelayCorrection, Updates
+from megatron_pp_ext.schedule.updates import Updates
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
@@ -111,9 +110,6 @@ class _RunningPipeline:
         (model,) = inputs.model
         self._stage = place.make_stage(inputs)
         self._versions = WeightVersions(model.parameters())
-        delay = self._updates.delay(place.stage)
-        if delay and self._updates.correction is DelayCorrection.ERROR_FEEDBACK:
-            self._versions = LookAheadVersions(model.parameters(), delay)
         require_room(self._updates, place.stage, self._versions.bytes_of_one)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
