@@ -42,3 +42,22 @@ def test_an_operation_that_only_logs_is_one_file_and_one_line(caplog: pytest.Log
     said = [record.getMessage().split()[0] for record in caplog.records]
     assert said == [str(action) for action in schedule.orders[0]]
     channels.close.assert_called_once()
+
+
+@pytest.mark.parametrize("runs_pairs", [False, True])
+def test_torchs_profiler_shows_every_action_by_its_name(runs_pairs: bool) -> None:
+    schedule = catalog.build("dualpipe-v", 2, 4, paired=True)
+    tensor = torch.zeros(1)
+    channels = MagicMock()
+    channels.receive.return_value = tensor
+    names = ("forward", "backward", "backward_input", "backward_weight")
+    stage = SimpleNamespace(**dict.fromkeys(names, lambda *about: tensor))
+    stages = dict.fromkeys(schedule.placement.stages_of(0), stage)
+    pairs = (lambda *about: (tensor, tensor)) if runs_pairs else None
+    rank, planned = Rank(stages, channels, pairs=pairs), plan.plan_rank(schedule, 0)
+    execute(planned, rank)  # without a profiler there is nothing to name
+    with torch.profiler.profile() as profile:
+        execute(planned, rank)
+    order = [str(action) for action in schedule.orders[0]]
+    shown = [name for event in profile.events() for name in event.name.split(";")]
+    assert [name for name in shown if name in order] == order

@@ -1,11 +1,20 @@
 """What every operation can do."""
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from torch.profiler import record_function
+
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Action
+
+
+def in_profile(name: str) -> AbstractContextManager[object]:
+    """Return a context that torch's profiler shows under ``name``; it does nothing while none is running."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Operation(Protocol):
@@ -27,7 +36,7 @@ class Recorded(Operation):
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        with rank.recorder.during(self.action):
+        with in_profile(str(self.action)), rank.recorder.during(self.action):
             self.perform(rank)
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.operation import Operation
+from megatron_pp_ext.runtime.operations.operation import Operation, in_profile
 from megatron_pp_ext.runtime.rank import Rank
 
 
@@ -22,7 +22,12 @@ class Pair(Operation):
             return
         ahead, behind = self.forward.action, self.backward.action
         # The forward is recorded within the backward, so that it is the first of the two in the record.
-        with rank.recorder.during(behind), rank.recorder.during(ahead), self.forward.saving(rank):
+        with (
+            in_profile(f"{ahead};{behind}"),
+            rank.recorder.during(behind),
+            rank.recorder.during(ahead),
+            self.forward.saving(rank),
+        ):
             output, gradient = rank.pairs(
                 ahead, rank.take(self.forward.source), behind, rank.take(self.backward.source)
             )
