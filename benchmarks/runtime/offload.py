@@ -3,7 +3,7 @@
     python -m benchmarks.runtime.offload [--ranks 4] [--repeats 3]
 
 Stages sleep, and so do copies, each way on a thread of its own.  Every family runs with the copies that
-``schedule.longer_plans`` plans for a share.  Writes results/offload_runtime.md.
+``features.offload.longer_plans`` plans for a share.  Writes results/offload_runtime.md.
 """
 
 import gc
@@ -20,6 +20,8 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, settle
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
+from megatron_pp_ext.features.offload.free_plans import share_away
+from megatron_pp_ext.features.offload.longer_plans import with_whole_share
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
@@ -27,8 +29,6 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.longer_plans import with_whole_share
-from megatron_pp_ext.schedule.offload import share_away
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.copy_engines import Threads
 from tests.support.ranks import run_ranks

@@ -20,11 +20,11 @@ import typer
 
 from benchmarks.measuring import COMMON, RANKS, in_turns, logged_seconds, pretrain, two_cores
 from benchmarks.report import RESULTS, Out, Row, publish, table
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 from megatron_pp_ext.view import trace_file
 
 LAYERS, TOKENS, MICROBATCHES = 8, 64, 8

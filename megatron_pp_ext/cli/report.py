@@ -12,9 +12,9 @@ from rich.table import Column, Table
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.offload.free_plans import share_away, without_copies
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.offload import share_away, without_copies
 from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal, trace_file

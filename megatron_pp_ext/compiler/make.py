@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.names import CSV_PREFIX, NO_PIPELINE
+from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 
 CostsOf = Callable[[int, bool], Costs]
 """(stages, whether ranks share the vocabulary) -> the costs of so many stages, as ``Request.finest`` has.
@@ -100,6 +100,8 @@ def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
         return _compiled(request, costs)
     if request.from_file is not None:
         return Made(_of_file(request.from_file, request))
+    if request.schedule == FORWARD_ONLY:
+        return Made(catalog.forward_only(request.placement, request.microbatches))
     if request.schedule == NO_PIPELINE:
         # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
         # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).

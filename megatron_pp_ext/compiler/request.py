@@ -8,7 +8,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.entry import require_pipeline
-from megatron_pp_ext.schedule.names import FLEX, NO_PIPELINE, SHARED
+from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE, SHARED
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.updates import Updates
 
@@ -120,6 +120,13 @@ def named(
         return Request(name, (linear(ranks),), microbatches, splits_backward=False)
     entry = catalog.entry(name)
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
+
+
+def evaluation(placement: Placement, microbatches: int) -> Request:
+    """Return the request for the forwards of an evaluation with this placement, whichever schedule trains."""
+    alone = replace(placement, shares_vocabulary=False)
+    shared = SHARED if placement.shares_vocabulary else None
+    return Request(FORWARD_ONLY, (alone,), microbatches, splits_backward=False, vocabulary=shared)
 
 
 def of_sizes(

@@ -1,6 +1,6 @@
 """A rank's part of an output layer that all ranks of a pipeline share (arXiv 2411.05288, algorithm 2).
 
-``schedule.vocabulary`` has the idea and the order of the actions; here is their arithmetic.  Rank r holds
+``features.vocabulary`` has the idea and the order of the actions; here is their arithmetic.  Rank r holds
 some rows of the output weight.  For each token, with its logits y over these rows,
 
     S    m = max(y),  P = exp(y - m),  l = sum(P),  A = P @ weight, the label's row left out

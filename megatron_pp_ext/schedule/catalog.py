@@ -33,7 +33,6 @@ from megatron_pp_ext.schedule.names import (
     OTHERS,
 )
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from megatron_pp_ext.schedule.vocabulary import share_evaluation
 
 
 def _from_p(p: int, m: int) -> bool:
@@ -298,7 +297,5 @@ def build(
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Return the forwards of an evaluation with this placement, whichever schedule trains it; checked."""
     schedule = evaluation.build(placement, microbatches)
-    if placement.shares_vocabulary:
-        schedule = share_evaluation(schedule)
     check(schedule)
     return schedule

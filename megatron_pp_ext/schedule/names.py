@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from megatron_pp_ext.schedule.abilities import Abilities
 
+FORWARD_ONLY = "forward-only"
+"""The order of an evaluation, whichever schedule trains; no flag requests it."""
+
 NO_PIPELINE = "none"
 """The order of a single rank, which runs one microbatch after the other; no flag requests it."""
 
@@ -18,7 +21,7 @@ AUTO = "auto"
 """``FLEX`` within the memory that the devices have free, which only training can measure."""
 
 SHARED = "shared"
-"""The vocabulary of which every rank has an equal part (``schedule.vocabulary``)."""
+"""The vocabulary of which every rank has an equal part (``features.vocabulary``)."""
 
 CSV_PREFIX = "csv:"
 """The prefix of a schedule that is read from a file; the path follows it."""

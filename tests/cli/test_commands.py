@@ -6,11 +6,11 @@ import pytest
 from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import report
 from megatron_pp_ext.cli.flex import undominated
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 KEYS = (
     "schedule ranks microbatches chunks makespan span bubble bubble_span peak_activation peak_messages "

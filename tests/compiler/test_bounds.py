@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.compiler.bounds import _last_start, lower_bound
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 UNIT = (1, 1, 1, 0)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal, chosen_ranks, put_together, stand_in
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 RANKS, MICROBATCHES = 4, 6
 SCHEDULE = catalog.build("zb-h1", RANKS, MICROBATCHES)

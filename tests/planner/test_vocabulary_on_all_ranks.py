@@ -7,6 +7,7 @@ import pytest
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
@@ -17,7 +18,6 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.vocabulary import share
 
 # Kernels of these small layers are shorter than the time to start them, which would hide what is compared.
 H100 = replace(system.read("h100"), kernel_seconds=0.0)

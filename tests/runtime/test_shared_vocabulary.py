@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
@@ -18,7 +19,6 @@ from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
 from tests.support import plain_stages
 from tests.support.plain_stages import ROWS, WIDTH
 from tests.support.tiers import first

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
@@ -13,7 +14,6 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
-from megatron_pp_ext.schedule.vocabulary import share
 from tests.support import slow
 from tests.support.receives import posted_receives
 

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
@@ -16,7 +17,6 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
-from megatron_pp_ext.schedule.vocabulary import share
 
 
 def costs_of(schedule, random):

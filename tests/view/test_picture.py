@@ -5,9 +5,9 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from megatron_pp_ext.features.offload.free_plans import with_share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import picture
 from megatron_pp_ext.view.colours import COPIES, colour, ink

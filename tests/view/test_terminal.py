@@ -1,8 +1,8 @@
 from rich.console import Console
 
+from megatron_pp_ext.features.offload.free_plans import with_share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view.terminal import Sketch, summary_table
 

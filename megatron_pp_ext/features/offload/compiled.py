@@ -2,18 +2,18 @@
 
 An order in which weight gradients wait fills its bubbles with them, but what a W still needs is on the device
 all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
-them waiting, on the ranks that are above their limit, until the copies of ``schedule.offload`` keep it, or at
-last with ranks that wait for copies (``schedule.longer_plans``).
+them waiting, on the ranks that are above their limit, until copies that take no time (``free_plans``) keep it
+or, at last, ranks wait for copies (``longer_plans``).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_pp_ext.features.offload.free_plans import over, within
+from megatron_pp_ext.features.offload.longer_plans import within_limits
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.longer_plans import within_limits
-from megatron_pp_ext.schedule.offload import over, within
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 

@@ -10,11 +10,11 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.offload.compiled import published_orders, shortest_within
+from megatron_pp_ext.features.offload.free_plans import with_share, within, without_copies
+from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.longer_plans import with_whole_share, within_limits
 from megatron_pp_ext.schedule.names import AUTO, FLEX
-from megatron_pp_ext.schedule.offload import with_share, within, without_copies
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 HOST_LINK = 25e9

@@ -8,13 +8,13 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, SHARED
+from megatron_pp_ext.schedule.names import AUTO, FORWARD_ONLY, SHARED
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.schedule.vocabulary import share, without_weight_gradients
 
 _WORTH_SHARING = 0.01
 """The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
@@ -43,6 +43,8 @@ def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Mad
 def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
     if request.is_compiled:
         return _compiled(request, costs, before)
+    if request.schedule == FORWARD_ONLY:
+        return share_evaluation(before(request).schedule)
     return share(lambda count: before(replace(request, microbatches=count)).schedule, request.microbatches)
 
 

@@ -5,6 +5,8 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
 from megatron_pp_ext.integration.runners.host_activations import activations_away
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
@@ -16,7 +18,6 @@ from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -61,7 +62,7 @@ class FlushedSteps:
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
-                schedule = catalog.forward_only(self._placement, inputs.microbatches)
+                schedule = make(evaluation(self._placement, inputs.microbatches)).schedule
             else:
                 schedule = self._source.schedule(inputs)
             require_same_on_all(schedule)

@@ -166,7 +166,7 @@ def least_memory(work: Workload, microbatches: int, margin: float) -> RankMemory
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:
-    """Return what the fullest rank needs in the order that ``schedule.vocabulary.share`` makes of ``name``.
+    """Return what the fullest rank needs in the order that ``features.vocabulary`` makes of ``name``.
 
     It puts the backwards of the schedule off, or of the one with a microbatch more, so that no rank keeps
     less of its stages than these do.  From two microbatches a rank on, more of them need no less.

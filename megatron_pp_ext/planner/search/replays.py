@@ -1,7 +1,7 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
 
 Where activations may wait on the host, a candidate that the memory keeps out is tried with them there: the
-plans of ``schedule.offload`` make no step longer, and a smaller share of them is the better one.  Layers are
+plans of ``features.offload`` make no step longer, and a smaller share of them is the better one.  Layers are
 spread for it as for any other, within the memory that copies leave free.
 """
 

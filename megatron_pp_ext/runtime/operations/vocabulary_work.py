@@ -1,4 +1,4 @@
-"""A rank's part of a vocabulary that all ranks share (``schedule.vocabulary``).
+"""A rank's part of a vocabulary that all ranks share (``features.vocabulary``).
 
 It stands where a stage before the first one would, and one behind the last: it gives the first stage its
 input, takes the last stage's output and gives its gradient, and takes the gradient of the input.  Between

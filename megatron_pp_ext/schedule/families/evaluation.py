@@ -8,6 +8,7 @@ microbatches), without its condition that p divides m.
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.entry import require_pipeline
+from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -17,7 +18,7 @@ def build(placement: Placement, microbatches: int) -> Schedule:
     The pipeline is run on paper, a tick a forward: in each tick every rank takes the deepest of its
     stages that has an input waiting.  What could be run that way is a valid order.
     """
-    require_pipeline("forward-only", placement.ranks, microbatches)
+    require_pipeline(FORWARD_ONLY, placement.ranks, microbatches)
     orders: list[list[Action]] = [[] for _ in range(placement.ranks)]
     arrived = [0] * placement.stages
     arrived[0] = microbatches
@@ -35,4 +36,4 @@ def build(placement: Placement, microbatches: int) -> Schedule:
             done[stage] += 1
             if stage + 1 < placement.stages:
                 arrived[stage + 1] += 1
-    return Schedule("forward-only", placement, microbatches, tuple(map(tuple, orders)))
+    return Schedule(FORWARD_ONLY, placement, microbatches, tuple(map(tuple, orders)))

@@ -9,11 +9,11 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.features.offload import order
+from megatron_pp_ext.features.offload.free_plans import share_away
 from megatron_pp_ext.job import offload
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import SHARED
-from megatron_pp_ext.schedule.offload import share_away
 from megatron_pp_ext.schedule.simulate import simulate
 
 RANKS, MICROBATCHES = 4, 12

@@ -5,12 +5,12 @@ A step that is not the last one leaves messages in flight.
 
 from collections.abc import Iterator
 
+from megatron_pp_ext.features.vocabulary.share import share, share_evaluation
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
-from megatron_pp_ext.schedule.vocabulary import share, share_evaluation
 from tests.support.away import half, with_away
 
 Steps = tuple[Schedule, ...]

@@ -9,10 +9,10 @@ asks for more.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from megatron_pp_ext.features.offload.rank_copies import ROUNDING, RankCopies, Return
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.rank_copies import ROUNDING, RankCopies, Return
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 

@@ -9,15 +9,15 @@ from random import Random
 import pytest
 
 from megatron_pp_ext.compiler.bounds import lower_bound
+from megatron_pp_ext.features.offload.free_plans import with_share
+from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
-from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.schedule.vocabulary import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.view import trace_file
 from tests.support.random_orders import random_schedule
 
@@ -85,7 +85,7 @@ def test_every_family_shares(name: str) -> None:
 
 
 def test_the_documents_table() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
     section = text.partition("## A vocabulary that all ranks share")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE)
     assert len(rows) == 5

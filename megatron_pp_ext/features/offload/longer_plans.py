@@ -12,11 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.check import InvalidSchedule
-from megatron_pp_ext.schedule.copies import Copies, Kept
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.offload import (
+from megatron_pp_ext.features.offload.free_plans import (
     beside_messages,
     leveled,
     over,
@@ -25,7 +21,11 @@ from megatron_pp_ext.schedule.offload import (
     within,
     without_copies,
 )
-from megatron_pp_ext.schedule.rank_copies import ROUNDING, RankCopies
+from megatron_pp_ext.features.offload.rank_copies import ROUNDING, RankCopies
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 _FURTHEST = 8

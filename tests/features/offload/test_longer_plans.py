@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext.features.offload.free_plans import over, share_away, with_share, within, without_copies
+from megatron_pp_ext.features.offload.longer_plans import forwards_ahead, with_whole_share, within_limits
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.longer_plans import forwards_ahead, with_whole_share, within_limits
-from megatron_pp_ext.schedule.offload import over, share_away, with_share, within, without_copies
-from tests.schedule.test_offload import costs_of
+from tests.features.offload.test_free_plans import costs_of
 from tests.support import slow
 
 
