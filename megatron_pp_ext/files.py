@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, texts that a person may have written, and the user's own folder."""
 
 import atexit
+import errno
 import functools
 import json
 import os
@@ -14,9 +15,30 @@ TEXT = "utf-8-sig"
 """The encoding of texts that a person may have written: UTF-8, in which a byte order mark is no letter."""
 
 
-def read_text(path: Path) -> str:
-    """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8."""
-    return path.read_text(encoding=TEXT)
+LARGEST = 2**26
+"""The most bytes of a file that is read where nothing else is said: twice as many as any tokenizer has."""
+
+
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Return what is in the regular file ``path``, or in the one that a link there leads to.
+
+    Raises OSError, naming ``path``, for a pipe or a device, which may never end, and for more than
+    ``largest`` bytes, which could fill the memory.
+    """
+    # Opening a pipe waits for a writer, unless it is asked not to.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "a pipe or a device, which may have no end: give a file", str(path))
+        if about.st_size > largest:
+            size = f"{about.st_size:,} bytes, but at most {largest:,} are read: give a smaller file"
+            raise OSError(errno.EFBIG, size, str(path))
+        return file.read(largest)
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
+    """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8, OSError as from ``read_bytes``."""
+    return read_bytes(path, largest).decode(TEXT)
 
 
 def user_folder() -> Path:

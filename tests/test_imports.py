@@ -45,7 +45,7 @@ BELOW: dict[str, set[str]] = {
     "costs": _STEPS,
     "planner": {*_STEPS, "costs"},
     "runtime": {"schedule"},
-    "view": {"files", "schedule"},
+    "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs"},
     "calibration": {*_STEPS, "costs"},

@@ -254,12 +254,12 @@ def trace(
     for its message (late messages), for gradients to be reduced, or for neither (overhead).
     """
     from megatron_pp_ext.schedule.replay import on_own_cores
-    from megatron_pp_ext.view import terminal, trace_file
+    from megatron_pp_ext.view import terminal, trace_reading
 
     stems = [file.stem for file in files]
     titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]
     with waiting("reading traces"):
-        read = [on_own_cores(step) if processor_time else step for step in map(trace_file.read, files)]
+        read = [on_own_cores(step) if processor_time else step for step in map(trace_reading.read, files)]
     steps = {f"{title}: {step.name}": step for title, step in zip(titles, read, strict=True)}
     units = {step.units for step in read}
     if len(units) > 1:

@@ -67,7 +67,7 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
     if problem is None:
         console.print(f"ready: Megatron {releases.own_megatron_version()} fits; {advice}", soft_wrap=True)
         return 0
-    console.print(f"not ready: {problem}", soft_wrap=True, markup=False)
+    console.print(f"not ready: {problem}", soft_wrap=True)
     return 1
 
 

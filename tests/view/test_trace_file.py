@@ -10,7 +10,7 @@ from megatron_pp_ext.schedule.offload import with_share
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_file, trace_reading
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
     ]
     path = tmp_path / "trace.json"
     trace_file.write(path, "v-half", timeline.schedule.placement, records)
-    step = trace_file.read(path)
+    step = trace_reading.read(path)
     again = step.timeline()
     assert again.schedule == replace(timeline.schedule, name=step.name)
     assert [e.start for e in again.events[1]] == pytest.approx([e.start for e in timeline.events[1]])
@@ -105,7 +105,7 @@ def test_a_whole_backward_sends_its_gradient(tmp_path):
 def test_simulated_steps_are_read_back(timeline, tmp_path):
     units = Units("weeks", "crates")
     trace_file.write_timeline(tmp_path / "a.json", timeline, units)
-    step = trace_file.read(tmp_path / "a.json")
+    step = trace_reading.read(tmp_path / "a.json")
     assert step.units == units
     assert step.timeline().schedule == timeline.schedule
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
@@ -125,14 +125,14 @@ def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
     assert all(event["dur"] == pytest.approx(0.25e6) and event["tid"] >= 2 for event in copies)
     names = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {"actions", "copies to the host", "copies from the host"}
-    step = trace_file.read(tmp_path / "trace.json")
+    step = trace_reading.read(tmp_path / "trace.json")
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
     for record, row in zip(step.records, timeline.copies, strict=True):
         there = {copied[:2]: copied[3:] for copied in record.copies if copied.way == "out"}
         assert there == {copied[:2]: pytest.approx(copied.out) for copied in row}
         assert len(record.copies) == 2 * len(row)
     trace_file.write(tmp_path / "again.json", step.name, step.placement, step.records)
-    again = trace_file.read(tmp_path / "again.json").records
+    again = trace_reading.read(tmp_path / "again.json").records
     assert [len(record.copies) for record in again] == [len(record.copies) for record in step.records]
 
 
@@ -149,7 +149,7 @@ def test_what_is_no_trace_is_refused(timeline, tmp_path):
         with pytest.raises(
             ValueError, match=r"is no trace .* give a file of --pipeline-trace, or of mpp sch"
         ):
-            trace_file.read(tmp_path / f"{name}.json")
+            trace_reading.read(tmp_path / f"{name}.json")
 
 
 def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
@@ -175,7 +175,7 @@ def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
     trace_file.write(path, "gpipe", linear(2), records)
     begun = [event["id"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "b"]
     assert len(set(begun)) == len(begun) == 6  # viewers join events with the same id
-    step = trace_file.read(path)
+    step = trace_reading.read(path)
     assert [record.clock_error for record in step.records] == [0.0, 0.125]
     assert [record.device_bytes for record in step.records] == [2**30, None]
     assert [record.events[0].start for record in step.records] == pytest.approx([0.5, 0.0])
