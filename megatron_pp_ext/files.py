@@ -46,6 +46,26 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
 
 
+def make_private(folder: Path) -> None:
+    """Make ``folder``, in which only this user can write.
+
+    Raises OSError if it cannot be made, and if somebody else may write in it or could put another one in its
+    place: a folder above it that others may write must be sticky, as /tmp is.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (folder, *folder.resolve().parents):
+        about = one.lstat()
+        is_ours = about.st_uid == os.geteuid()
+        is_open = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if one == folder:
+            is_safe = stat.S_ISDIR(about.st_mode) and is_ours and not is_open
+        else:
+            is_fixed = not is_open & stat.S_IWOTH or about.st_mode & stat.S_ISVTX
+            is_safe = (is_ours or about.st_uid == 0) and is_fixed
+        if not is_safe:
+            raise PermissionError(errno.EPERM, "others than its owner may write there", str(one))
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Yield a place for a file that appears at ``path`` when the context ends, as a whole or not at all.
