@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_pp_ext.job.flag_words import by_name
 
-BATCH_SCRIPT = str(Path(__file__).parents[3] / "scripts/slurm_one_task_per_node.sbatch")
-"""The project's own batch script, so that jobs can be submitted from any folder; a wheel comes without it."""
+BATCH_SCRIPT = str(Path(__file__).parents[2] / "jobs/scripts/slurm_one_task_per_node.sbatch")
+"""The package's own batch script by its whole path, so that jobs can be submitted from any folder."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WITHOUT_QUEUES = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--overlap-moe-expert-parallel-comm"}
