@@ -74,5 +74,5 @@ def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
         [script], env=environment, cwd=elsewhere, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert "srun --kill-on-bad-exit=1" in run.stdout
+    assert "--kill-on-bad-exit=1" in run.stdout
     assert "--global-batch-size 8" in run.stdout
