@@ -60,7 +60,7 @@ def make_private(folder: Path) -> None:
         if one == folder:
             is_safe = stat.S_ISDIR(about.st_mode) and is_ours and not is_open
         else:
-            is_fixed = not is_open & stat.S_IWOTH or about.st_mode & stat.S_ISVTX
+            is_fixed = not is_open & stat.S_IWOTH or bool(about.st_mode & stat.S_ISVTX)
             is_safe = (is_ours or about.st_uid == 0) and is_fixed
         if not is_safe:
             raise PermissionError(errno.EPERM, "others than its owner may write there", str(one))

@@ -280,12 +280,15 @@ def doctor(
         Path | None,
         typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="List versions, how messages go, and every seam too.")
+    ] = False,
 ) -> None:
-    """Report what this machine has and lacks, and whether every seam into Megatron fits.
+    """Report what this machine lacks, and whether every seam into Megatron fits.
 
-    The last line says whether schedules can run here, and what they need.
+    The first line says whether schedules can run here, and what they need.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.integration.doctor import examine
 
-    raise typer.Exit(examine(console, megatron, waiting))
+    raise typer.Exit(examine(console, megatron, waiting, full))
