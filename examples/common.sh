@@ -7,8 +7,8 @@
 #   DRY_RUN     1 prints the command instead of running it
 
 examples="$(dirname "${BASH_SOURCE[0]}")"
-# shellcheck source-path=SCRIPTDIR source=../scripts/print_command.sh
-source "$examples/../scripts/print_command.sh"
+# shellcheck source-path=SCRIPTDIR source=../megatron_pp_ext/jobs/scripts/print_command.sh
+source "$examples/../megatron_pp_ext/jobs/scripts/print_command.sh"
 
 if [[ -n "${DATA:-}" ]]; then
     : "${TOKENIZER:?has to name the Hugging Face tokenizer that made DATA: set it}"
@@ -19,7 +19,7 @@ fi
 
 # submit NODES FLAGS...: train on NODES nodes of a SLURM cluster, 8 GPUs each, with the settings of docs/slurm.md.
 submit() {
-    local nodes="$1" batch="$examples/../scripts/slurm_one_task_per_node.sbatch"
+    local nodes="$1" batch="$examples/../megatron_pp_ext/jobs/scripts/slurm_one_task_per_node.sbatch"
     shift
     if is_true DRY_RUN; then
         SLURM_JOB_NUM_NODES="$nodes" bash "$batch" "$@"

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, texts that a person may have written, and the user's own folder."""
 
 import atexit
+import errno
 import functools
 import json
 import os
@@ -14,14 +15,55 @@ TEXT = "utf-8-sig"
 """The encoding of texts that a person may have written: UTF-8, in which a byte order mark is no letter."""
 
 
-def read_text(path: Path) -> str:
-    """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8."""
-    return path.read_text(encoding=TEXT)
+LARGEST = 2**26
+"""The most bytes of a file that is read where nothing else is said: twice as many as any tokenizer has."""
+
+
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Return what is in the regular file ``path``, or in the one that a link there leads to.
+
+    Raises OSError, naming ``path``, for a pipe or a device, which may never end, and for more than
+    ``largest`` bytes, which could fill the memory.
+    """
+    # Opening a pipe waits for a writer, unless it is asked not to.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "a pipe or a device, which may have no end: give a file", str(path))
+        if about.st_size > largest:
+            size = f"{about.st_size:,} bytes, but at most {largest:,} are read: give a smaller file"
+            raise OSError(errno.EFBIG, size, str(path))
+        return file.read(largest)
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
+    """Return the text in ``path``; UnicodeDecodeError if it is not UTF-8, OSError as from ``read_bytes``."""
+    return read_bytes(path, largest).decode(TEXT)
 
 
 def user_folder() -> Path:
     """Return the folder of what is kept for this user, in XDG_CACHE_HOME or the home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
+
+
+def make_private(folder: Path) -> None:
+    """Make ``folder``, in which only this user can write.
+
+    Raises OSError if it cannot be made, and if somebody else may write in it or could put another one in its
+    place: a folder above it that others may write must be sticky, as /tmp is.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (folder, *folder.resolve().parents):
+        about = one.lstat()
+        is_ours = about.st_uid == os.geteuid()
+        is_open = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if one == folder:
+            is_safe = stat.S_ISDIR(about.st_mode) and is_ours and not is_open
+        else:
+            is_fixed = not is_open & stat.S_IWOTH or bool(about.st_mode & stat.S_ISVTX)
+            is_safe = (is_ours or about.st_uid == 0) and is_fixed
+        if not is_safe:
+            raise PermissionError(errno.EPERM, "others than its owner may write there", str(one))
 
 
 @contextmanager

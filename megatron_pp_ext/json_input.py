@@ -96,6 +96,23 @@ def one_of(*names: str) -> Any:
     return AfterValidator(known)
 
 
+def printable() -> Any:
+    """Return what ``Annotated`` takes for a text as ``require_printable`` wants it."""
+    from pydantic import AfterValidator
+
+    return AfterValidator(require_printable)
+
+
+def require_printable(text: str) -> str:
+    """Return ``text``; ValueError for characters that are not printable.
+
+    Terminals obey some of them, and a line break in a name ends the comment of a script that it is in.
+    """
+    if not text.isprintable():
+        raise ValueError(f"{short(text)} has characters that cannot be printed: leave them out")
+    return text
+
+
 _RULES = {
     "dataclass_type": "an object",
     "float_type": "a finite number",

@@ -38,7 +38,7 @@ from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
 from megatron_pp_ext.schedule.replay import on_own_cores
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
-from megatron_pp_ext.view import picture, trace_file
+from megatron_pp_ext.view import picture, trace_reading
 
 RANKS, MICROBATCHES, MICROBATCH_SIZE = 4, 8, 2
 MODEL = (
@@ -109,7 +109,7 @@ def main(
                 [*resume, *flags, "--pipeline-trace", str(trace)],
                 iterations - 1,
             )
-            steps[name] = trace_file.read(trace)
+            steps[name] = trace_reading.read(trace)
 
     show_losses(losses)
     replayed = {name: on_own_cores(step).timeline() for name, step in steps.items()}

@@ -19,7 +19,7 @@ from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_file, trace_reading
 from reference import vgg16
 
 SCHEDULE = catalog.build("1f1b", 2, 2)
@@ -34,7 +34,7 @@ READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = 
         lambda path: system.read(str(path)),
     ),
     "model": (lambda path: path.write_text('{"num_layers": 4}'), lambda path: model_names.read(str(path))),
-    "trace": (lambda path: trace_file.write_timeline(path, simulate(SCHEDULE, COSTS)), trace_file.read),
+    "trace": (lambda path: trace_file.write_timeline(path, simulate(SCHEDULE, COSTS)), trace_reading.read),
 }
 """What writes a file that a person may edit, and what reads it."""
 
@@ -46,6 +46,22 @@ def test_a_byte_order_mark_is_no_part_of_a_text(kind: str, tmp_path: Path) -> No
     before = read(path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert read(path) == before
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "no end|neither a file nor"),
+        (lambda path: path.symlink_to(os.devnull), "no end|neither a file nor"),
+        (lambda path: path.touch() or os.truncate(path, 2**33), "bytes, but at most"),
+    ],
+    ids=["pipe", "device", "huge"],
+)
+def test_what_has_no_end_is_not_read(kind: str, make, problem: str, tmp_path: Path) -> None:
+    make(path := tmp_path / "file.jsonl")
+    with pytest.raises((OSError, ValueError), match=problem):
+        READERS[kind][1](path)
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)

@@ -41,7 +41,7 @@ def doctor(bench: Bench, rows: Rows) -> None:
     """Add what ``mpp doctor`` says of the machine, its driver, and how ranks share its device."""
 
     def examined() -> Cells:
-        return {"found": bench.run("doctor", [*MPP, "doctor"]).strip().splitlines()[-1]}
+        return {"found": bench.run("doctor", [*MPP, "doctor"]).strip().splitlines()[0]}
 
     def driver() -> Cells:
         if shutil.which("nvidia-smi") is None:

@@ -18,8 +18,8 @@ SECONDS = 0.2
 REPLAYED = 10
 """The times that a graph has a kernel, so that starting the graph costs little."""
 
-USABLE_FRACTION = 0.5
-"""A number format is measured if the device multiplies in it at this fraction of its fp32 rate or faster."""
+FAST_FRACTION = 0.5
+"""All shapes of a number format are measured if the device has this fraction of its fp32 rate, or more."""
 
 CPU_SHAPES = (
     (128, 128, 128),
@@ -114,12 +114,19 @@ def matrix_rate(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.d
 
 
 def matrix_rates(device: torch.device) -> Iterator[tuple[str, Rows]]:
-    """Yield for each number format its rows of (m, n, k, operations a second); none if it is not usable."""
+    """Yield for each number format its rows of (m, n, k, operations a second).
+
+    A format in which the device is slow has a single row: more of them would take minutes, and none would
+    leave a model in this format without an estimate.
+    """
     probe = shapes(device)[2]
     plain = matrix_rate(torch.float32, probe, device)
     for name, dtype in DTYPES.items():
-        usable = dtype is torch.float32 or matrix_rate(dtype, probe, device) >= USABLE_FRACTION * plain
-        yield name, [(*shape, matrix_rate(dtype, shape, device)) for shape in shapes(device) if usable]
+        rate = plain if dtype is torch.float32 else matrix_rate(dtype, probe, device)
+        if rate < FAST_FRACTION * plain:
+            yield name, [(*probe, rate)]
+        else:
+            yield name, [(*shape, matrix_rate(dtype, shape, device)) for shape in shapes(device)]
 
 
 def attention_rates(device: torch.device) -> Rows:

@@ -12,10 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from megatron_pp_ext.calibration import measure
+from megatron_pp_ext.processor import ProcessorTime
 
 MOST_CPU_RANKS = 8
 """The most ranks on CPUs, where each has a core; more would show nothing new about one machine."""
 
+
+_WAITED = "waited"
+"""The figure of a calibration that is none of the machine's."""
 
 type Figures = dict[str, Any]
 """What was measured, by the fields of a ``System``; those of messages need a second rank."""
@@ -34,10 +38,11 @@ def parts(ranks: int) -> int:
     return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
 
 
-def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Figures:
+def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> tuple[Figures, float | None]:
     """Measure with ``ranks`` processes at once; ``report`` gets the name of each part that is done.
 
-    RuntimeError when a rank fails.
+    With the figures goes the part of its time for which a rank waited for a processor, the most of any; None
+    where the system does not tell.  RuntimeError when a rank fails.
     """
     # A process that has touched a GPU cannot be forked; without one, forking saves seconds of imports.
     context: Any = processes.get_context("spawn" if on_gpu else "fork")
@@ -51,7 +56,8 @@ def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> Figure
                 process.start()
                 writer.close()
                 running[reader] = process
-            return _collect(dict(running), report)
+            figures = _collect(dict(running), report)
+            return figures, figures.pop(_WAITED)
         finally:
             for process in running.values():
                 process.terminate()
@@ -96,9 +102,13 @@ def _run_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> N
             device_id=device if on_gpu else None,
         )
         figures: Figures = {}
+        before = ProcessorTime.now()
         for name in _measured(figures, device):
             if rank == 0:
                 writer.send(name)
+        waits: list[float | None] = [None] * ranks
+        dist.all_gather_object(waits, ProcessorTime.now().waited_since(before))
+        figures[_WAITED] = max((one for one in waits if one is not None), default=None)
         if rank == 0:
             writer.send(figures)
         # The connections of a rank close when it ends, so all ranks end together.
@@ -111,8 +121,7 @@ def _measured(figures: Figures, device: torch.device) -> Iterator[str]:
     """Fill ``figures`` in, and yield the name of each part that is done."""
     figures["matrix_rates"] = {}
     for name, rows in measure.matrix_rates(device):
-        if rows:
-            figures["matrix_rates"][name] = rows
+        figures["matrix_rates"][name] = rows
         yield f"products in {name}"
     figures["copy_bytes_per_second"] = measure.copy_rate(device)
     yield "copies"

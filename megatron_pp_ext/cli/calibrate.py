@@ -12,6 +12,7 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import require_folder, write_whole
+from megatron_pp_ext.processor import MOST_WAITED
 
 
 @app.command()
@@ -24,10 +25,14 @@ def calibrate(
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Measure the cores of the CPU even if there are GPUs.")
     ] = False,
+    accept_noise: Annotated[
+        bool, typer.Option("--accept-noise", help="Take figures that a busy machine has disturbed, too.")
+    ] = False,
 ) -> None:
     """Measure how fast this machine multiplies, copies and sends messages, in less than a minute.
 
     It measures the GPUs with NCCL, or else the CPU with gloo and one rank for each core, all ranks at once.
+    Figures from a machine that was busy with something else are refused.
     """
     model = systems.read(like) if like is not None else None
     require_folder(file)
@@ -51,9 +56,14 @@ def calibrate(
             progress.update(task, description=f"measured {done}", advance=1, refresh=True)
 
         try:
-            figures = ranks.calibrate(count, on_gpu, report)
+            figures, waited = ranks.calibrate(count, on_gpu, report)
         except RuntimeError as error:
             raise ValueError(f"{error}; correct it, or measure the CPU with --cpu") from None
+    if waited is not None and waited > MOST_WAITED and not accept_noise:
+        raise ValueError(
+            f"the figures are not to be believed: a rank waited for a processor for {waited:.0%} of its "
+            f"time, more than {MOST_WAITED:.0%}: end what else runs, or add --accept-noise"
+        )
     described = described_system(figures, count, on_gpu, model)
     write_whole(file, described.to_json())
     _show(described)
@@ -61,8 +71,10 @@ def calibrate(
 
 def _show(system: System) -> None:
     table = Table("m", "n", "k", *(f"{name}, Gop/s" for name in system.matrix_rates), title=system.name)
-    for rows in zip(*system.matrix_rates.values(), strict=True):
-        table.add_row(*map(str, rows[0][:3]), *(f"{row[3] / 1e9:,.1f}" for row in rows))
+    rates = [{tuple(shape): rate for *shape, rate in rows} for rows in system.matrix_rates.values()]
+    for shape in rates[0]:
+        known = (f"{some[shape] / 1e9:,.1f}" if shape in some else "" for some in rates)
+        table.add_row(*map(str, shape), *known)
     console.print(table)
     console.print(f"copies {system.copy_bytes_per_second / 1e9:.4g} GB/s, read plus written")
     console.print(

@@ -259,12 +259,12 @@ def trace(
     for its message (late messages), for gradients to be reduced, or for neither (overhead).
     """
     from megatron_pp_ext.schedule.replay import on_own_cores
-    from megatron_pp_ext.view import terminal, trace_file
+    from megatron_pp_ext.view import terminal, trace_reading
 
     stems = [file.stem for file in files]
     titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]
     with waiting("reading traces"):
-        read = [on_own_cores(step) if processor_time else step for step in map(trace_file.read, files)]
+        read = [on_own_cores(step) if processor_time else step for step in map(trace_reading.read, files)]
     steps = {f"{title}: {step.name}": step for title, step in zip(titles, read, strict=True)}
     units = {step.units for step in read}
     if len(units) > 1:
@@ -285,12 +285,15 @@ def doctor(
         Path | None,
         typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="List versions, how messages go, and every seam too.")
+    ] = False,
 ) -> None:
-    """Report what this machine has and lacks, and whether every seam into Megatron fits.
+    """Report what this machine lacks, and whether every seam into Megatron fits.
 
-    The last line says whether schedules can run here, and what they need.
+    The first line says whether schedules can run here, and what they need.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.integration.doctor import examine
 
-    raise typer.Exit(examine(console, megatron, waiting))
+    raise typer.Exit(examine(console, megatron, waiting, full))

@@ -45,5 +45,8 @@ class OneLineErrors(TyperGroup):
 
 
 def _leave(message: str, code: int) -> None:
-    typer.echo(f"mpp: {' '.join(message.split())}", err=True)
+    line = " ".join(message.split())
+    # Words of files stand in it, and a terminal obeys some characters that cannot be printed.
+    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
+    typer.echo(f"mpp: {shown}", err=True)
     sys.exit(code)

@@ -10,7 +10,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console, show_by_rank
+from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
@@ -67,6 +67,7 @@ def estimate(
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
         request = for_world(asked, gpus)
+        require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > fewest_ranks(asked.job) and world_size is None:

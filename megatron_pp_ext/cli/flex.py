@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from megatron_pp_ext.cli.report import require_few_actions
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, make
-from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -18,7 +19,7 @@ _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
 def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
-    """The request for ``flex`` within ``limit``, whose meaning ``compiler.limits.requested_limit`` gives.
+    """The request for ``flex`` within ``limit``, whose meaning ``compiler.limits.requested_budget`` gives.
 
     ValueError without a limit, and for sizes below the least.
     """
@@ -32,6 +33,7 @@ def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | 
             f"flex got {ranks} rank(s) with {2 if chunks is None else chunks} chunks each, but needs 2 and 1 "
             "or more: raise them"
         )
+    require_few_actions(ranks, ranks * (chunks or COMPILED_CHUNKS), microbatches, 3)
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 

@@ -37,10 +37,6 @@ class Where(NamedTuple):
                     f"--measure would run {self.gpus} ranks here, where {here} have a device: set --submit "
                     "slurm, or search for fewer with --gpus"
                 )
-        elif not Path(BATCH_SCRIPT).is_file():
-            raise ValueError(
-                f"there is no {BATCH_SCRIPT}: install the project from its sources (pip install -e)"
-            )
 
     def words(self, flags: Sequence[str]) -> list[str]:
         """Return a job's command line; see ``jobs.job.Job``."""

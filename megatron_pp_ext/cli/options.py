@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.costs_file import read as read_costs
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.recorded import SECONDS, Units
@@ -29,10 +29,6 @@ Script = Annotated[
 ]
 
 Json = Annotated[Path | None, typer.Option(help="Write the numbers.", metavar="FILE")]
-
-
-LONGEST = 1e100
-"""The longest time that an option takes: with much longer ones sums and pictures overflow."""
 
 
 def require_at_least(flag: str, value: float, least: float) -> None:
@@ -99,8 +95,8 @@ class Times:
             if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_none):
                 rule = "0 or more" if may_be_none else "above 0"
                 raise ValueError(f"--{flag} is {value:g}, but must be a finite number {rule}: correct it")
-            if value > LONGEST:
-                raise ValueError(f"--{flag} is {value:g}, but must be at most {LONGEST:g}: lower it")
+            if value > MOST:
+                raise ValueError(f"--{flag} is {value:g}, but must be at most {MOST:g}: lower it")
 
     def costs(self, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Costs:
         """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Timer
 
+from rich.text import Text
+
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.cli.report import console
 
@@ -22,7 +24,8 @@ def waiting(what: str) -> Iterator[None]:
     What the package logs of its progress meanwhile is shown behind it.
     """
     if console.is_terminal:
-        with console.status(what) as status, heard(lambda line: status.update(f"{what}: {line}")):
+        # As Text, since names of files may look like markup.
+        with console.status(Text(what)) as status, heard(lambda line: status.update(Text(f"{what}: {line}"))):
             yield
         return
     lines = _Lines(what)

@@ -19,7 +19,8 @@ from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal, trace_file
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)
+"""Names come from files: what looks like markup in them is text."""
 
 _COLUMNS, _BETWEEN = 80, 2
 """The width of an ordinary terminal, and the space between two columns of a table of ranks."""
@@ -74,18 +75,24 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
 def require_size(request: Request, files: Files | None = None) -> None:
     """Raise ValueError, before anything is built, for a schedule too large to be simulated or drawn here."""
     ranks, stages = request.ranks, request.finest.stages
-    each = stages * (3 if request.splits_backward else 2)
-    actions = each * request.microbatches
-    if actions > LARGEST:
-        fewer = f"-m {LARGEST // each} or fewer ranks" if each <= LARGEST else "fewer ranks"
-        raise ValueError(
-            f"{ranks} ranks and {request.microbatches} microbatches make {actions:,} actions, but at most "
-            f"{LARGEST:,}, which take minutes, are simulated: give {fewer}"
-        )
+    actions = require_few_actions(ranks, stages, request.microbatches, 3 if request.splits_backward else 2)
     if files is not None and files.paths:
         from megatron_pp_ext.view import picture
 
         picture.require_room(ranks, actions)
+
+
+def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:
+    """Return the actions of ``kinds`` kinds; ValueError for more than a command can simulate."""
+    each = stages * kinds
+    actions = each * microbatches
+    if actions > LARGEST:
+        fewer = f"{LARGEST // each:,} microbatches or fewer ranks" if each <= LARGEST else "fewer stages"
+        raise ValueError(
+            f"{ranks:,} ranks with {stages:,} stages and {microbatches:,} microbatches make {actions:,} "
+            f"actions, but at most {LARGEST:,}, which take minutes, are simulated: give {fewer}"
+        )
+    return actions
 
 
 def report(

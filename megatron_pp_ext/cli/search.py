@@ -10,7 +10,7 @@ from megatron_pp_ext.cli.model import print_flags, to_be_started
 from megatron_pp_ext.cli.options import takes_groups
 from megatron_pp_ext.cli.progress import heard, waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.search_options import Job, Machines, Measuring, Outputs, Tried
+from megatron_pp_ext.cli.search_options import MOST_SEQUENCES, Job, Machines, Measuring, Outputs, Tried
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json, write_whole
 from megatron_pp_ext.job.flag_effects import not_counted
@@ -47,6 +47,11 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
         measuring.check(machines.gpus, system.gpus_per_node)
     tried.check()
     asked, words = job.described()
+    if asked.global_batch_size > MOST_SEQUENCES * machines.gpus:
+        raise ValueError(
+            f"--global-batch-size {asked.global_batch_size} is more than {MOST_SEQUENCES:,} for each of "
+            f"{machines.gpus} GPUs: lower it, or give more --gpus"
+        )
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))

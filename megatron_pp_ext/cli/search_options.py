@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.configurations import Space
 
 
+MOST_GPUS, MOST_SEQUENCES = 2**20, 2**16
+"""The most GPUs, and sequences for each in a step, for which a search ends; nobody has as many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is to be trained."""
@@ -60,8 +64,10 @@ class Machines:
     top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10
 
     def check(self) -> None:
-        """Raise ValueError for a number that is too small."""
+        """Raise ValueError for a number that is too small, and for more GPUs than there can be."""
         ask.require_at_least("--gpus", self.gpus, 1)
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"--gpus is {self.gpus}, but must be at most {MOST_GPUS}: lower it")
         ask.require_at_least("--top", self.top, 1)
         ask.require_at_least("--memory", 1 if self.memory is None else self.memory, 1)
         ask.require_at_least("--margin", self.margin, 0)

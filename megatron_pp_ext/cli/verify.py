@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console, folding
@@ -144,9 +145,9 @@ def _show(verdict: "Verdict", name: str) -> None:
 
     table = folding("step", "", "stock 1F1B", name, "difference", "allowed")
     for row in sorted([*verdict.of(LOSS), *verdict.of(NORM)], key=lambda row: row.step):
-        mark = "" if row.is_equal else "[red]"
-        difference, allowed = f"{mark}{row.difference:.3g}", f"{mark}{row.tolerance}"
-        table.add_row(str(row.step), row.name, _number(row.stock), _number(row.ours), difference, allowed)
+        style = "" if row.is_equal else "red"
+        compared = (Text(text, style) for text in (f"{row.difference:.3g}", f"{row.tolerance}"))
+        table.add_row(str(row.step), row.name, _number(row.stock), _number(row.ours), *compared)
     console.print(table)
     for kind in (LOSS, NORM, GRADIENT):
         if rows := verdict.of(kind):
@@ -174,7 +175,7 @@ def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
     if kind == GRADIENT and wrong:
         console.print(f"    {len(wrong)} of {len(rows)} differ, the most:", style="red")
         for row in wrong[:_GRADIENTS_SHOWN]:
-            console.print(f"    {row.difference:.3g}  {row.name}", soft_wrap=True, style="red", markup=False)
+            console.print(f"    {row.difference:.3g}  {row.name}", soft_wrap=True, style="red")
 
 
 def _number(value: float | None) -> str:

@@ -32,6 +32,7 @@ from megatron_pp_ext.json_input import (
     of_length,
     one_of,
     parse_as,
+    printable,
 )
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
@@ -43,6 +44,7 @@ _LOST_AT_THE_END = 0.8
 """What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
 ``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
+type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
 type _Sustained = Annotated[str, one_of("clock", "copy", "network")]
 type _Positive = Annotated[float, above(0)]
@@ -97,7 +99,7 @@ class System:
 
     __pydantic_config__: ClassVar = STRICT
 
-    name: str
+    name: _Text
     gpus_per_node: _Count
     memory_bytes: _Positive
     matrix_rates: Mapping[_Dtype, Sequence[_MatrixRate]]
@@ -118,7 +120,7 @@ class System:
     all_reduce: Sequence[_Collective] = ()
     gather: Sequence[_Collective] = ()
     all_to_all: Sequence[_Collective] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[_Text, _Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):

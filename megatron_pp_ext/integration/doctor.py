@@ -38,23 +38,26 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 """Says what is being done while a context lasts."""
 
 
-def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
-    """Print versions, what is missing, how messages go, every seam and a verdict; return 0 if all seams fit.
+def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:
+    """Print a verdict and what is missing; return 0 if all seams fit.
 
-    ``checkout`` is a Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
+    Where it is wanted ``in_full``, versions, how messages go and every seam follow.  ``checkout`` is a
+    Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
     ValueError if it is not one, or if another Megatron is imported already.
     """
     if checkout is not None:
         _put_first(checkout)
-    _print_table(console, "Versions", ("part", "found"), _versions())
-    _print_table(console, "Missing", ("this machine lacks", "so"), lacking())
-    _print_table(console, "Messages between ranks", ("part", "here"), messages())
-    console.print(HANGS, soft_wrap=True)
-    _print_table(console, "Trainers for install()", ("framework", "here", "tried"), trainers_tried.here())
+    missing = _table("Missing", ("this machine lacks", "so"), lacking())
     followed = "is followed (mpp activate)" if activation.is_active() else "has no effect before mpp activate"
-    console.print(f"{activation.SCHEDULE} {followed} in this environment.", soft_wrap=True)
+    details: list[Table | str] = [
+        _table("Versions", ("part", "found"), _versions()),
+        _table("Messages between ranks", ("part", "here"), messages()),
+        HANGS,
+        _table("Trainers for install()", ("framework", "here", "tried"), trainers_tried.here()),
+        f"{activation.SCHEDULE} {followed} in this environment.",
+    ]
 
-    # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are printed by now.
+    # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are known by now.
     advice = how_to_start()
     if not torch.cuda.is_available():
         from megatron_pp_ext import cpu
@@ -62,13 +65,22 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting) -> int:
         cpu.install()
     with waiting("importing Megatron"):
         problem = _import_seams()
+    misfits: list[str] = []
     if problem is None:
-        problem = _examine_seams(console)
+        misfits = _examine_seams(details)
+    if misfits:
+        fix = "install a release of docs/compatibility.md, or run without megatron_pp_ext"
+        problem = f"{len(misfits)} seam(s) do not fit this Megatron: {fix}"
+    verdict = f"not ready: {problem}"
     if problem is None:
-        console.print(f"ready: Megatron {releases.own_megatron_version()} fits; {advice}", soft_wrap=True)
-        return 0
-    console.print(f"not ready: {problem}", soft_wrap=True, markup=False)
-    return 1
+        verdict = f"ready: Megatron {releases.own_megatron_version()} fits; {advice}"
+    shown: list[Table | str] = [verdict, *misfits, missing]
+    for one in (*shown, *details) if in_full else (*shown, "mpp doctor --full lists all that was looked at."):
+        if isinstance(one, str):
+            console.print(one, soft_wrap=True, markup=False)
+        elif one.row_count:
+            console.print(one)
+    return 0 if problem is None else 1
 
 
 def how_to_start() -> str:
@@ -159,13 +171,11 @@ def _put_first(checkout: Path) -> None:
     sys.path.insert(0, str(checkout.resolve()))
 
 
-def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, unless it is empty."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
-    if table.row_count:
-        console.print(table)
+    return table
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -192,8 +202,8 @@ def _import_seams() -> str | None:
     return None
 
 
-def _examine_seams(console: Console) -> str | None:
-    """Print every seam and whether it fits; return in one line which do not, None if all do."""
+def _examine_seams(details: list[Table | str]) -> list[str]:
+    """Add every seam to ``details``, and whether it fits; return a line for each that does not."""
     from megatron_pp_ext.integration import frameworks, seams
     from megatron_pp_ext.integration.mends.table import MENDS
 
@@ -219,23 +229,18 @@ def _examine_seams(console: Console) -> str | None:
                 fits = "no"
         why = seam.why if seam in always else f"--cpu: {seam.why}"
         table.add_row(seam.path.removeprefix("megatron."), why, _dotted(since), fits)
-    console.print(table)
     mended = Table(
         "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
     )
     for mend in MENDS:
         mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
-    console.print(mended)
-    console.print(
+    details += [
+        table,
+        mended,
         "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
-        "queue of the checkpoint writers is made before the run."
-    )
-    for problem in problems:
-        console.print(problem, soft_wrap=True)
-    if not problems:
-        return None
-    advice = "install a release of docs/compatibility.md, or run without megatron_pp_ext"
-    return f"{len(problems)} seam(s) above do not fit this Megatron: {advice}"
+        "queue of the checkpoint writers is made before the run.",
+    ]
+    return problems
 
 
 def _can_be_imported(seam: patching.Seam) -> bool:

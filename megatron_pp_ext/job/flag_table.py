@@ -7,9 +7,10 @@ first flag's, its ``default`` where it has one, and either the value that a flag
 those whose parser has the row, where not all do.
 """
 
+import ast
 import json
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -28,6 +29,20 @@ _GONE = {"--use-legacy-models": "this Megatron has no other models than those of
 """Flags of older releases that have no successor."""
 
 
+MOST_LAYERS = 2**14
+"""The most layers of a model: what makes one for each would otherwise end with the memory, or never."""
+
+
+_COUNTED_ONE_BY_ONE = (
+    "num_layers",
+    "hybrid_layer_pattern",
+    "mtp_num_layers",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+"""The arguments of which commands go through layers or ranks one by one."""
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line, where argparse would end the process."""
@@ -43,6 +58,14 @@ def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = Fal
     args, others = parser().parse_known_args(list(words), Namespace(**start))
     if others and not has_others:
         raise ValueError(f"in the model's flags: {_about_unknown(others[0])}")
+    for name in _COUNTED_ONE_BY_ONE:
+        value = getattr(args, name)
+        if isinstance(value, int | str) and (value if isinstance(value, int) else len(value)) > MOST_LAYERS:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"in the model's flags: {flag} has more than {MOST_LAYERS:,}, the most layers of a model: "
+                "correct it"
+            )
     return args
 
 
@@ -102,15 +125,50 @@ def flag_of(name: str, value: object) -> str | None:
 
 
 def pattern(text: str) -> int | list[int]:
-    """Return a number, or the list that an expression such as ``([0]*1+[1]*3)*2`` makes."""
+    """Return a number, or the list that an expression such as ``([0]*1+[1]*3)*2`` makes.
+
+    ValueError for other operations than those of the example, and ArgumentTypeError, whose words argparse
+    shows, for more numbers than there are layers in any model.
+    """
     if "[" not in text:
         return int(text)
     if re.search(r"[^,\d\[\]()+*]", text):
         raise ValueError(f"{text} has more than brackets, numbers, commas, + and *")
     try:
-        return eval(text)  # nothing but lists of numbers can be written in these characters
-    except (SyntaxError, TypeError) as error:
+        found = _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # The parser has no memory for deep nesting.
         raise ValueError(f"{text} is no list") from error
+    if isinstance(found, int):
+        raise ValueError(f"{text} is no list")
+    return found
+
+
+def _evaluated(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(int(number)):
+            return number
+        case ast.List(nodes):
+            found = [_evaluated(one) for one in nodes]
+            numbers = [one for one in found if isinstance(one, int)]
+            if len(numbers) == len(found):
+                return numbers
+        case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
+            one, other = _evaluated(left), _evaluated(right)
+            if isinstance(one, int):
+                one, other = other, one
+            match operation, one, other:
+                case ast.Add(), list(), list():
+                    _require_few(len(one) + len(other))
+                    return one + other
+                case ast.Mult(), list(), int():
+                    _require_few(len(one) * other)
+                    return one * other
+    raise ValueError("an operation that makes no list of numbers")
+
+
+def _require_few(numbers: int) -> None:
+    if numbers > MOST_LAYERS:
+        raise ArgumentTypeError(f"it makes more than {MOST_LAYERS:,} numbers, the most layers of a model")
 
 
 _TYPES: dict[str | None, Callable[[str], Any]] = {

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import batched, groupby, pairwise
 from typing import Any
 
+from megatron_pp_ext.job.flag_table import MOST_LAYERS
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -66,10 +67,14 @@ def _unrolled(text: str, whole: str) -> str:
                 "repetition such as t*3 or (tt|)*3 must stand; correct it"
             )
         end = piece.end()
-        if piece[1] is not None:
-            letters += _unrolled(piece[1], whole) * int(piece[2])
-        elif piece[3]:
-            letters += piece[3] * int(piece[4] or 1)
+        repeated = piece[3] or "" if piece[1] is None else _unrolled(piece[1], whole)
+        times = int(piece[2] or piece[4] or 1)
+        if len(letters) + len(repeated) * times > 2 * MOST_LAYERS:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {whole} has more than {MOST_LAYERS:,} layers and as many "
+                "stages, the most of a model; correct it"
+            )
+        letters += repeated * times
     return letters
 
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from statistics import median
 
-from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.files import read_text, write_whole
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.failure import is_out_of_memory, reason
 
@@ -187,6 +187,6 @@ def read(job: Job) -> Result:
     megabytes = max((float(most) for most in _MEMORY.findall(output)), default=0.0)
     peaks = None
     if job.trace.exists():
-        trace = json.loads(job.trace.read_text(encoding="utf-8"))
+        trace = json.loads(read_text(job.trace))
         peaks = tuple(trace["otherData"]["pipeline"]["peak_bytes"])
     return Result(job.name, state, median(steps), megabytes * 2**20 or None, peaks)

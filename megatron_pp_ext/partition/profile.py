@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from megatron_pp_ext.files import write_json
-from megatron_pp_ext.json_input import STRICT, parse_as
+from megatron_pp_ext.json_input import STRICT, parse_as, require_printable
 
 MOST = 1e18
 """The most seconds or bytes of a layer, with which the partitioner's sums and products stay finite."""
@@ -52,6 +52,7 @@ class Layer:
     symbol: str = ""
 
     def __post_init__(self) -> None:
+        require_printable(self.name)
         for name in _NUMBERS:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MOST:

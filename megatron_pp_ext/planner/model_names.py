@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from megatron_pp_ext.json_input import did_you_mean, naming, parse
+from megatron_pp_ext.json_input import did_you_mean, naming, parse, require_printable
 from megatron_pp_ext.json_input import read as read_json
 from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
@@ -64,5 +64,10 @@ def read(given: str) -> GivenModel:
             raise ValueError("is no object: write one of Megatron's names, such as num_layers")
         if config_json.is_config(content):
             return replace(config_json.read(content), name=given)
+        for name, value in content.items():
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    with naming(name):
+                        require_printable(text)
     model_description.require_known(content, str(path))
     return GivenModel(given, content)

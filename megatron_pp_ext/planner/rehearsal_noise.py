@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from statistics import median, quantiles
 
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
+from megatron_pp_ext.processor import MOST_WAITED
 
 MOST_SPREAD = 0.2
 """The most that the middle half of a rank's timed steps may spread, as a part of their median.
@@ -11,9 +12,6 @@ MOST_SPREAD = 0.2
 Rehearsed steps differ from real ones by up to a tenth on a quiet machine (benchmarks/results/rehearse.md), so
 that a wider spread says more of the machine than of the job.
 """
-
-MOST_WAITED = 0.1
-"""The most of its time that a rank may wait for a processor: its actions come out too long by as much."""
 
 
 def described(measured: Iterable[RankRehearsal]) -> str:

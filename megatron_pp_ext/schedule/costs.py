@@ -14,6 +14,9 @@ from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import Placement
 
+MOST = 1e100
+"""The longest time, and the largest amount of memory: with much larger ones sums and pictures overflow."""
+
 _TIMES = ("forward", "input_gradient", "weight_gradient")
 
 
@@ -297,11 +300,11 @@ class Costs:
 
 
 def _require_finite(costs: object, name: str, *, positive: bool) -> None:
-    """Refuse NaN, infinity, a negative value and, where ``positive``, zero."""
+    """Refuse NaN, a value above ``MOST``, a negative one and, where ``positive``, zero."""
     value = getattr(costs, name)
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    if not 0 <= value <= MOST or (positive and value == 0):
         rule = "above 0" if positive else "0 or more"
         raise ValueError(
-            f"{type(costs).__name__}.{name} is {value}, but must be a finite number {rule}: correct the "
-            "measured costs"
+            f"{type(costs).__name__}.{name} is {value}, but must be a finite number {rule}, at most "
+            f"{MOST:g}: correct the measured costs"
         )

@@ -14,7 +14,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
-from megatron_pp_ext.files import TEXT, write_whole
+from megatron_pp_ext.files import read_text, write_whole
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -43,8 +43,8 @@ def read(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding=TEXT) as file:
-            rows = [row for row in csv.reader(file, strict=True) if any(map(str.strip, row))]
+        lines = io.StringIO(read_text(path), newline="")
+        rows = [row for row in csv.reader(lines, strict=True) if any(map(str.strip, row))]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path}: byte {error.start} is not UTF-8: save the schedule as plain text"

@@ -7,7 +7,8 @@ slowly, but at once, which is quicker for what is done a single time.
 The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
 of a loop, and not at what it takes from other files.  Nothing relies on the files.  Code that cannot be read
 is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
-compiled.  Numba is imported by the first loop that is compiled, and not by this module.
+compiled.  The files are pickles, which run what is written in them: they are read from a folder that only the
+user may write.  Numba is imported by the first loop that is compiled, and not by this module.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
 
-from megatron_pp_ext.files import user_folder
+from megatron_pp_ext.files import make_private, user_folder
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -73,9 +74,9 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
     njit, config = _numba().njit, _numba().config
     folder, before = _folder(_source(function)), config.CACHE_DIR
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         TemporaryFile(dir=folder).close()
-    except OSError:  # numba would look for another folder, in which code of older sources may be
+    except OSError:  # numba would look for another folder, in which code of older sources or of others may be
         return cast(Callable[..., Any], njit(function))
     config.CACHE_DIR = str(folder)
     try:

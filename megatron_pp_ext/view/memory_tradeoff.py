@@ -139,7 +139,7 @@ def _draw_steps(
 def _label(axes: Any, across: str, upwards: str, title: str) -> None:
     axes.set_xlabel(across, color=GREY)
     axes.set_ylabel(upwards, color=GREY)
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, parse_math=False)
     axes.grid(color="#e6e9ec", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=GREY)

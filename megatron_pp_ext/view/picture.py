@@ -209,7 +209,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
 
 
 def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18, parse_math=False)
     schedule = timeline.schedule
     numbers = (
         f"{schedule.ranks} ranks, {schedule.microbatches} microbatches",

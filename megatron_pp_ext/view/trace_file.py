@@ -7,7 +7,7 @@ between experts in schedules with pairs, is two events ("b", "e"), which may ove
 host and back have two tracks of their own on each rank.  Times are in
 microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may differ by
 its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its times, whose
-unit the file names.  Both kinds of steps can be read back.
+unit the file names.  ``trace_reading`` reads both kinds of steps.
 """
 
 import json
@@ -16,19 +16,17 @@ from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.files import read_text, write_whole
-from megatron_pp_ext.schedule.actions import Action, Kind, delivers, needs
+from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.schedule.actions import delivers, needs
 from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
     Measured,
     RankRecord,
     RecordedCopy,
     RecordedStep,
-    Reduction,
-    TokenExchange,
     Units,
 )
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
@@ -36,13 +34,13 @@ from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
-_COPY = "copy"
+COPY = "copy"
 """The category of copies to the host and back."""
 
 _WAYS: dict[Way, str] = {"out": "to the host", "back": "from the host"}
 """The tracks of copies."""
 
-_EXCHANGE = "exchange"
+EXCHANGE = "exchange"
 """The category of exchanges of tokens."""
 
 type _Curve = Sequence[tuple[float, float]]
@@ -95,7 +93,7 @@ def _copies(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
                 about = {"stage": copied.stage, "microbatch": copied.microbatch, "way": way}
                 times = {"ts": copied.start * 1e6, "dur": (copied.end - copied.start) * 1e6}
                 title = f"{copied.stage}.{copied.microbatch} {name}"
-                yield {"name": title, "cat": _COPY, "ph": "X", **here, **times, "args": about}
+                yield {"name": title, "cat": COPY, "ph": "X", **here, **times, "args": about}
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
@@ -108,64 +106,6 @@ def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> Rank
         for (action, begin, end), live in zip(events, live_after, strict=True)
     )
     return RankRecord(tuple(measured), peak, int(max(pairs)))
-
-
-def read(path: Path) -> RecordedStep:
-    """Read a file that ``write`` or ``write_timeline`` wrote; ValueError if ``path`` is something else."""
-    try:
-        content = json.loads(read_text(path))
-        pipeline = content["otherData"]["pipeline"]
-        shape = Shape(pipeline["shape"]), pipeline["ranks"], pipeline["chunks"]
-        placement = Placement(*shape, shares_vocabulary=pipeline.get("shares_vocabulary", False))
-        events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
-        reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
-        exchanges: list[list[TokenExchange]] = [[] for _ in range(placement.ranks)]
-        copies: list[list[RecordedCopy]] = [[] for _ in range(placement.ranks)]
-        started: dict[int, dict[str, Any]] = {}
-        for event in content["traceEvents"]:
-            if event["ph"] == "X" and event["cat"] == _COPY:
-                start = event["ts"] / 1e6
-                copied = RecordedCopy(**event["args"], start=start, end=start + event["dur"] / 1e6)
-                copies[event["pid"]].append(copied)
-            elif event["ph"] == "X":
-                events[event["pid"]].append(_measured(event))
-            elif event["ph"] == "b":
-                started[event["id"]] = event
-            elif event["ph"] == "e":
-                begin = started.pop(event["id"])
-                seconds = (begin["ts"] / 1e6, event["ts"] / 1e6)
-                if event["cat"] == _EXCHANGE:
-                    exchanges[event["pid"]].append(TokenExchange(event["name"], *seconds))
-                else:
-                    reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
-        if not all(events):
-            raise ValueError("a rank did nothing")
-        about = ("peak_bytes", "peak_microbatches", "clock_errors", "device_bytes")
-        numbers = zip(*(pipeline[name] for name in about), strict=True)
-        return RecordedStep(
-            pipeline["schedule"],
-            placement,
-            tuple(
-                RankRecord(tuple(rank), size, pairs, tuple(sums), error, held, tuple(exchanged), tuple(own))
-                for rank, (size, pairs, error, held), sums, exchanged, own in zip(
-                    events, numbers, reductions, exchanges, copies, strict=True
-                )
-            ),
-            Units(*pipeline.get("units", SECONDS)),
-        )
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is no trace that this package wrote ({error!r}): give a file of --pipeline-trace, or of "
-            "mpp schedule or mpp rehearse --trace"
-        ) from error
-
-
-def _measured(event: dict[str, Any]) -> Measured:
-    arguments = event["args"]
-    action = Action(arguments["stage"], Kind(arguments["kind"]), arguments["microbatch"])
-    start = event["ts"] / 1e6
-    end = start + event["dur"] / 1e6
-    return Measured(action, start, end, arguments["live_bytes"], arguments.get("processor_seconds"))
 
 
 def _write(
@@ -241,7 +181,7 @@ def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
             (f"reduce chunk {chunk}", "reduction", {"chunk": chunk}, start, end)
             for chunk, start, end in record.reductions
         )
-        exchanges = ((name, _EXCHANGE, dict[str, int](), start, end) for name, start, end in record.exchanges)
+        exchanges = ((name, EXCHANGE, dict[str, int](), start, end) for name, start, end in record.exchanges)
         for name, category, about, start, end in chain(reductions, exchanges):
             event = {"name": name, "cat": category, "id": next(numbers), "pid": rank, "tid": rank}
             yield {**event, "ph": "b", "ts": start * 1e6, "args": about}

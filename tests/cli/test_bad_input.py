@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pp_ext.costs import system
+
+PIPELINE = "--pipeline-model-parallel-size 4"
+LAYER = {"forward_seconds": 1, "backward_seconds": 1, "activation_bytes": 1, "parameter_bytes": 1}
 STAGE = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
 
 
@@ -44,6 +48,11 @@ def refusal(result):
         ("schedule flex --memory-limit half", "Invalid value for '--memory-limit'"),
         ("schedule flex --memory-limit 0.1", "raise it to at least 0.25"),
         ("schedule flex -p 1 --memory-limit 1", "flex got 1 rank"),
+        ("schedule flex --chunks 999999999 --memory-limit 1", "actions, but at most 2,000,000"),
+        ("search --gpus 99999999999 --model gpt3-175b --global-batch-size 8", "--gpus is 99999999999"),
+        ("search --gpus 8 --model llama3-8b --global-batch-size 9999999", "--global-batch-size 9999999 is"),
+        (f"estimate --model llama3-8b -- {PIPELINE} --global-batch-size 9999999", "actions, but at most"),
+        (f"estimate --model llama3-8b -- {PIPELINE} --pipeline-model-parallel-layout Et*{10**9}|L", "16,384"),
         ("schedule flex --chunks 0 --memory-limit 1", "0 chunks each"),
         ("schedule v-half --png a.svg", "--png got a.svg: end the file's name in .png"),
         ("schedule v-half --svg a", "--svg got a: end the file's name in .svg"),
@@ -72,6 +81,45 @@ def test_refusals(line, message, mpp, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("0F0,what,0B0\n1F0,1B0\n")
     assert message in refusal(mpp(*line.split()))
+
+
+HOSTILE = "[/]\x1b[31m\r\n$(touch pwned)"
+"""Markup, an escape sequence, a line break and a command, as a name in somebody else's file."""
+
+
+@pytest.mark.parametrize(
+    ("line", "content", "message"),
+    [
+        (
+            "estimate --model llama3-8b --system a.json",
+            {"name": HOSTILE},
+            "cannot be printed: leave them out",
+        ),
+        ("estimate --model a.json", {"num_layers": 4, "spec": [HOSTILE]}, "spec: "),
+        ("estimate --model a.json", {HOSTILE: 4}, "is unknown"),
+        ("partition a.json --workers 2 --bandwidth 1e9", {"layers": [LAYER | {"name": HOSTILE}]}, "printed"),
+        ("schedule 1f1b -p 2 --costs a.json", {"stages": [STAGE], HOSTILE: 1}, "is unknown"),
+        ("simulate a.csv --costs a.json", {"stages": [STAGE | {"forward": 1e308}]}, "at most 1e+100"),
+    ],
+)
+def test_names_of_other_people_reach_no_terminal(line, content, message, mpp, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    described = json.loads(system.read("h100").to_json()) if "--system" in line else {}
+    Path("a.json").write_text(json.dumps(described | content))
+    Path("a.csv").write_text("0F0,0B0\n")
+    refused = refusal(mpp(*line.split()))
+    assert message in refused
+    assert refused.rstrip("\n").isprintable()
+
+
+def test_what_looks_like_markup_is_text(mpp, tmp_path):
+    mpp("schedule", "1f1b", "-p", 2, "-m", 2, "--trace", tmp_path / "a.json")
+    content = json.loads((tmp_path / "a.json").read_text())
+    content["otherData"]["pipeline"]["schedule"] = "[/] $x_$"
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    shown = mpp("trace", tmp_path / "a.json", "--svg", tmp_path / "a.svg")
+    assert shown.exit_code == 0, shown.output
+    assert "a: [/] $x_$: a step of" in shown.output
 
 
 def test_an_output_is_looked_at_before_anything_runs(mpp):

@@ -195,7 +195,7 @@ def test_what_would_take_hours_is_refused_at_once(mpp):
     refused = mpp("schedule", "gpipe", "-p", 1000, "-m", 100_000)
     assert refused.exit_code == 2
     assert "200,000,000 actions, but at most 2,000,000" in refused.stderr
-    assert "give -m 1000 or fewer ranks" in refused.stderr
+    assert "give 1,000 microbatches or fewer ranks" in refused.stderr
     for line in ("compare -p 1000 -m 100000", "schedule flex -p 1000 -m 100000 --memory-limit 1"):
         assert "actions, but at most 2,000,000" in mpp(*line.split()).stderr
     assert "do not fit into a picture" in mpp("schedule", "1f1b", "-p", 300, "-m", 1, "--png", "a.png").stderr

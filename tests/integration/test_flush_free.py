@@ -11,7 +11,7 @@ from megatron_pp_ext.job import updates
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_reading
 from tests.support import frozen, rounding
 from tests.support.ranks import RankError
 from tests.support.tiers import first
@@ -55,7 +55,7 @@ def test_parameters(replicas: str, interval: int, rule: str, optimizer: tuple[st
     }
     assert [rank["versions"] for rank in ranks] == [math.ceil(n / interval) for n in behind[rule]]
     if rule == "latest":
-        step = trace_file.read(file)
+        step = trace_reading.read(file)
         assert step.timeline().schedule.orders == one_f_one_b.build(4, UPDATES * interval).orders
         assert [record.peak_microbatches for record in step.records] == [4, 3, 2, 1]
 

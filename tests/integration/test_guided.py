@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_reading
 from tests.support.clock import TICK, Clock
 from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.flags import PP4, read
@@ -71,7 +71,7 @@ def test_the_change_leaves_no_trace_in_losses(log: Path, uneven: None, tmp_path:
         changed,
     )
     assert re.search(r"m = 8: measured \S+ ms before and \S+ ms under the compiled", gained)
-    assert trace_file.read(file).timeline().schedule.orders != catalog.build("v-half", 4, 8).orders
+    assert trace_reading.read(file).timeline().schedule.orders != catalog.build("v-half", 4, 8).orders
 
 
 def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
@@ -113,7 +113,7 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     assert costs.message == 4 * 32 * 32
     # On one clock, a message and a step take no 1000 seconds, by which the clocks of the ranks differ.
     assert costs.hop < 100
-    step = trace_file.read(file)
+    step = trace_reading.read(file)
     assert step.timeline().makespan < 100
     assert [record.clock_error > 0 for record in step.records] == [False, True]
 

@@ -25,7 +25,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import idle_times
 from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_reading
 from tests.support import rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, run, stock
 from tests.support.tiers import first
@@ -128,7 +128,7 @@ def watched(schedule: str) -> tuple[Schedule, list[Seen], RecordedStep]:
         file = Path(folder, "trace.json")
         words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "2"]
         runs = train(world_size, [*words, "--pipeline-trace", str(file)], initialize=_watch, grab=_seen)
-        step = trace_file.read(file)
+        step = trace_reading.read(file)
     return catalog.build(schedule, 2, 4, paired=True), [run.grabbed for run in runs], step
 
 
@@ -208,13 +208,13 @@ def flex(folder: Path) -> tuple[str, ...]:
 @pytest.mark.wide
 def test_flex_chooses_pairs_where_they_pay(tmp_path: Path) -> None:
     assert_same_bits(*in_pairs("experts", "flex", beside=flex(tmp_path)))
-    assert trace_file.read(tmp_path / "trace.json").paired
+    assert trace_reading.read(tmp_path / "trace.json").paired
 
 
 def test_flex_has_no_pairs_without_the_flag(tmp_path: Path) -> None:
     words = [*MODELS["experts"][1].split(), "--pipeline-schedule", "flex", *flex(tmp_path)]
     train(4, [*words, "--train-iters", "1"])
-    assert not trace_file.read(tmp_path / "trace.json").paired
+    assert not trace_reading.read(tmp_path / "trace.json").paired
 
 
 @pytest.mark.wide

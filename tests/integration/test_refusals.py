@@ -1,9 +1,12 @@
 """Bad input is refused in one line, before any process group exists."""
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 from megatron.training import yaml_arguments
 
 from megatron_pp_ext.integration.core import mirrored_chunks
+from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop
@@ -98,6 +101,19 @@ def test_refused_in_one_line(flags, monkeypatch):
         with pytest.raises(ValueError, match=" ") as estimate:
             estimated(words)
         assert str(training.value) == str(estimate.value)
+
+
+@pytest.mark.parametrize("flag", ["--logits-save-dir", "--logits-load-dir"])
+def test_files_of_logits_need_their_compressor(flag, monkeypatch):
+    """Stock trains on where the writer of such files has ended, and waits for it for ever."""
+
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(validation, "version", version)
+    assert_refused(
+        monkeypatch, f"--pipeline-model-parallel-size 1 {flag} a", "zstandard.*; pip install zstandard"
+    )
 
 
 HETEROGENEOUS = "--heterogeneous-layers-config-path layers.json"

@@ -15,7 +15,7 @@ from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_reading
 from tests.support import ranks, training
 from tests.support.comparison import traced
 from tests.support.tiers import first
@@ -70,7 +70,7 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
     world = smallest_world(described.read(flags.split(), None).asked.job)
     real_flags = [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)]
     runs = training.train(world, real_flags, grab=weight_bytes)
-    real = trace_file.read(file)
+    real = trace_reading.read(file)
     if "--sequence-parallel" in flags:
         # Of a stage of two layers: two gathers and two scatters a layer, forward and back, of fp32.
         gather = Collective(0, "F", "gather", 4 * SEQUENCE * HIDDEN, ranks=2, stride=1)

@@ -20,6 +20,7 @@ from megatron_pp_ext.job import flag_table, flag_words
         ),
         ("--lr 0.01 --train-iters 5 --mock-data", {"lr": 0.01, "train_iters": 5, "mock_data": True}),
         ("--moe-layer-freq ([0]*1+[1]*2)*2", {"moe_layer_freq": [0, 1, 1, 0, 1, 1]}),
+        ("--moe-layer-freq 2*[0]+[1,0]*1", {"moe_layer_freq": [0, 0, 1, 0]}),
         ("--moe-layer-freq 2 --disable-bias-linear", {"moe_layer_freq": 2, "add_bias_linear": False}),
     ],
 )
@@ -42,6 +43,15 @@ def test_what_is_given_is_read_and_the_rest_is_as_it_was(words: str, found: dict
         ("--lr fast", "invalid float value: 'fast'"),
         ("--moe-layer-freq [1,x]", "invalid pattern value"),
         ("--moe-layer-freq [1,,]", "invalid pattern value"),
+        ("--moe-layer-freq [9**9**9]", "invalid pattern value"),
+        ("--moe-layer-freq [[0]*9]*9", "invalid pattern value"),
+        ("--moe-layer-freq " + "[" * 5000, "invalid pattern value"),
+        ("--moe-layer-freq " + "([0]" + "+[0]" * 5000 + ")", "invalid pattern value"),
+        ("--moe-layer-freq ([0]*9999999999)", "it makes more than 16,384 numbers"),
+        ("--moe-layer-freq 9999*([0,1]*9999)", "it makes more than 16,384 numbers"),
+        ("--moe-layer-freq [0]*16384+[1]", "it makes more than 16,384 numbers"),
+        ("--num-layers 16385", "--num-layers has more than 16,384"),
+        ("--pipeline-model-parallel-size 999999999", "--pipeline-model-parallel-size has more than 16,384"),
     ],
 )
 def test_what_megatron_does_not_accept_is_refused(words: str, message: str) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.integration.runners import processor
-from megatron_pp_ext.integration.runners.processor import ProcessorTime
+from megatron_pp_ext import processor
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.planner.rehearsal_noise import described, disturbance, require_quiet
+from megatron_pp_ext.processor import ProcessorTime
 from megatron_pp_ext.schedule.costs import StageCosts
 
 QUIET = RankRehearsal(

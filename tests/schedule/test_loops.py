@@ -54,6 +54,29 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder):
     assert loop._compiled.stats.cache_path is None, "another folder may have code of older sources"
 
 
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda folder: folder.chmod(0o770),
+        lambda folder: folder.chmod(0o702),
+        lambda folder: folder.parent.chmod(0o777),
+        lambda folder: folder.symlink_to(folder.rename(folder.with_name("elsewhere"))),
+    ],
+    ids=["group", "others", "others above it", "link"],
+)
+def test_code_is_not_read_where_others_may_write_it(opened, folder):
+    """Whoever can write the files could have this process run anything."""
+    Loop(sum_below)(5)
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")}
+    assert kept
+    assert folder.stat().st_mode & 0o777 == 0o700
+    opened(folder)
+    loop = Loop(sum_below)
+    assert loop(5) == 10
+    assert loop._compiled.stats.cache_path is None
+    folder.parent.chmod(0o700)
+
+
 def test_an_error_of_the_loop_itself_is_not_hidden(folder):
     with pytest.raises(Exception, match="unicode"):
         Loop(sum_below)("five")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PER_NODE = ROOT / "scripts/slurm_one_task_per_node.sbatch"
-PER_GPU = ROOT / "scripts/slurm_one_task_per_gpu.sbatch"
+PER_NODE = ROOT / "megatron_pp_ext/jobs/scripts/slurm_one_task_per_node.sbatch"
+PER_GPU = ROOT / "megatron_pp_ext/jobs/scripts/slurm_one_task_per_gpu.sbatch"
 BOTH = pytest.mark.parametrize("script", [PER_NODE, PER_GPU], ids=lambda script: script.stem)
 
 FLAGS = shlex.split(

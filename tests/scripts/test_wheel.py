@@ -61,3 +61,18 @@ def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     words = "estimate --model llama3-8b --system a100-80g --world-size 8 -- --pipeline-model-parallel-size 4"
     batch = "--micro-batch-size 1 --global-batch-size 16 --pipeline-schedule v-half"
     assert "a100-80g" in python("-m", "megatron_pp_ext.cli", *words.split(), *batch.split())
+
+    # The scripts that a search writes name the batch script, which SLURM would start.
+    words = "search --model llama3-8b --gpus 8 --global-batch-size 8 --schedules 1f1b --top 1 --sbatch jobs"
+    python("-m", "megatron_pp_ext.cli", *words.split())
+    (script,) = (elsewhere / "jobs").iterdir()
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nDRY_RUN=1 exec bash "$@"\n')
+    sbatch.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        [script], env=environment, cwd=elsewhere, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--kill-on-bad-exit=1" in run.stdout
+    assert "--global-batch-size 8" in run.stdout

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_pp_ext.schedule.recorded import RecordedStep
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_reading
 from tests.support import rounding, training
 
 MAIN_FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "v-min", "v-half", "v-zb")
@@ -123,7 +123,7 @@ def traced(world_size: int, flags: Sequence[str], **options: Any) -> RecordedSte
         file = Path(folder, "trace.json")
         words = ["--train-iters", "2", *flags, "--pipeline-trace", str(file)]
         training.train(world_size, words, **options)
-        return trace_file.read(file)
+        return trace_reading.read(file)
 
 
 def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

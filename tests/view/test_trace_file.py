@@ -1,4 +1,7 @@
+import functools
+import gzip
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +13,7 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_file, trace_reading
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
     ]
     path = tmp_path / "trace.json"
     trace_file.write(path, "v-half", timeline.schedule.placement, records)
-    step = trace_file.read(path)
+    step = trace_reading.read(path)
     again = step.timeline()
     assert again.schedule == replace(timeline.schedule, name=step.name)
     assert [e.start for e in again.events[1]] == pytest.approx([e.start for e in timeline.events[1]])
@@ -105,7 +108,7 @@ def test_a_whole_backward_sends_its_gradient(tmp_path):
 def test_simulated_steps_are_read_back(timeline, tmp_path):
     units = Units("weeks", "crates")
     trace_file.write_timeline(tmp_path / "a.json", timeline, units)
-    step = trace_file.read(tmp_path / "a.json")
+    step = trace_reading.read(tmp_path / "a.json")
     assert step.units == units
     assert step.timeline().schedule == timeline.schedule
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
@@ -125,31 +128,76 @@ def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
     assert all(event["dur"] == pytest.approx(0.25e6) and event["tid"] >= 2 for event in copies)
     names = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {"actions", "copies to the host", "copies from the host"}
-    step = trace_file.read(tmp_path / "trace.json")
+    step = trace_reading.read(tmp_path / "trace.json")
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
     for record, row in zip(step.records, timeline.copies, strict=True):
         there = {copied[:2]: copied[3:] for copied in record.copies if copied.way == "out"}
         assert there == {copied[:2]: pytest.approx(copied.out) for copied in row}
         assert len(record.copies) == 2 * len(row)
     trace_file.write(tmp_path / "again.json", step.name, step.placement, step.records)
-    again = trace_file.read(tmp_path / "again.json").records
+    again = trace_reading.read(tmp_path / "again.json").records
     assert [len(record.copies) for record in again] == [len(record.copies) for record in step.records]
 
 
-def test_what_is_no_trace_is_refused(timeline, tmp_path):
-    (tmp_path / "garbage.json").write_text("{")
-    (tmp_path / "binary.json").write_bytes(b"\xff\x00")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    about = {"schedule": "1f1b", "ranks": 1, "chunks": 1}
-    lists = ("peak_bytes", "peak_microbatches", "clock_errors", "device_bytes")
-    for name, shape in (("shapeless", "circle"), ("idle", "linear")):
-        content = {"pipeline": {**about, "shape": shape, **{key: [0] for key in lists}}}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": [], "otherData": content}))
-    for name in ("garbage", "binary", "deep", "shapeless", "idle"):
-        with pytest.raises(
-            ValueError, match=r"is no trace .* give a file of --pipeline-trace, or of mpp sch"
-        ):
-            trace_file.read(tmp_path / f"{name}.json")
+@pytest.fixture
+def content(timeline, tmp_path):
+    """The JSON of a trace."""
+    trace_file.write_timeline(tmp_path / "whole.json", timeline)
+    return json.loads((tmp_path / "whole.json").read_text())
+
+
+def changed(content, value, *names):
+    """The JSON with another value at this place."""
+    *path, last = names
+    functools.reduce(lambda part, name: part[name], path, content)[last] = value
+    return json.dumps(content).encode()
+
+
+PIPELINE = "otherData", "pipeline"
+FOREIGN = {"traceEvents": [{"name": str(n), "ph": "X", "ts": n, "dur": 1, "pid": 0} for n in range(9999)]}
+ACTION = 3  # the first event that is one
+DAMAGED = {
+    "no JSON": (b"{", "Expecting"),
+    "no text": (b"\xff\x00" * 9999, "it is no text"),
+    "deep": (b"[" * 100_000, "recursion"),
+    "cut gzip": (gzip.compress(b"{}" * 99)[:-9], "its gzip is cut short"),
+    "no gzip": (b"\x1f\x8b" + b"x" * 9999, "zlib|[Ee]rror"),
+    "foreign": (json.dumps(FOREIGN).encode(), "another program's"),
+    "foreign, compressed": (gzip.compress(json.dumps(FOREIGN).encode()), "another program's"),
+    "foreign list": (json.dumps(FOREIGN["traceEvents"]).encode(), "another program's"),
+    "a shape": (("circle", *PIPELINE, "shape"), "'circle' is unknown"),
+    "a text of errors": ((["x"] * 3, *PIPELINE, "clock_errors"), "clock_errors: 0 is "),
+    "an error that is none": (([math.nan] * 3, *PIPELINE, "clock_errors"), "clock_errors: 0 is "),
+    "few peaks": (([1.0], *PIPELINE, "peak_bytes"), "peaks of 1 ranks"),
+    "many ranks": ((10**12, *PIPELINE, "ranks"), "ranks"),
+    "many chunks": ((10**12, *PIPELINE, "chunks"), "chunk"),
+    "escapes": (("\x1b[31m", *PIPELINE, "schedule"), "cannot be printed"),
+    "no events": (([], "traceEvents"), "a rank did nothing"),
+    "no kind": (({}, "traceEvents", ACTION, "args"), "an event without 'stage'"),
+    "a late start": ((1e308, "traceEvents", ACTION, "ts"), "1e[+]308 stands where a number must"),
+    "no start": (("now", "traceEvents", ACTION, "ts"), "stands where a number must"),
+    "no number of bytes": ((math.inf, "traceEvents", ACTION, "args", "live_bytes"), "stands where a number"),
+    "another stage": ((99, "traceEvents", ACTION, "args", "stage"), "other stages than the 6"),
+    "a text of a microbatch": (("1", "traceEvents", ACTION, "args", "microbatch"), "no action is of"),
+}
+"""What is written, or the value and its place in a trace that is whole, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_trace_is_refused_in_one_short_line(name, content, tmp_path):
+    written, message = DAMAGED[name]
+    path = tmp_path / "a.json"
+    path.write_bytes(written if isinstance(written, bytes) else changed(content, *written))
+    with pytest.raises(ValueError, match=message) as error:
+        trace_reading.read(path)
+    assert "is no trace that this package wrote" in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < len(str(path)) + 300
+
+
+def test_a_trace_may_be_compressed(timeline, content, tmp_path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+    assert trace_reading.read(tmp_path / "a.json.gz").timeline().schedule == timeline.schedule
 
 
 def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
@@ -175,7 +223,7 @@ def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
     trace_file.write(path, "gpipe", linear(2), records)
     begun = [event["id"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "b"]
     assert len(set(begun)) == len(begun) == 6  # viewers join events with the same id
-    step = trace_file.read(path)
+    step = trace_reading.read(path)
     assert [record.clock_error for record in step.records] == [0.0, 0.125]
     assert [record.device_bytes for record in step.records] == [2**30, None]
     assert [record.events[0].start for record in step.records] == pytest.approx([0.5, 0.0])

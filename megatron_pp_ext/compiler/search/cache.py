@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.files import user_folder, write_whole
+from megatron_pp_ext.files import read_text, user_folder, write_whole
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.names import FLEX
-
-_LARGEST = 2**28
-"""The most bytes of a file that is read: more than any schedule has."""
 
 
 def directory() -> Path:
@@ -39,9 +36,7 @@ def load(name: str) -> tuple[Schedule, str] | None:
     """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files."""
     rows, about = _files(name)
     try:
-        _require_file(rows)
-        _require_file(about)
-        notes = json.loads(about.read_text(encoding="utf-8"))
+        notes = json.loads(read_text(about))
         schedule = replace(csv_file.read(rows), name=FLEX)
         if (notes["key"], notes["digest"]) != (name, schedule.digest):
             return None
@@ -69,13 +64,6 @@ def store(name: str, schedule: Schedule, origin: str) -> None:
 
 def _files(name: str) -> tuple[Path, Path]:
     return directory() / f"{name}.csv", directory() / f"{name}.json"
-
-
-def _require_file(path: Path) -> None:
-    """Raise ValueError for a pipe or device, which would be read for ever, and for a file as endless."""
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
-        raise ValueError(f"{path} is no file of a compiled schedule")
 
 
 def _make_way(path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.files import read_text
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.runtime.channels import Channels
@@ -44,7 +45,7 @@ def group_options(settings: Settings) -> GroupOptions:
     if settings.communicators is not None:
         import yaml  # type: ignore[import-untyped]  # as in Megatron, only where there is such a file
 
-        given = dict(yaml.safe_load(settings.communicators.read_text()).get(PIPELINE) or {})
+        given = dict(yaml.safe_load(read_text(settings.communicators)).get(PIPELINE) or {})
     if settings.has_priority:
         given["is_high_priority_stream"] = True
     if "min_ctas" in given:

@@ -23,9 +23,9 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.processor import ProcessorTime, load
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.planner.rehearsal import RankRehearsal
+from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder

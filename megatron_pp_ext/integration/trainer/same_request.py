@@ -12,6 +12,7 @@ from megatron.training import get_args
 
 import megatron_pp_ext
 from megatron_pp_ext.around import bound
+from megatron_pp_ext.files import read_bytes
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
@@ -74,4 +75,4 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(read_bytes(path)).hexdigest()[:12]

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
@@ -107,13 +108,21 @@ def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return stock(*args, **kwargs)
 
 
+def _zstandard() -> str:
+    """Return the installed version of what Megatron's files of logits are compressed by; 0 without one."""
+    try:
+        return version("zstandard")
+    except PackageNotFoundError:
+        return "0"
+
+
 def read_flags(args: Namespace) -> requested.Pipeline | None:
     """The pipeline that ``args`` request, None if they set no flag of ours; ValueError if it cannot be.
 
     Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
     schedule needs chunks and the user left their number open.
     """
-    asked = Asked(args, {ENGINE: str(get_te_version())})
+    asked = Asked(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
     if replicas.requested(asked.job):
         data = sizes.data_parallel_size(asked.job, args.world_size)

@@ -8,12 +8,15 @@ from typing import Any
 
 from megatron_pp_ext.job.flag_words import by_name
 
-BATCH_SCRIPT = str(Path(__file__).parents[3] / "scripts/slurm_one_task_per_node.sbatch")
-"""The project's own batch script, so that jobs can be submitted from any folder; a wheel comes without it."""
+BATCH_SCRIPT = str(Path(__file__).parents[2] / "jobs/scripts/slurm_one_task_per_node.sbatch")
+"""The package's own batch script by its whole path, so that jobs can be submitted from any folder."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WITHOUT_QUEUES = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--overlap-moe-expert-parallel-comm"}
 """Flags under which Megatron does not ask for one hardware queue (validate_args in its arguments.py)."""
+
+_MEETING = "$MASTER_ADDR:29500"
+"""The one word that a shell replaces: all others are quoted, since files and users may have any."""
 
 _COLUMNS = 79
 
@@ -47,7 +50,7 @@ class Launch:
         words = ["torchrun"]
         if nodes > 1:
             words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-            words += ["--rdzv-endpoint", "$MASTER_ADDR:29500"]
+            words += ["--rdzv-endpoint", _MEETING]
         words += ["--nproc-per-node", str(self.gpus // nodes), "-m"]
         if self.script is None:
             return [*words, "megatron_pp_ext.pretrain_gpt", *self.flags]
@@ -100,7 +103,7 @@ def batch_file(name: str, flags: Sequence[str], gpus: int, gpus_per_node: int, c
 
 
 def _quoted(word: str) -> str:
-    return word if word.startswith("$") else shlex.quote(word)
+    return word if word == _MEETING else shlex.quote(word)
 
 
 def _continued(words: Sequence[str]) -> str:

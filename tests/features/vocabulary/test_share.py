@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.view import trace_file, trace_reading
 from tests.support.random_orders import random_schedule
 
 KEPT = 0.25
@@ -230,7 +230,7 @@ def test_files_keep_it(name: str, tmp_path) -> None:
     assert costs_file.read(tmp_path / "costs.json") == costs
     timeline = simulate(schedule, costs)
     trace_file.write_timeline(tmp_path / "trace.json", timeline)
-    step = trace_file.read(tmp_path / "trace.json")
+    step = trace_reading.read(tmp_path / "trace.json")
     assert step.placement == schedule.placement
     assert step.timeline().schedule.orders == schedule.orders
 

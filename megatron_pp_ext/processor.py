@@ -8,6 +8,10 @@ _SCHEDSTAT = Path("/proc/self/schedstat")
 """Nanoseconds that the main thread ran, and that it waited while it could run (Linux, sched-stats)."""
 
 
+MOST_WAITED = 0.1
+"""The most of its time that a timed process may wait for a processor: its work seems as much longer."""
+
+
 class ProcessorTime(NamedTuple):
     """The nanoseconds for which the main thread has run, and for which it has waited for a processor."""
 
