@@ -53,7 +53,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         one,
         forward_seconds=one.forward_seconds + moving,
         input_gradient_seconds=one.input_gradient_seconds + moving,
-        after_forward=one.after_forward + sent,
+        after_forward=one.after_forward + chosen * costs.sizes.routed(width),
         parameters=0.0,
         expert_parameters=one.parameters * copies,
         fp8_parameters=one.fp8_parameters * copies,

@@ -44,15 +44,16 @@ def compression(costs: LayerCosts) -> Part:
         )
     else:
         made = sum((products.alone(sizes.hidden, width, is_biased=False) for width in widths), Part())
+    # Two products read the hidden state, one of them perhaps to make queries; it waits for W once, unless the
+    # one is behind a norm of its own or gathers it.
+    is_read_twice = not (is_joined or own.norms_hidden or (products.gathers_in_i and not queries))
     normed = (queries or sizes.hidden) + own.kv_lora_rank if own.qk_layernorm else 0
     seconds = costs.kernels.copy(2 * sizes.spread(normed))
     return made + Part(
         forward_seconds=seconds,
         input_gradient_seconds=seconds,
         after_forward=sizes.spread(others + (queries if own.qk_layernorm else 0)),
-        # Two products read the hidden state, one of them perhaps to make queries; it waits for W once,
-        # unless the one is behind a norm of its own.
-        after_input_gradient=0.0 if is_joined or own.norms_hidden else -sizes.waiting * sizes.hidden_bytes,
+        after_input_gradient=-sizes.waiting * sizes.hidden_bytes if is_read_twice else 0.0,
         parameters=norm_weights(costs, normed),
     )
 

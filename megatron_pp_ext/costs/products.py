@@ -18,6 +18,7 @@ class ActivationSizes:
         self.bytes = job.precision.weight_size
         self.waiting = 1 / self.bytes if job.precision.uses_fp8 else 1.0
         self.share = parallel.tensor_model_parallel_size
+        self._expert_tensor = parallel.expert_tensor
         self.hidden = job.model.hidden_size
         self._whole_tokens = self.tokens * self.bytes
         self._spread_tokens = self._whole_tokens / parallel.sequence_ranks
@@ -31,6 +32,13 @@ class ActivationSizes:
         """Return the bytes of an activation of ``width`` whose tokens sequence parallelism divides."""
         return self._spread_tokens * width
 
+    def routed(self, width: float) -> float:
+        """Return the bytes of an activation of ``width`` at the experts, if each token went to one of them.
+
+        The tensor-parallel ranks of an expert gather the tokens of all of them.
+        """
+        return self.whole(width) * self._expert_tensor / self.share
+
     def cut(self, width: float) -> float:
         """Return the bytes of an activation of ``width`` that tensor parallelism divides."""
         return self.tokens * width * self.bytes / self.share
@@ -39,8 +47,13 @@ class ActivationSizes:
 class ProductCosts:
     """Products with weights, for ``job``.
 
-    ``copies`` stand for as many times the tokens, which ``experts`` of the rank share.  A product has a bias
-    where the job's linear layers do, if ``is_biased`` does not say otherwise.
+    ``copies`` stand for as many times the tokens, which so many ``experts`` of the rank share; None where the
+    product is no expert's.  A product has a bias where the job's linear layers do, if ``is_biased`` does not
+    say otherwise.
+
+    Under sequence parallelism a column-parallel product gathers its input.  For W Transformer Engine gathers
+    it in I, during the product of the input's gradient, and keeps it whole until then (module/linear.py,
+    ``inputmat_total``); a split backward of Megatron's own layers keeps a rank's part.
     """
 
     def __init__(self, job: Job, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
@@ -52,12 +65,13 @@ class ProductCosts:
         self._memory = job.memory
         self._fuses = job.precision.gradient_accumulation_fusion
         self._is_grouped = job.precision.moe_grouped_gemm
+        self.gathers_in_i = self._is_cut and job.precision.transformer_impl != "local"
 
     def column(
         self,
         width: int,
         copies: int = 1,
-        experts: int = 1,
+        experts: int | None = None,
         read: int | None = None,
         is_biased: bool | None = None,
         is_normed: bool = False,
@@ -69,8 +83,9 @@ class ProductCosts:
         is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
         """
         read = read or self._sizes.hidden
-        kept = self._sizes.spread(read) + self._sizes.cut(width)
-        parts = self._operand_parts(copies)
+        operand = self._sizes.whole if self.gathers_in_i else self._sizes.spread
+        kept = (operand if experts is None else self._sizes.routed)(read) + self._sizes.cut(width)
+        parts = self._operand_parts(experts)
         product = self._product(
             read,
             width / self._sizes.share,
@@ -81,7 +96,7 @@ class ProductCosts:
             parts=(parts, 1),
             is_normed=is_normed,
         )
-        return self._in_column(product, copies * self._sizes.whole(read), is_operand=copies == 1)
+        return self._in_column(product, copies * self._sizes.whole(read), is_operand=experts is None)
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
@@ -94,7 +109,7 @@ class ProductCosts:
         self,
         width: int,
         copies: int = 1,
-        experts: int = 1,
+        experts: int | None = None,
         made: int | None = None,
         is_biased: bool | None = None,
     ) -> Part:
@@ -103,13 +118,14 @@ class ProductCosts:
         Its results are summed.
         """
         made = made or self._sizes.hidden
-        kept = self._sizes.cut(width) + self._sizes.whole(made)
-        parts = self._operand_parts(copies)
+        kept = self._sizes.cut(width)
+        kept += self._sizes.whole(made) if experts is None else self._sizes.routed(made)
+        parts = self._operand_parts(experts)
         product = self._product(
             width / self._sizes.share, made, kept, copies, experts, is_biased, parts=(1, parts)
         )
         size = copies * self._sizes.whole(made)
-        summing, gathering = self._gathering(size), self._gathering(size, is_operand=copies == 1)
+        summing, gathering = self._gathering(size), self._gathering(size, is_operand=experts is None)
         if not self._is_cut:
             return product + Part(forward_seconds=2 * summing)
         return product + Part(
@@ -123,11 +139,11 @@ class ProductCosts:
         Each rank multiplies its own tokens.
         """
         kept = self._sizes.spread(read + made)
-        return self._product(read, made, kept, 1 / self._sequence_ranks, 1, is_biased)
+        return self._product(read, made, kept, 1 / self._sequence_ranks, is_biased=is_biased)
 
-    def _operand_parts(self, copies: int) -> int:
+    def _operand_parts(self, experts: int | None) -> int:
         """Return the ranks that gather an operand and each cast their part of it."""
-        return self._sizes.share if self._is_cut and copies == 1 else 1
+        return self._sizes.share if self._is_cut and experts is None else 1
 
     def _in_column(self, product: Part, size: float, is_operand: bool) -> Part:
         summing, gathering = self._gathering(size), self._gathering(size, is_operand)
@@ -158,7 +174,7 @@ class ProductCosts:
         made: float,
         kept: float,
         copies: float = 1,
-        experts: int = 1,
+        experts: int | None = None,
         is_biased: bool | None = None,
         is_output: bool = False,
         parts: tuple[int, int] = (1, 1),
@@ -171,9 +187,11 @@ class ProductCosts:
         counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
+        is_grouped = self._is_grouped and experts is not None
+        experts = experts or 1
         tokens = copies * sizes.tokens
         each = tokens / experts
-        groups = experts if self._is_grouped else 1
+        groups = experts if is_grouped else 1
         seconds = (
             kernels.product(each, made, read, is_output=is_output, groups=groups),
             kernels.product(each, read, made, is_output=is_output, groups=groups),
@@ -182,6 +200,10 @@ class ProductCosts:
         launches = experts // groups
         # A gradient that its product does not add is read with the buffer, which is written.
         adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
+        waiting = max(1, copies) * kept * (1.0 if is_output else sizes.waiting)
+        if is_grouped and not self._fuses:
+            # Transformer Engine makes the weights' gradients in I, for W to fill (module/grouped_linear.py).
+            waiting += experts * sizes.bytes * read * made
         # F casts the input, I the gradient of the output; W finds both.
         casts = kernels.cast(tokens * read, parts[0], is_normed), kernels.cast(tokens * made, parts[1])
         casts = (0.0, 0.0) if is_output else casts
@@ -191,7 +213,7 @@ class ProductCosts:
             forward_seconds=launches * seconds[0] + casts[0],
             input_gradient_seconds=launches * seconds[1] + casts[1],
             weight_gradient_seconds=launches * seconds[2] + experts * adding,
-            after_input_gradient=max(1, copies) * kept * (1.0 if is_output else sizes.waiting),
+            after_input_gradient=waiting,
             parameters=read * made + (made if has_bias else 0.0),
             fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,
         )

@@ -11,6 +11,7 @@ from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.typed_job import Job
+from tests.costs.test_layer_terms import Only
 from tests.support import attention_layers
 from tests.support.tiers import first
 
@@ -23,7 +24,7 @@ SIZES = (
 GROUPED = "--group-query-attention --num-query-groups 2 --kv-channels 64"
 LATENT = (
     "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
-    "--v-head-dim 64"
+    "--v-head-dim 48"
 )
 NORMED = f"{LATENT} --qk-layernorm"
 SPARSE = (
@@ -135,17 +136,17 @@ def test_a_window_leaves_the_pairs_that_it_shows(flags: str, keys: float) -> Non
 
 def test_the_operations_of_latent_attention() -> None:
     """arXiv 2405.04434, section 2.1, formulas 9 to 17: two operations for each token and weight."""
-    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 64 * 4 * 128 + 4 * 64 * 256
+    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 64 * 4 * (64 + 48) + 4 * 48 * 256
     found = attention(NORMED)
     assert found.weight_operations == 2 * TOKENS * products
-    assert found.activation_operations == 2 * TOKENS * LENGTH * 4 * (96 + 64)
+    assert found.activation_operations == 2 * TOKENS * LENGTH * 4 * (96 + 48)
 
 
 def test_the_operations_of_sparse_attention() -> None:
     """The absorbed products and attention to 16 keys are of activations; the indexer has no loss."""
-    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 4 * 64 * 256
+    products = 256 * 96 + 256 * (64 + 32) + 96 * 4 * 96 + 4 * 48 * 256
     found = attention(SPARSE)
-    absorbed = 2 * TOKENS * 64 * 4 * 128
+    absorbed = 2 * TOKENS * 64 * 4 * (64 + 48)
     chosen = 2 * TOKENS * 16 * (2 - 16 / 64) * 4 * (96 + 64)
     assert found.weight_operations == 2 * TOKENS * products
     assert found.activation_operations == absorbed + chosen
@@ -173,7 +174,7 @@ SPREAD = f"{ENGINE} --tensor-model-parallel-size 2 --sequence-parallel"
 def test_ranks_have_the_weights_that_compress_whole_and_share_others() -> None:
     """Under --mla-down-proj-fusion they share those too; norms are whole either way."""
     compressing, norms = 256 * 96 + 256 * (64 + 32), 256 + 96 + 64
-    shared = 96 * 4 * 96 + 64 * 4 * 128 + 4 * 64 * 256
+    shared = 96 * 4 * 96 + 64 * 4 * (64 + 48) + 4 * 48 * 256
     assert attention(f"{NORMED} {SPREAD}").parameters == compressing + shared / 2 + norms
     joined = attention(f"{NORMED} --mla-down-proj-fusion {SPREAD}")
     assert joined.parameters == (compressing + shared) / 2 + norms
@@ -191,10 +192,44 @@ def test_queries_that_are_not_compressed_have_a_norm_of_the_hidden_state() -> No
 
 
 def test_expanded_keys_and_the_norms_before_are_made_again() -> None:
-    """Queries and keys of 96 in four heads, values of 64, and both norms' results."""
+    """Queries and keys of 96 in four heads, values of 48, and both norms' results."""
     kept = attention(f"{NORMED} {ENGINE}").after_forward
     again = attention(f"{NORMED} {ENGINE} {AGAIN} mla_up_proj")
-    assert kept - again.after_forward == 2 * TOKENS * (4 * (96 + 96 + 64) + 96 + 64)
+    assert kept - again.after_forward == 2 * TOKENS * (4 * (96 + 96 + 48) + 96 + 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "exchanged"),
+    [
+        (GROUPED, 2 * 2 * 64, 0),
+        # Keys of 96 and values of 48 in four heads.
+        (NORMED, 4 * (96 + 48), 0),
+        # Queries, keys, values, gates and two numbers a head there, and the results back.
+        (DELTA, 0, 2 * 128 + 2 * 256 + 2 * 4 + 256),
+    ],
+)
+def test_what_context_parallel_ranks_send(kind: str, ring: int, exchanged: int) -> None:
+    """Keys and values go around, and in I their gradients too; a delta net's tokens go there and back."""
+    sizes = f"{kind} --context-parallel-size 4"
+    numbers = 4 * TOKENS / 4
+    for sent, width, again in (("ring", ring, 2), ("exchange", exchanged, 1)):
+        found = Attentions(LayerCosts(Job.of(flag_table.parse(words(sizes), {})), Only(sent))).layer(1)
+        assert (found.forward_seconds, found.input_gradient_seconds) == (
+            numbers * width,
+            again * numbers * width,
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries"),
+    [(LATENT, 96 / 2 + 96 + 4 * 96 / 2), (LATENT.replace("--q-lora-rank 96", ""), 256 + 4 * 96 / 2)],
+)
+def test_latent_attention_gathers_what_it_expands(kind: str, queries: float) -> None:
+    """Transformer Engine gathers it for W, and the hidden state where that makes queries."""
+    compressed, expanded = 256 / 2 + 96 / 2, 64 + 4 * (64 + 48) / 2
+    results = 4 * 48 / 2 + 256
+    found = attention(f"{kind} {SPREAD}").after_input_gradient
+    assert found == 2 * TOKENS * (compressed + queries + expanded + results)
 
 
 @pytest.mark.parametrize(

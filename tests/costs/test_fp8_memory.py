@@ -36,6 +36,13 @@ def test_quantized_operands_wait_in_a_byte_a_number():
     assert waiting(costs(fp8="hybrid")) == OPERANDS
 
 
+def test_gathered_operands_wait_in_a_byte_a_number():
+    """The inputs of both column-parallel products and the gradients of both row-parallel ones whole."""
+    split = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "fp8": "hybrid"}
+    cut = HIDDEN + 3 * HIDDEN + 2 * INNER
+    assert waiting(costs(**split)) == TOKENS * (4 * HIDDEN + cut / 4)
+
+
 def test_layers_that_do_not_quantize_keep_what_they_kept():
     assert waiting(costs(fp8="hybrid", transformer_impl="local")) == 2 * OPERANDS
 

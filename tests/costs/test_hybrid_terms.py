@@ -85,6 +85,19 @@ def test_latent_experts_get_and_return_latent_tokens(tensor):
     assert found.weight_operations == projections + 2 * 2 * S * B * 2 * 64 * 384 / tensor
 
 
+@pytest.mark.parametrize(("cut", "ranks"), [(True, 2), (False, 1)])
+def test_sequence_parallelism_alone_divides_latent_tokens(cut, ranks):
+    """Both projections and what they keep: every tensor-parallel rank has all tokens without it."""
+    sizes = {**EXPERTS, "tensor_model_parallel_size": 2, "sequence_parallel": cut}
+    latent, plain = (experts(costs("product", **sizes, moe_latent_size=size)) for size in (64, None))
+    tokens = 2 * S * B
+    routed = 2 * tokens * (H - 64)
+    assert latent.after_forward - plain.after_forward == tokens * 64 / ranks - routed
+    assert (
+        latent.after_input_gradient - plain.after_input_gradient == 2 * tokens * (H + 64) / ranks - 2 * routed
+    )
+
+
 def test_the_gate_of_a_shared_expert():
     shared = {**EXPERTS, "moe_shared_expert_intermediate_size": 640}
     gated, plain = (experts(costs("copy", **shared, moe_shared_expert_gate=gate)) for gate in (True, False))

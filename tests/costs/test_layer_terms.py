@@ -55,6 +55,9 @@ class Only(KernelSeconds):
     def exchange(self, size):
         return size if self.kind == "exchange" else 0
 
+    def delta_rule(self, operations):
+        return 0, 0
+
     def scan(self, operations, size):
         return (size, 2 * size) if self.kind == "scan" else (0, 0)
 
@@ -291,15 +294,55 @@ def test_the_default_width_of_an_mlp_is_megatrons(changed, inner):
     assert found.parameters == hidden * inner * (3 if "swiglu" in changed else 2) + 2 * hidden
 
 
-def test_what_is_kept_for_w():
-    """Input and output gradient of all four products; a sequence-parallel input is a share."""
-    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+@pytest.mark.parametrize(("made_by", "gathered"), [("transformer_engine", 1), ("local", 1 / 2)])
+def test_what_is_kept_for_w(made_by, gathered):
+    """Input and output gradient of all four products.
+
+    Under sequence parallelism a row-parallel product keeps a part of its input and the whole gradient, a
+    column-parallel one a part of the gradient, and of its input what its layers keep.
+    """
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": made_by}
     plain = (1 + 3) + (1 + 1) + (1 + 4) + (4 + 1)
-    assert layer("product").after_input_gradient == plain * HIDDEN
-    # Column: a share of the input and of the output. Row: a share of the input, the whole gradient.
-    assert (
-        layer("product", **split).after_input_gradient == (4 / 2 + (1 / 2 + 1) + 5 / 2 + (4 / 2 + 1)) * HIDDEN
+    assert layer("product", transformer_impl=made_by).after_input_gradient == plain * HIDDEN
+    columns, rows = 2 * gathered + (3 + 4) / 2, (1 + 4) / 2 + 2
+    assert layer("product", **split).after_input_gradient == (columns + rows) * HIDDEN
+    head = output(costs("product", **split), V).after_input_gradient
+    assert head == HIDDEN / 2 + 2 * S * B * V / 2  # no layer of Transformer Engine's
+
+
+@pytest.mark.parametrize(("tensor", "own"), [(1, 1), (4, 4), (4, 2), (4, 1)])
+def test_what_experts_keep(tensor, own):
+    """Tokens of the ranks that share an expert: its products' inputs, and for W both gradients too."""
+    sizes = {"tensor_model_parallel_size": tensor, "expert_tensor_parallel_size": own}
+    found = experts(costs("product", sequence_parallel=True, **EXPERTS, **sizes))
+    tokens, inner = 2 * HIDDEN * own / tensor, 2 * 2 * S * B * 384 / tensor
+    assert found.after_input_gradient == 2 * tokens + 2 * inner
+    router = 3 * 4 * S * B * 8 / tensor
+    assert found.after_forward == 2 * HIDDEN / tensor + tokens + 3 * inner + router
+
+
+def test_one_expert_a_token_is_an_expert():
+    """What it reads is gathered by the dispatcher, in bf16, and by nobody for W."""
+    one = {**EXPERTS, "moe_router_topk": 1, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert seconds(experts(costs("cast", fp8="hybrid", **one))) == tuple(
+        second / 2
+        for second in seconds(experts(costs("cast", fp8="hybrid", **{**one, "moe_router_topk": 2})))
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "gradients"),
+    [
+        ({"moe_grouped_gemm": True}, 0),
+        ({"gradient_accumulation_fusion": False}, 0),
+        ({"moe_grouped_gemm": True, "gradient_accumulation_fusion": False}, 1),
+    ],
+)
+def test_grouped_products_keep_the_gradients_that_w_does_not_add(changed, gradients):
+    """A number for each weight of the rank's experts, which no token count changes."""
+    kept = experts(costs("product", **EXPERTS)).after_input_gradient
+    found = experts(costs("product", **EXPERTS, **changed)).after_input_gradient
+    assert found - kept == gradients * 2 * 8 * 2 * H * 384
 
 
 def test_selective_recomputation_leaves_out_what_it_names():

@@ -26,6 +26,7 @@ from tests.support.model_configs import (
     MIXTRAL,
     NEMOTRON_3_NANO,
     NEMOTRON_3_SUPER,
+    OLD_KEYS,
     PHI_3_MINI,
     QWEN2_7B,
     QWEN2_MOE,
@@ -245,6 +246,7 @@ COPIES: list[Config] = [
     {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}},
     {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8_e4m3fn"},
     {"dtype": "float16", "use_cache": False, "eos_token_id": [1, 2], "initializer_range": 0.006},
+    OLD_KEYS,
     {"pretraining_tp": 8, "auto_map": {"AutoConfig": "a.B"}, "head_dim": None, "rope_scaling": None},
 ]
 
@@ -274,6 +276,8 @@ REFUSED: list[tuple[Config, str]] = [
     ({**LLAMA, "model_type": "zamba2"}, "kinds that Megatron's hybrid models do not have"),
     ({**LLAMA, "model_type": "gemma3n"}, "embeddings by layer"),
     ({**LLAMA, "model_type": "nemotron-nas"}, "--heterogeneous-layers-config-path FILE"),
+    ({**LLAMA, "model_type": "minimax_m3_vl"}, "its sparse attention chooses blocks of grouped keys"),
+    ({"model_type": "step3p7", "text_config": {**LLAMA, "model_type": "step3p7_text"}}, "numbers of heads"),
     ({**LLAMA, "model_type": "t5"}, "no decoder-only model"),
     ({"model_type": "llava", "text_config": {**LLAMA, "model_type": "phi"}}, "stand side by side"),
     # values that a key cannot have
@@ -312,6 +316,11 @@ REFUSED: list[tuple[Config, str]] = [
     ({**LLAMA_4_MAVERICK["text_config"], "num_experts_per_tok": 2}, "_per_tok is 2, but must be 1"),
     ({**DEEPSEEK_V3, "scoring_func": "softmax"}, 'scoring_func is "softmax", but only "sigmoid"'),
     ({**QWEN35_MOE["text_config"], "mtp_use_dedicated_embeddings": True}, "_embeddings is true"),
+    ({**LLAMA, "add_cross_attention": True}, "add_cross_attention is true, but must be false"),
+    ({**QWEN3_MOE, "qkv_bias": True}, "qkv_bias is true, but must be false"),
+    ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "_size is 8, but must be 0"),
+    ({**QWEN35_27B, "output_gate_type": "tanh"}, 'output_gate_type is "tanh", but only "sigmoid"'),
+    ({**GLM_5, "index_topk_pattern": "FX" * 39}, 'index_topk_pattern is "FXFX'),
     # keys that nothing knows for the type
     ({**LLAMA, "n_shared_experts": 1}, "n_shared_experts is 1, but no such key is known for this model_type"),
     ({**LLAMA, "layer_types": ["full_attention"] * 32}, "layer_types is "),
@@ -355,6 +364,8 @@ def test_layers_that_share_a_choice_of_tokens_do_so_with_a_period() -> None:
     sharing = ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3
     found = config_json.read({**GLM_5, "indexer_types": sharing}).values
     assert (found["dsa_indexer_topk_freq"], found["dsa_indexer_skip_topk_offset"]) == (4, 3)
+    with pytest.raises(ValueError, match="index_topk_pattern has no period"):
+        config_json.read({**GLM_5, "index_topk_pattern": f"S{'F' * 76}S"})
     with pytest.raises(ValueError, match="indexer_types has no period"):
         config_json.read({**GLM_5, "indexer_types": ["shared", *["full"] * 76, "shared"]})
 

@@ -8,7 +8,15 @@ from megatron_pp_ext.planner import described, model_names
 from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.parameters import parameters
-from tests.support.model_configs import DEEPSEEK_V2_LITE
+from tests.support.model_configs import (
+    DEEPSEEK_V2_LITE,
+    GLM_52,
+    KIMI_K2,
+    MIMO_7B,
+    OLD_KEYS,
+    QWEN3_CODER_480B,
+    QWEN36_27B,
+)
 
 ENDS_OF_GLM = 2 * 151552 * 5120
 PUBLISHED = [
@@ -68,12 +76,24 @@ def test_a_token_uses_as_many_parameters_as_published(name, billions, rounding):
     assert counted(name).active_parameters / 1e9 == pytest.approx(billions, abs=rounding)
 
 
-def test_parameters_of_a_model_that_has_no_name_here():
-    """DeepSeek-V2-Lite, arXiv 2405.04434, appendix B: 15.7 billion, of which a token uses 2.4."""
-    values = {**config_json.read(DEEPSEEK_V2_LITE).values, "make_vocab_size_divisible_by": 1}
+@pytest.mark.parametrize(
+    ("config", "billions", "active", "rounding"),
+    [
+        (DEEPSEEK_V2_LITE, 15.7, 2.4, 0.06),  # arXiv 2405.04434, appendix B
+        # Model cards, in whole billions, or tens of them.
+        ({"model_type": "kimi_k25", "text_config": {**KIMI_K2, **OLD_KEYS}}, 1030, 32, 5),
+        (GLM_52, 744, 40, 1),  # GLM-5's; its layers that share a choice have no indexer
+        (QWEN3_CODER_480B, 480, 35, 0.5),
+        (MIMO_7B, 7.6, 7, 0.05),  # the sum of its tensors, without those of the prediction layer
+        (QWEN36_27B, 27, 25.6, 0.5),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_parameters_of_models_that_have_no_name_here(config, billions, active, rounding):
+    values = {**config_json.read(config).values, "make_vocab_size_divisible_by": 1, "mtp_num_layers": None}
     found = parameters(describe(values))
-    assert found.parameters / 1e9 == pytest.approx(15.7, abs=0.05)
-    assert found.active_parameters / 1e9 == pytest.approx(2.4, abs=0.06)
+    assert found.parameters / 1e9 == pytest.approx(billions, abs=rounding)
+    assert found.active_parameters / 1e9 == pytest.approx(active, abs=rounding)
 
 
 @pytest.mark.parametrize(("name", "within"), ROUGHLY)

@@ -85,6 +85,7 @@ def install(checkout: Path) -> None:
 def _attend_locally() -> None:
     """Attention has no weights: Megatron's own does as well, and needs no kernel."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    TESpecProvider.core_attention = lambda provider: DotProductAttention
+    from tests.support.attention_layers import Core
+
+    TESpecProvider.core_attention = lambda provider: Core

@@ -213,3 +213,30 @@ GPT_2: Config = {
     "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
     "n_inner": None, "vocab_size": 50257, "activation_function": "gelu_new", "summary_type": "cls_index",
 }  # fmt: skip
+OLD_KEYS: Config = {
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
+    "tf_legacy_loss": False,
+}  # fmt: skip
+"""What Transformers 4 wrote for every model."""
+GLM_52: Config = {
+    **GLM_5, "vocab_size": 154880, "intermediate_size": 12288, "index_topk_freq": 4,
+    "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True,
+    "index_topk_pattern": "".join("F" if layer < 3 or layer % 4 == 2 else "S" for layer in range(78)),
+}  # fmt: skip
+QWEN3_CODER_480B: Config = {
+    **QWEN3_MOE, "hidden_size": 6144, "num_hidden_layers": 62, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "moe_intermediate_size": 2560, "num_experts": 160,
+    "max_window_layers": 62, "max_position_embeddings": 262144, "rope_theta": 10000000, "qkv_bias": False,
+    "use_qk_norm": True, "shared_expert_intermediate_size": 0,
+}  # fmt: skip
+MIMO_7B: Config = {
+    **LLAMA, "model_type": "mimo", "num_hidden_layers": 36, "head_dim": 128, "intermediate_size": 11008,
+    "vocab_size": 151680, "max_position_embeddings": 32768, "rope_theta": 640000, "attention_bias": True,
+    "num_nextn_predict_layers": 1, "use_mrope": False, "use_sliding_window": False,
+}  # fmt: skip
+QWEN36_27B: Config = {
+    "model_type": "qwen3_5", "language_model_only": False, "tie_word_embeddings": False,
+    "text_config": {
+        **QWEN35_27B, "vocab_size": 248320, "attn_output_gate": True, "output_gate_type": "swish",
+    },
+}  # fmt: skip

@@ -96,24 +96,25 @@ def sparse(keys: Keys) -> Arguments:
         "dsa_indexer_topk": keys.size("index_topk"),
     }
     every, first = keys.size("index_topk_freq", 1), keys.count("index_skip_topk_offset")
-    choosing = keys.by_layer("indexer_types", keys.layers, {"full": 1, "shared": 0}) or []
+    pattern = keys.by_layer("index_topk_pattern", keys.layers, {"F": 1, "S": 0})
+    choosing = keys.by_layer("indexer_types", keys.layers, {"full": 1, "shared": 0}) or pattern or []
     if 0 in choosing:
-        every, first = _sharing(choosing)
+        every, first = _sharing(choosing, "index_topk_pattern" if choosing is pattern else "indexer_types")
     if every > 1:
         found |= {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": first}
     return found
 
 
-def _sharing(choosing: list[int]) -> tuple[int, int]:
+def _sharing(choosing: list[int], name: str) -> tuple[int, int]:
     """Return how many layers share a choice of tokens, and how many before them choose by themselves.
 
-    ``choosing`` has a 1 for each layer with an indexer.
+    ``choosing``, which the key ``name`` says, has a 1 for each layer with an indexer.
     """
     first = choosing.index(0)
     every = [*choosing, 1].index(1, first) - first + 1
     alone = max(1, first)
     if choosing != [int(max(0, number - alone) % every == 0) for number in range(1, len(choosing) + 1)]:
-        raise ValueError(f"indexer_types has no period, and Megatron's layers share with one: {BY_FLAGS}")
+        raise ValueError(f"{name} has no period, and Megatron's layers share with one: {BY_FLAGS}")
     return every, first
 
 
@@ -122,6 +123,7 @@ def gated_delta_net(keys: Keys) -> Arguments:
     kinds = keys.by_layer("layer_types", keys.layers, {"linear_attention": 1, "full_attention": 0})
     interval = keys.size("full_attention_interval", 4)
     keys.require("attn_output_gate", True, "the output of full attention is gated in this family")
+    keys.one_of("output_gate_type", ("sigmoid", "swish", "silu"), "sigmoid")  # of the same cost
     keys.require("use_sliding_window", False, "this model_type is known without windows")
     return {
         "experimental_attention_variant": "gated_delta_net",

@@ -56,7 +56,7 @@ def read(config: Mapping[str, Any]) -> GivenModel:
     ValueError for types and keys that are not known, for wrong values, and for what is missing.
     """
     language, notes = _language_model(config)
-    values, keys = TYPES[_known(language.get("model_type"))].read(language)
+    values, keys = TYPES[_known(language.get("model_type"), config.get("model_type"))].read(language)
     length = min(values["max_position_embeddings"], LONGEST_DEFAULT, keys.longest or LONGEST_DEFAULT)
     values |= {"seq_length": length, "tokenizer_type": "NullTokenizer", "bf16": True}
     return GivenModel(str(config.get("model_type")), values, notes + keys.notes, keys.longest)
@@ -76,16 +76,20 @@ def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
     return config, []
 
 
-def _known(kind: object) -> str:
-    """Return the entry of the table for ``kind``, the model_type of a file; ValueError without one."""
+def _known(kind: object, outer: object) -> str:
+    """Return the entry of the table for ``kind``, the model_type of a language model; ValueError without one.
+
+    Why a file of the type ``outer`` is not supported holds for its language model too.
+    """
     if kind is None:
         raise ValueError(f"model_type is missing: add it, one of {', '.join(sorted(TYPES))}")
     if isinstance(kind, str):
         name = SAME.get(kind, kind)
         if name in TYPES:
             return name
-        if kind in REFUSED:
-            raise ValueError(f"model_type {kind!r} is not supported: {REFUSED[kind]}")
+        for one in (kind, outer):
+            if isinstance(one, str) and one in REFUSED:
+                raise ValueError(f"model_type {one!r} is not supported: {REFUSED[one]}")
     hint = _misspelled(kind) if isinstance(kind, str) else ""
     raise ValueError(f"model_type {short(kind)} is not known here: {hint or BY_FLAGS}")
 

@@ -107,10 +107,15 @@ class Keys:
         return value
 
     def by_layer(self, name: str, layers: int, known: Mapping[Any, int]) -> list[int] | None:
-        """Return what ``known`` has for each of the ``layers`` values of a list; None where there is none."""
+        """Return what ``known`` has for each of the ``layers`` values of a list; None where there is none.
+
+        A text is a list of its letters where those are ``known``.
+        """
         value = self.get(name)
         if value is None:
             return None
+        if isinstance(value, str) and known.keys() >= set(value):
+            value = list(value)
         if not isinstance(value, list) or len(value) != layers:
             found = f"a list of {len(value)}" if isinstance(value, list) else short(value)
             raise ValueError(

@@ -63,6 +63,14 @@ def optional_query_norm(keys: Keys) -> Arguments:
     return {"qk_layernorm": keys.truth("use_qk_norm")}
 
 
+def qwen3_alone(keys: Keys) -> Arguments:
+    """Check the keys of Qwen2's experts that files of Qwen3-Coder have; its layers are those of Qwen3."""
+    keys.require("qkv_bias", False, "this model_type is known without biases")
+    keys.require("use_qk_norm", True, "this model_type is known with norms of queries and keys")
+    keys.require("shared_expert_intermediate_size", 0, "this model_type is known without shared experts")
+    return {}
+
+
 def norm_of_all_heads(keys: Keys) -> Arguments:
     """Return norms of queries and keys, which these models take over all heads at once."""
     keys.require("use_qk_norm", True, "this model_type is known with norms of queries and keys")
@@ -142,7 +150,6 @@ def gpt2(keys: Keys) -> Arguments:
     """Return a model with the names that GPT-2's configuration has."""
     keys.one_of("activation_function", ("gelu", "gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     keys.require("scale_attn_by_inverse_layer_idx", False, "Megatron's flags do not scale by layer")
-    keys.require("add_cross_attention", False, "Megatron's GPT has no cross-attention")
     keys.skip("n_ctx", "embd_pdrop")
     hidden = keys.size("n_embd")
     return {

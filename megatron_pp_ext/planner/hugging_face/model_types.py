@@ -43,6 +43,8 @@ class ModelType:
         for part in self.parts:
             found |= part(keys)
         found |= self.fixed
+        # Transformers 4 wrote this key of all its models into nested configurations.
+        keys.require("add_cross_attention", False, "Megatron's GPT has no cross-attention")
         for name, value in keys.unused().items():
             raise ValueError(unknown_key(name, value))
         return found, keys
