@@ -1,7 +1,7 @@
 """Pipeline schedules for Megatron-LM: controllable memory, zero bubble and PipeDream behind one flag or call.
 
-The names below are the public API.  They are imported when they are first used; importing the package only
-lets the features register.
+The names below are the public API.  They are imported when they are first used, so that importing the package
+costs nothing.
 
 For any training loop on megatron.core (docs/frameworks.md):
 
@@ -24,8 +24,6 @@ For looking at schedules; none of these needs torch or Megatron:
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-import megatron_pp_ext.features  # noqa: F401  (they register)
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule

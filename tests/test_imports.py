@@ -34,7 +34,7 @@ MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 _STEPS = {"files", "json_input", "schedule", "compiler", "features", "job"}
 
 BELOW: dict[str, set[str]] = {
-    "__init__": {"features"},
+    "__init__": set(),
     "around": set(),
     "files": set(),
     "json_input": {"files"},
@@ -81,6 +81,9 @@ BELOW |= {
 """The rooms that each room may import, itself aside."""
 
 _SEAMS = {"releases", "patching"}
+
+REGISTERS = f"{PACKAGE}.compiler.__init__", "features"
+"""The one arrow upwards: who imports the compiler gets the passes of features, which register by it."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),
@@ -174,7 +177,7 @@ def test_no_arrow_points_upwards() -> None:
         f"{module}: {above} knows {below}"
         for module in sorted(modules())
         for above, below, plan in arrows(module)
-        if below not in plan[above]
+        if below not in plan[above] and (module, below) != REGISTERS
     ]
     assert not upwards, "\n".join(upwards)
 

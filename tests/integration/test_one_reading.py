@@ -89,7 +89,7 @@ def test_a_limit_compiles_to_one_schedule(
     """Training, the request of the planner, and ``mpp schedule``, from one file of costs."""
     costs_file.write(COSTS, tmp_path / "costs.json")
     flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
-    trained = read(monkeypatch, flags).source.build(batch, None)
+    trained = read(monkeypatch, flags).source.schedule(batch)
     planned = estimated(flags).compile(COSTS).timeline.schedule
     words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
     shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
@@ -108,7 +108,7 @@ def test_a_family_is_one_schedule(
     words = ["schedule", name, "-p", "4", "-m", "8", *(["--chunks", str(chunks)] if chunks else [])]
     shown = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "found.json")])
     digest = json.loads((tmp_path / "found.json").read_text())["digest"]
-    assert pipeline.source.build(8, None).digest == digest, shown.output
+    assert pipeline.source.schedule(8).digest == digest, shown.output
 
 
 def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
