@@ -27,6 +27,7 @@ _CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-p
 
 _LAYOUT_PIECE = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,])(?:\*(\d+))?|,")
 _LAYOUT_LETTERS = "EtLm|"
+_LETTER_OF_KIND = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def spread(job: Job) -> int:
@@ -84,6 +85,19 @@ def spelled(stages: Sequence[str]) -> str:
     ]
     words = [f"({run[0]}|)*{len(run)}" if len(run) > 2 else "|".join(run) + "|" for run in _runs(texts[:-1])]
     return "".join(words) + texts[-1]
+
+
+def spelled_layout(layout: Any) -> str:
+    """``layout``, in one of the forms that a config of Megatron takes or has, as the flag has it.
+
+    They are the flag's own, lists of kinds of layers ("embedding", "decoder", "mtp", "loss", or LayerType)
+    with one list a stage, and the PipelineParallelLayerLayout that Megatron makes of either.
+    """
+    given = getattr(layout, "input_data", layout)
+    if isinstance(given, str):
+        return given
+    kinds = [[getattr(kind, "name", kind).strip().lower() for kind in stage] for stage in given]
+    return spelled(["".join(_LETTER_OF_KIND[kind] for kind in stage) for stage in kinds])
 
 
 def _runs(values: Iterable[str]) -> list[list[str]]:
