@@ -108,7 +108,7 @@ def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list
     pretrain_gpt.main()
     pipeline = requested.pipeline()
     source = pipeline.source if pipeline is not None else None
-    return clock.steps, source.build(MICROBATCHES, None) if source is not None else None
+    return clock.steps, source.schedule(MICROBATCHES) if source is not None else None
 
 
 def send_alone(rank: int, schedule: Schedule, times: Sequence[Costs]) -> list[Step]:

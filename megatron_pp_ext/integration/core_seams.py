@@ -8,9 +8,9 @@ from megatron_pp_ext.integration.core import (
     checkpoint_copies,
     chunk_pipelines,
     data_parallel,
+    embedding_copies,
     late_checks,
     local_linear,
-    mirrored_chunks,
     offload_order,
     placed_functions,
     placed_models,
@@ -22,7 +22,7 @@ from megatron_pp_ext.integration.runners import choose, planned_stage
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
-    *seams_of(replicated_ranks, mirrored_chunks, placed_models, placed_functions),
+    *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
     # The step: which actions run in which order, with the backward in two halves, and pairs of actions.
     *seams_of(
         choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, planned_stage

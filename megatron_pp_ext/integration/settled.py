@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config, get_te_version
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.rules import all_rules
@@ -62,13 +61,6 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         from_file=request.from_file,
     )
     all_rules.refuse_model(asked)
-    predicting = layers.predicting_stage(asked.job, pipeline.placement.stages)
-    if pipeline.has_both_ends_on_first_rank and predicting not in (None, pipeline.placement.stages - 1):
-        raise ValueError(
-            f"{pipeline.name} that a call installed needs multi-token prediction beside the output layer, "
-            f"whose copy of the embedding is on the first rank, and it is in stage {predicting} of this "
-            "layout; put the m into the last stage"
-        )
     if request.from_file is not None:
         require_trainable(request.from_file, asked)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled

@@ -7,13 +7,11 @@ Stages are counted in model order.  The functions here return, before anything i
 compare the two.
 """
 
-import re
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from itertools import batched, groupby, pairwise
+from collections.abc import Sequence
+from itertools import batched, pairwise
 from typing import Any
 
-from megatron_pp_ext.job.flag_table import MOST_LAYERS
+from megatron_pp_ext.job.layout_text import spelled, stages_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -25,9 +23,6 @@ SPREAD = (*ENDS, "--account-for-embedding-in-pipeline-split", "--account-for-los
 """The flags beside which Megatron builds no model from a layout: they spread layers in another way."""
 
 _CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
-
-_LAYOUT_PIECE = re.compile(r"\(([^()]*)\)\*(\d+)|([^()*,])(?:\*(\d+))?|,")
-_LAYOUT_LETTERS = "EtLm|"
 
 
 def spread(job: Job) -> int:
@@ -44,56 +39,6 @@ def layout(job: Job) -> tuple[str, ...] | None:
     """
     given = job.pipeline.pipeline_model_parallel_layout
     return None if given is None else stages_of(given)
-
-
-@lru_cache(maxsize=64)
-def stages_of(layout: str) -> tuple[str, ...]:
-    """The stages of a layout as the flag has it, a letter a layer.
-
-    E is the embedding, t a transformer layer, m multi-token prediction and L the output layer with the
-    loss.  ValueError for a layout that Megatron cannot read.
-    """
-    return tuple(_unrolled(layout, layout).split("|"))
-
-
-def _unrolled(text: str, whole: str) -> str:
-    """``text`` with every ``x*n`` and ``(...)*n`` written out and without commas."""
-    letters, end = "", 0
-    while end < len(text):
-        piece = _LAYOUT_PIECE.match(text, end)
-        if piece is None or (piece[3] and piece[3] not in _LAYOUT_LETTERS):
-            raise ValueError(
-                f"--pipeline-model-parallel-layout {whole} has {text[end]!r} where one of E t m L | or a "
-                "repetition such as t*3 or (tt|)*3 must stand; correct it"
-            )
-        end = piece.end()
-        repeated = piece[3] or "" if piece[1] is None else _unrolled(piece[1], whole)
-        times = int(piece[2] or piece[4] or 1)
-        if len(letters) + len(repeated) * times > 2 * MOST_LAYERS:
-            raise ValueError(
-                f"--pipeline-model-parallel-layout {whole} has more than {MOST_LAYERS:,} layers and as many "
-                "stages, the most of a model; correct it"
-            )
-        letters += repeated * times
-    return letters
-
-
-def spelled(stages: Sequence[str]) -> str:
-    """``stages``, a letter a layer, as --pipeline-model-parallel-layout, which ``layout`` reads back.
-
-    Equal neighbours are written once: ``Et*3|(t*4|)*14t*2L``.
-    """
-    texts = [
-        "".join(f"{run[0]}*{len(run)}" if len(run) > 1 else run[0] for run in _runs(stage))
-        for stage in stages
-    ]
-    words = [f"({run[0]}|)*{len(run)}" if len(run) > 2 else "|".join(run) + "|" for run in _runs(texts[:-1])]
-    return "".join(words) + texts[-1]
-
-
-def _runs(values: Iterable[str]) -> list[list[str]]:
-    """``values`` with equal neighbours together."""
-    return [list(run) for _, run in groupby(values)]
 
 
 def _value(job: Job, flag: str) -> Any:

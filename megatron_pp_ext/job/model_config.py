@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from megatron_pp_ext.job import flag_table
+from megatron_pp_ext.job import flag_table, layout_text
 
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -38,10 +38,8 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
             # What several of them have is asked for if one of them asks.
             if name in names and name not in _NOT_ASKED and not found.get(name):
                 found[name] = getattr(config, field.name, None)
-    layout = found.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        # It is asked for where it is spelled by letters.
-        found["pipeline_model_parallel_layout"] = str(layout) if "|" in str(layout) else None
+    if (layout := found.get("pipeline_model_parallel_layout")) is not None:
+        found["pipeline_model_parallel_layout"] = layout_text.spelled_layout(layout)
     if found.get("num_query_groups") is not None:
         found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
     for config in configs:

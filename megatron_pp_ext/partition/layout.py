@@ -4,7 +4,7 @@ A layout has one letter for each layer (E embedding, t transformer layer, L outp
 after a letter that is repeated n times, and ``|`` between stages: ``Et*3|t*5|t*4L``.
 """
 
-from megatron_pp_ext.job.layers import spelled
+from megatron_pp_ext.job.layout_text import spelled
 from megatron_pp_ext.partition.partitioner import Partition
 from megatron_pp_ext.partition.profile import Profile
 

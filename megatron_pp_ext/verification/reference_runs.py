@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pp_ext.job import layers, our_flags
+from megatron_pp_ext.job import layout_text, our_flags
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
@@ -185,7 +185,7 @@ def stock_flags(flags: Sequence[str]) -> Iterator[str]:
 
 def _merged_layout(text: str, ranks: int) -> str:
     """A layout in which each rank has, as one stage, as many consecutive stages as it had chunks."""
-    stages = layers.stages_of(text)
+    stages = layout_text.stages_of(text)
     return text if len(stages) <= ranks else "|".join(_merged(stages, ranks))
 
 

@@ -16,7 +16,7 @@ from megatron_pp_ext.files import whole, write_whole
 if TYPE_CHECKING:
     import torch
 
-_STEPS, _GRADIENTS, _USES = "steps-of-rank-{}.json", "gradients-of-rank-{}.pt", "uses-of-rank-{}.json"
+_STEPS, _GRADIENTS = "steps-of-rank-{}.json", "gradients-of-rank-{}.pt"
 _FIX = "verify once more"
 
 Losses = Mapping[str, float]
@@ -44,15 +44,6 @@ class RunRecord:
                 files.setdefault(name, path)
         return files
 
-    @property
-    def uses(self) -> Mapping[str, int]:
-        """How often a microbatch adds to the gradient of each parameter whose backward was split."""
-        found: dict[str, int] = {}
-        for path in self.folder.glob(_USES.format("*")) if self.folder else ():
-            for name, uses in json_input.read(path, _FIX).items():
-                found[name] = max(found.get(name, 0), uses)
-        return found
-
 
 def write(folder: Path, rank: int, losses: Sequence[Losses], norms: Sequence[float | None]) -> None:
     """Write the steps that ``rank`` has done so far."""
@@ -61,16 +52,13 @@ def write(folder: Path, rank: int, losses: Sequence[Losses], norms: Sequence[flo
     write_whole(folder / _STEPS.format(rank), text + "\n")
 
 
-def write_gradients(
-    folder: Path, rank: int, gradients: Mapping[str, "torch.Tensor"], uses: Mapping[str, int]
-) -> None:
-    """Write the gradients of the first step of ``rank``, and ``RunRecord.uses``, by their global names."""
+def write_gradients(folder: Path, rank: int, gradients: Mapping[str, "torch.Tensor"]) -> None:
+    """Write the gradients of the first step of ``rank`` by their global names."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     with whole(folder / _GRADIENTS.format(rank)) as unfinished:
         torch.save(dict(gradients), unfinished)
-    write_whole(folder / _USES.format(rank), json.dumps(dict(uses)) + "\n")
 
 
 def read(folder: Path, steps: int) -> RunRecord:

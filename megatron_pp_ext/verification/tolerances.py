@@ -65,13 +65,15 @@ class Arithmetic:
     """What of a job's flags decides about its last bits.
 
     ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
-    over which each gradient is summed.  ``shares_vocabulary`` says whether all ranks may share it.
+    over which each gradient is summed.  ``shares_vocabulary`` says whether all ranks may share it.  ``apart``
+    is how often a microbatch adds to the gradient of the vocabulary's weight after its first time, where
+    stock sums all of that first.
     """
 
     precision: str = "fp32"
     clip: float = _CLIP_BY_DEFAULT
     experts: bool = False
-    prediction: bool = False
+    apart: int = 0
     replicas: int = 1
     shares_vocabulary: bool = False
 
@@ -84,7 +86,7 @@ class Arithmetic:
             next((name for flag, name in _LOW_PRECISION.items() if flag in words), "fp32"),
             _clip(words),
             "--num-experts" in words,
-            whole_number(words, "--mtp-num-layers", 0) > 0,
+            _apart(words),
             max(1, ranks // parallel),
             "--pipeline-vocabulary" in words,
         )
@@ -115,19 +117,11 @@ class Arithmetic:
             return Tolerance(1e-3 if self.precision == "fp16" else _ONE_ROUNDING, why)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
-    def gradient(self, name: str, uses: int = 0) -> Tolerance:
-        """The tolerance for the first step's gradient of the parameter ``name``.
-
-        ``uses`` is how often a microbatch adds to it where the backward is split (``RunRecord.uses``); stock
-        adds up those of a microbatch first.
-        """
-        if self.prediction and name.startswith(("output_layer.", "embedding.word_embeddings.")):
-            uses = max(uses, 2)  # by other ranks and by look-ups too, which no rank counts
-        if uses > 1:
-            # Gradients may be kept in the lower precision, and its roundings are those of the sum.
-            allowed = 1e-5 if self.precision == "fp32" else 2e-2
-            why = f"a microbatch uses this weight {uses} times, in another order"
-            return Tolerance((uses - 1) * allowed, why)
+    def gradient(self, name: str) -> Tolerance:
+        """The tolerance for the first step's gradient of the parameter ``name``."""
+        if self.apart and name.startswith(("output_layer.", "embedding.word_embeddings.")):
+            # Stock's sum of a microbatch is in the lower precision, and gradients may be kept in it.
+            return Tolerance(self.apart * (1e-5 if self.precision == "fp32" else 2e-2), _APART)
         if self.shares_vocabulary:
             # The parts of the hidden state's gradient are rounded before they are summed.
             return Tolerance(1e-5 if self.precision == "fp32" else 1e-1, _SHARED)
@@ -137,8 +131,8 @@ class Arithmetic:
 
     def _rounds_gradients(self) -> str:
         """Return why a sum in another order rounds gradients of the first step otherwise; "" if none does."""
-        if self.prediction:
-            return _TWICE
+        if self.apart:
+            return _APART
         if self.shares_vocabulary:
             return _SHARED
         return _REPLICAS if self.replicas > 2 else ""
@@ -149,17 +143,28 @@ class Arithmetic:
             return reasons
         if any(norm is not None and 0 < self.clip < norm for norm in stock.norms[:step]):
             reasons.append(_CLIPPED)
-        if self.prediction:
-            reasons.append(_TWICE)
+        if self.apart:
+            reasons.append(_APART)
         if self.replicas > 2:
             reasons.append(_REPLICAS)
         return reasons
 
 
 _CLIPPED = "updates were clipped by a norm, which is summed rank by rank"
-_TWICE = "multi-token prediction uses weights more than once, in another order"
+_APART = "a microbatch adds to the vocabulary's weight in several places, of which stock takes the sum first"
 _SHARED = "each rank sums over its part of a shared vocabulary"
 _REPLICAS = "more than two replicas are summed in an order that goes by a gradient's place in its buffer"
+
+
+def _apart(words: Sequence[str]) -> int:
+    """See ``Arithmetic``: the logits of every prediction use the output weight again.
+
+    A tied one is looked up too, for which no W waits.  In pairs each part of a plan adds its own gradient.
+    """
+    if "--untie-embeddings-and-output-weights" in words and "--overlap-moe-expert-parallel-comm" not in words:
+        return 0
+    by_pattern = (last(words, "--hybrid-layer-pattern") or "").count("/")
+    return max(whole_number(words, "--mtp-num-layers", 0), by_pattern)
 
 
 def _clip(words: Sequence[str]) -> float:

@@ -97,10 +97,8 @@ def _rows(stock: RunRecord, ours: RunRecord, arithmetic: Arithmetic, gradients: 
     for step, (one, other) in enumerate(zip(stock.norms, ours.norms, strict=False)):
         yield Row(NORM, NORM, step + 1, one, other, relative(one, other), arithmetic.norms(stock, step))
     if gradients:
-        uses = ours.uses
         for name, whole, part in run_record.common_gradients(stock, ours):
-            tolerance = arithmetic.gradient(name, uses.get(name, 0))
-            yield Row(GRADIENT, name, 1, None, None, _apart(whole, part), tolerance)
+            yield Row(GRADIENT, name, 1, None, None, _apart(whole, part), arithmetic.gradient(name))
 
 
 def _apart(one: "torch.Tensor | None", other: "torch.Tensor | None") -> float:

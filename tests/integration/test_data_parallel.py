@@ -1,6 +1,7 @@
 """What a step asks of data parallelism, and when, beside chunks that only note it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration.core import data_parallel
-from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, defer_weight
+from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, defer_weights
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 
@@ -118,13 +119,41 @@ def test_a_weight_counts_after_its_last_product() -> None:
     counted: list[int] = []
     weight.count = lambda: counted.append(len(done))
     done: list[int] = []
-    work = [defer_weight(weight, lambda number=number: done.append(number)) for number in range(2)]
+
+    def product(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        done.append(number)
+        return []
+
+    work = [defer_weights([weight], functools.partial(product, number)) for number in range(2)]
     assert data_parallel.is_deferred(weight)
     for one in work:
         one()
     assert (done, counted) == ([0, 1], [2])
-    assert weight.uses == 2
     assert not data_parallel.is_deferred(weight)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_uses_in_one_backward_are_summed_as_autograd_does(backwards: int) -> None:
+    """In the weight's precision, in which the smaller one is lost; two backwards add to what is kept."""
+    large, small = 1.0, 2.0**-9
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(1)
+    work: list[Callable[[], None]] = []
+
+    def use(number: float) -> torch.Tensor:
+        output = torch.ones(1, requires_grad=True) * 1
+        product = torch.full((1,), number, dtype=torch.bfloat16)
+        output.register_hook(
+            lambda gradient: work.append(defer_weights([weight], lambda: [(weight, product)]))
+        )
+        return output
+
+    uses = [use(large), use(small)]
+    for some in [uses] if backwards == 1 else [[one] for one in uses]:
+        torch.autograd.backward(some)
+    for one in work:
+        one()
+    assert weight.main_grad.item() == (large if backwards == 1 else large + small)
 
 
 def test_gradients_are_added_where_they_are_kept() -> None:

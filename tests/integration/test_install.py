@@ -60,6 +60,25 @@ def test_a_hybrid_model(found) -> None:
     assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
 
 
+@pytest.mark.parametrize(("tied", "listed"), [(False, True), (False, False), (True, True)])
+def test_multi_token_prediction_before_the_last_stage(found, tied: bool, listed: bool) -> None:
+    """All copies of the embedding start and stay equal; a tied one has a sum of three, in another order."""
+    ours, stock = (
+        [rank["predictions"][name, tied, form] for rank in found]
+        for name, form in (("v-half", listed), ("stock", True))
+    )
+    built = [copy for _, copies in ours for copy in copies]
+    assert len(built) == 2 and built[0].any() and torch.equal(*built)
+    records = [record for record, _ in ours]
+    trained = [one.weights["embedding.word_embeddings.weight"] for one in records]
+    assert torch.equal(*trained)
+    expected = [record for record, _ in stock]
+    if not tied:
+        assert_same(records, expected)
+    for step, theirs in zip(records[-1].losses, expected[-1].losses, strict=True):
+        assert step == pytest.approx(theirs, rel=of_losses(len(COUNTS)))
+
+
 def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
     """Every module is imported; the settings are those of a loop that says nothing of itself."""
     lines, kinds = zip(*found[0]["core alone"], strict=True)

@@ -12,7 +12,7 @@ from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
-from megatron_pp_ext.job import layers
+from megatron_pp_ext.job import layers, layout_text
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from tests.support.comparison import assert_same_gradients, run, stock
@@ -54,7 +54,7 @@ def test_trains_as_stock_in_the_layout_that_is_printed(
     ours = run(ranks, [*base, *AUTO.split(), *schedule.split()])
     (line,) = [line for line in said.read_text().splitlines() if "layout" in line]
     layout = chosen(line)
-    stages = layers.stages_of(layout)
+    stages = layout_text.stages_of(layout)
     # Stock runs one stage a rank, which has the layers of a loop's chunks or of a V's; the sums are the same.
     merged = f"{stages[0]}|{''.join(stages[1:])}" if ranks == 2 else "|".join(stages)
     assert_same_gradients(ours, stock(ranks, *base, "--pipeline-model-parallel-layout", merged))

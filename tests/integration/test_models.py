@@ -77,9 +77,10 @@ PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
 @pytest.mark.parametrize(
     ("world_size", "model", "schedule"),
     first(
-        1,
+        2,
         [
             (2, PREDICTION, "v-half"),
+            (2, f"{PREDICTION} {UNTIED} --bf16", "v-half"),
             (2, f"{PREDICTION} {UNTIED}", "zb-h1"),
             (2, f"{PREDICTION} {UNTIED}", "interleaved"),
             (4, "--mtp-num-layers 2 --position-embedding-type rope --calculate-per-token-loss", "v-zb"),
@@ -90,6 +91,8 @@ PREDICTION = "--mtp-num-layers 1 --position-embedding-type rope"
 def test_multi_token_prediction(world_size: int, model: str, schedule: str) -> None:
     ours, theirs = same_as_stock(world_size, model, schedule)
     assert_same_predictions(ours, theirs)
+    if UNTIED in model:
+        assert_same_bits(ours, theirs)
 
 
 HYBRID = "--spec tests.support.hybrid_layers stack --position-embedding-type rope --hybrid-layer-pattern"

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.job import layers
+from megatron_pp_ext.job import layers, layout_text
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search import launch_lines
@@ -90,7 +91,7 @@ def test_a_limit_compiles_to_one_schedule(
     costs_file.write(COSTS, tmp_path / "costs.json")
     flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
     trained = read(monkeypatch, flags).source.schedule(batch)
-    planned = estimated(flags).compile(COSTS).timeline.schedule
+    planned = make(estimated(flags), lambda stages, shares_vocabulary: COSTS).schedule
     words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
     shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
     assert shown.exit_code == 0, shown.output
@@ -116,7 +117,8 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
     request = estimated(ACCEPTED["flex, four chunks"])
     assert request.placements == placements_of(4, Costs.unit(wave(4, 4)))
     quarters = Costs((StageCosts(1, 1, 1),) * 16)
-    assert request.compile(quarters, trials=10).timeline.schedule.placement in request.placements
+    few = replace(request, trials=10)
+    assert make(few, lambda *_: quarters).schedule.placement in request.placements
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,11 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
 def test_a_layout_is_read_as_megatron_reads_it(layout: str) -> None:
     letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
     theirs = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    ours = layers.stages_of(layout)
+    ours = layout_text.stages_of(layout)
     assert ours == tuple("".join(letters[kind] for kind in stage) for stage in theirs)
+    names = [[f" {kind.name.upper()}" for kind in stage] for stage in theirs]
+    for form in (layout, theirs, names, PipelineParallelLayerLayout(names, 1)):
+        assert layout_text.stages_of(layout_text.spelled_layout(form)) == ours
 
 
 @pytest.mark.parametrize("layout", ["Ex|tL", "E(t|tL", "Et*|L", "E t|L", "E(tt)|L"])
@@ -135,7 +140,7 @@ def test_a_layout_that_megatron_cannot_read_is_refused(layout: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         PipelineParallelLayerLayout.parse_str_to_list(layout)
     with pytest.raises(ValueError, match=r"-parallel-layout .* has .* must stand; correct it"):
-        layers.stages_of(layout)
+        layout_text.stages_of(layout)
 
 
 MODEL = shlex.split(

@@ -26,7 +26,7 @@ from megatron_pp_ext.schedule.idle_time import idle_times
 from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.view import trace_reading
-from tests.support import rounding
+from tests.support import frozen, rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, run, stock
 from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
@@ -83,6 +83,12 @@ SCHEDULES = ("dualpipe-v", "interleaved", "1f1b")
 )
 def test_trains_as_stock(model: str, schedule: str) -> None:
     assert_same_bits(*in_pairs(model, schedule))
+
+
+@pytest.mark.wide
+def test_a_frozen_embedding() -> None:
+    """The first layers' input takes no gradient, and Megatron's plans run a backward of all their parts."""
+    assert_same_bits(*in_pairs("untied", "dualpipe-v", frozen.FLAG, "embedding"))
 
 
 class Seen(NamedTuple):

@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cli.profile import training_flags
 from megatron_pp_ext.cpu import streams
-from megatron_pp_ext.job.layers import stages_of
+from megatron_pp_ext.job.layout_text import stages_of
 from megatron_pp_ext.job.measurements import require_files
 from megatron_pp_ext.partition import profile_file
 from megatron_pp_ext.partition.layout import layout_of

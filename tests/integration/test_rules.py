@@ -199,6 +199,7 @@ CASES: dict[str, dict[str, str]] = {
     f"In every pipeline, Megatron's own too|{PP4} --disable-bias-linear": {
         "--logits-save-dir: it looks": "--logits-save-dir logits",
         "--logits-load-dir: it looks": "--logits-load-dir logits",
+        "AssertionError; add --untie-emb": "--save x --mtp-num-layers 1 --position-embedding-type rope",
         "the layout has all that they say": f"{LAYOUT} Ett|tt|tt|ttL --account-for-loss-in-pipeline-split",
         "layers of a hybrid model have no plans": "--overlap-moe-expert-parallel-comm --spec my.layers stack "
         "--hybrid-layer-pattern *|*|*|*",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,6 +70,15 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
 def gpt(config: TransformerConfig, **given: Any) -> GPTModel:
     """Return a chunk of a GPT."""
     return GPTModel(config, get_gpt_layer_local_spec(), **given)
+
+
+def predicting(config: TransformerConfig, **given: Any) -> GPTModel:
+    """The same with multi-token prediction, in the stage where the config's layout has it."""
+    layer = get_gpt_layer_local_spec()
+    prediction = get_gpt_mtp_block_spec(
+        config, layer, use_transformer_engine=False, vp_stage=given["vp_stage"]
+    )
+    return GPTModel(config, layer, mtp_block_spec=prediction, position_embedding_type="rope", **given)
 
 
 def hybrid(config: TransformerConfig, **given: Any) -> Any:

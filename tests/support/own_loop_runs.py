@@ -26,6 +26,7 @@ sys.meta_path.insert(0, NoTrainer())
 
 from tests.support.ranks import run_ranks  # isort: skip  # noqa: E402 (the stand-ins come before Megatron)
 
+import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 
@@ -67,6 +68,9 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
             found["v-half", "hybrid"] = own_loop.train(own_loop.build(2, model_class=own_loop.hybrid), (3,))
         gc.collect()
         megatron_pp_ext.uninstall()
+    found["predictions"] = _predictions()
+    gc.collect()
+    megatron_pp_ext.uninstall()
     found["restored"] = _names() == stock_names
     found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
@@ -116,6 +120,38 @@ def _names() -> list[int]:
 
 
 is_pipeline_last_stage = parallel_state.is_pipeline_last_stage
+
+
+def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
+    """Runs of a model that predicts beside the loss under stock and before it under a V.
+
+    With each come this rank's copies of the embedding as Megatron builds them.
+    """
+    kinds = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+    found: dict[Any, Any] = {}
+
+    def train(name: str, layout: str, tied: bool, listed: bool = True) -> None:
+        copies: list[torch.Tensor] = []
+
+        def build(config: Any, **given: Any) -> Any:
+            model = own_loop.predicting(config, **given)
+            if hasattr(model, "embedding"):
+                copies.append(model.embedding.word_embeddings.weight)
+            if given["vp_stage"] != 0:  # the last one
+                copies[:] = [copy.detach().clone() for copy in copies]
+            return model
+
+        stages = [[kinds[letter] for letter in stage] for stage in layout.split("|")]
+        more = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": stages if listed else layout}
+        model = own_loop.build(len(stages) // 2, tied, model_class=build, **more)
+        found[name, tied, listed] = own_loop.train(model, own_loop.COUNTS), copies
+
+    for tied in (False, True):
+        train("stock", "Etttt|ttttmL", tied)
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
+        for tied, listed in ((False, True), (False, False), (True, True)):
+            train("v-half", "Ett|ttt|tttm|L", tied, listed)
+    return found
 
 
 def _lengths(chunks: int) -> own_loop.Record:

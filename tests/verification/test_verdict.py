@@ -1,9 +1,7 @@
 """The comparison of two recorded runs, from records written here."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -12,6 +10,8 @@ from megatron_pp_ext.verification import run_record
 from megatron_pp_ext.verification.run_record import RunRecord
 from megatron_pp_ext.verification.tolerances import BITS, NORM, Arithmetic
 from megatron_pp_ext.verification.verdict import compare
+
+UNTIED = "--untie-embeddings-and-output-weights"
 
 LAST_BIT = 4.0 + 2.0**-21
 
@@ -81,14 +81,9 @@ def test_stock_s_own_spread_is_allowed_and_named() -> None:
     assert not compare(STOCK, ours, Arithmetic(), record(4.0, math.nan, 4.0)).is_equal
 
 
-def written(
-    folder: Path,
-    gradients: dict[str, torch.Tensor],
-    rank: int = 0,
-    uses: Mapping[str, int] = MappingProxyType({}),
-) -> RunRecord:
+def written(folder: Path, gradients: dict[str, torch.Tensor], rank: int = 0) -> RunRecord:
     run_record.write(folder, rank, STOCK.losses, STOCK.norms)
-    run_record.write_gradients(folder, rank, gradients, uses)
+    run_record.write_gradients(folder, rank, gradients)
     return run_record.read(folder, 3)
 
 
@@ -113,19 +108,28 @@ def test_gradients_by_name(tmp_path: Path) -> None:
     assert [row.difference for row in rows] == [math.inf, 0.0]
 
 
-@pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-5), ("bf16", 2e-2)])
-def test_a_weight_that_a_microbatch_uses_again_has_a_wider_tolerance(
-    precision: str, within: float, tmp_path: Path
+@pytest.mark.parametrize(("precision", "within"), [("", 1e-5), ("--bf16", 2e-2)])
+@pytest.mark.parametrize(
+    ("flags", "apart"),
+    [
+        ("--mtp-num-layers 2", 2),
+        ("--hybrid-layer-pattern *-|*-/*-", 1),
+        (f"--mtp-num-layers 1 {UNTIED}", 0),
+        (f"--mtp-num-layers 1 {UNTIED} --overlap-moe-expert-parallel-comm", 1),
+    ],
+)
+def test_a_weight_that_is_used_in_several_places_has_a_wider_tolerance(
+    precision: str, within: float, flags: str, apart: int, tmp_path: Path
 ) -> None:
-    """By how often, as the run counted it on any rank, and whatever the weight's name."""
-    weight = torch.linspace(-2, 1, 7)
-    stock = written(tmp_path / "stock", dict.fromkeys("abc", weight))
-    written(tmp_path / "ours", {"a": weight * (1 + 0.8 * within)}, uses={"a": 1})
-    written(tmp_path / "ours", {"b": weight * (1 + 0.8 * within)}, rank=1, uses={"b": 2})
-    ours = written(tmp_path / "ours", {"c": weight * (1 + 1.6 * within)}, rank=2, uses={"b": 1, "c": 3})
-    rows = compare(stock, ours, Arithmetic(precision), gradients=True).of("gradient")
-    assert {row.name: row.is_equal for row in rows} == {"a": False, "b": True, "c": True}
-    assert [row.tolerance.allowed for row in rows] == [0, within, 2 * within]
+    """The vocabulary's alone, where stock's sum is that of one backward and ours is not."""
+    ends = ["output_layer.weight", "embedding.word_embeddings.weight"]
+    weights = dict.fromkeys([*ends, "decoder.layers.1.weight"], torch.linspace(-2, 1, 7))
+    stock = written(tmp_path / "stock", weights)
+    off = {name: weight * (1 + 0.8 * within) for name, weight in weights.items()}
+    arithmetic = Arithmetic.of_flags([*flags.split(), *precision.split()], 2)
+    rows = compare(stock, written(tmp_path / "ours", off), arithmetic, gradients=True).of("gradient")
+    assert {row.name for row in rows if row.is_equal} == (set(ends) if apart else set())
+    assert {row.tolerance.allowed for row in rows} == {0, apart * within}
 
 
 def test_records_that_are_no_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ reduction of a bucket then starts inside the chunk's last W, and overlaps whatev
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ def count_when_complete(stock: Callable[..., Any], ddp: Any, param: Any) -> Call
     """Count a parameter only when no part of its gradient is left for W.
 
     What stock returns runs when autograd is done with a parameter, even if its layers returned None.
-    ``defer_weight`` counts the weights whose gradient W adds.
+    ``defer_weights`` counts the weights whose gradient W adds.
     """
     accumulate = stock(ddp, param)
 
@@ -51,21 +51,63 @@ def _count(ddp: Any, param: torch.nn.Parameter) -> None:
     ddp.param_to_bucket_group[param].register_grad_ready(param, ddp.force_all_reduce)
 
 
-def defer_weight(weight: Any, add_gradient: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work that adds to ``weight``'s gradient, so that the last piece of work counts the weight.
+class _Sum:
+    """The gradients that one run of autograd's engine finds for one weight, added up in their order.
 
-    ``weight.uses`` counts all of them, one for each use in a microbatch.
+    The engine does the same before it hands a weight its gradient: in the weight's own precision, so the last
+    bits depend on it.  Nested runs, as of recomputed layers, have sums of their own.
     """
-    weight.deferred = getattr(weight, "deferred", 0) + 1
-    weight.uses = getattr(weight, "uses", 0) + 1
+
+    def __init__(self, run: int) -> None:
+        self.run, self.left = run, 0
+        self._total: torch.Tensor | None = None
+
+    def add(self, weight: Any, gradient: torch.Tensor) -> None:
+        gradient = gradient.to(weight.dtype)  # under autocast a product has another
+        self._total = gradient if self._total is None else self._total.add_(gradient)
+
+    def use_is_done(self, weight: Any) -> None:
+        """Note that one use of ``weight`` is done; the last one hands on the sum."""
+        self.left -= 1
+        if not self.left and self._total is not None:
+            add_gradient(weight, self._total)
+            self._total = None
+
+
+Gradients = Iterable[tuple[Any, torch.Tensor]]
+"""Weights, and what is to be added to the gradient of each."""
+
+
+def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) -> Callable[[], None]:
+    """Return work that adds ``gradients()`` to those of ``weights``, called in the backward that needs it.
+
+    A weight that this backward uses several times gets them at the last use, as their sum; a weight that is
+    not among ``gradients()``, whose product has added its gradient itself, gets none.  The last piece of work
+    counts the weight.
+    """
+    sums = {weight: _open_sum(weight) for weight in weights}
 
     def work() -> None:
-        add_gradient()
-        weight.deferred -= 1
-        if not weight.deferred and hasattr(weight, "count"):
-            weight.count()
+        for weight, gradient in gradients():
+            sums[weight].add(weight, gradient)
+        for weight, one in sums.items():
+            one.use_is_done(weight)
+            weight.deferred -= 1
+            if not weight.deferred and hasattr(weight, "count"):
+                weight.count()
 
     return work
+
+
+def _open_sum(weight: Any) -> _Sum:
+    """Return the sum of ``weight`` in the present run of autograd's engine, with one use more."""
+    run = torch._C._current_graph_task_id()
+    found: _Sum | None = getattr(weight, "sum_of_uses", None)
+    if found is None or found.run != run:
+        weight.sum_of_uses = found = _Sum(run)
+    found.left += 1
+    weight.deferred = getattr(weight, "deferred", 0) + 1
+    return found
 
 
 def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
@@ -59,14 +59,11 @@ class DeferringStore:
         input, gradient, *buffers = operands
         operands = [_read_by_w(input), _read_by_w(gradient), *buffers]
 
-        def add_gradients() -> None:
-            for parameter, gradient in self._gradients(product(*operands), operands):
-                if _is_trained(parameter):
-                    add_gradient(parameter, gradient)
+        def gradients() -> Gradients:
+            found = self._gradients(product(*operands), operands)
+            return [one for one in found if _is_trained(one[0])]
 
-        work = add_gradients
-        for parameter in filter(_is_trained, (*self._weights, *self._biases)):
-            work = defer_weight(parameter, work)
+        work = defer_weights(filter(_is_trained, (*self._weights, *self._biases)), gradients)
         # Fused, the buffers are the gradients themselves, which are no activations.
         STORE.defer(work, *plain_tensors(operands[: 2 if self._is_fused else None]))
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_pp_ext.integration.core.data_parallel import add_gradient, defer_weight
+from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.integration.patching import substitute
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19, CORE_0_20
 from megatron_pp_ext.runtime.split import STORE, has_hooks
@@ -53,7 +53,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             input, _ = ctx.saved_tensors
             # The dtype of logits may be another than their input's (--output-logit-dtype).
             gradient = gradients[0].to(input.dtype)
-            work = defer_weight(ctx.parameter, _weight_work(ctx, input, gradient))
+            work = defer_weights([ctx.parameter], _weight_gradient(ctx, input, gradient))
             STORE.defer(work, input, gradient)
             input_gradient = _input_gradient(ctx, input, gradient)
             bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
@@ -74,20 +74,20 @@ def _input_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> to
     return product
 
 
-def _weight_work(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
+def _weight_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Gradients]:
     weight, sequence_parallel, tp_group = ctx.parameter, ctx.sequence_parallel, ctx.tp_group
     fused = ctx.gradient_accumulation_fusion
 
-    def add_weight_gradient() -> None:
+    def weight_gradient() -> Gradients:
         # The gathered input is not stashed: under sequence parallelism only the shard outlives I.
         whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
         gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(gradient, whole)
         if fused:
             _accumulate_fused(input_2d, gradient_2d, weight)
-            return
-        add_gradient(weight, gradient_2d.t().matmul(input_2d))
+            return []
+        return [(weight, gradient_2d.t().matmul(input_2d))]
 
-    return add_weight_gradient
+    return weight_gradient
 
 
 def _accumulate_fused(input: torch.Tensor, gradient: torch.Tensor, weight: Any) -> None:

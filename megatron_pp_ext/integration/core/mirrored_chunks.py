@@ -13,20 +13,17 @@ every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 -
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.core.embedding_copies import tie_ends
 from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
-from megatron_pp_ext.integration.patching import hook
 
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
@@ -143,77 +140,3 @@ def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stag
 
     chunk.sharded_state_dict = sharded_state_dict
     return chunk
-
-
-def tie_ends(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start the tied output weight, which stock leaves at zero, as a copy of the embedding.
-
-    Stock fills it by an all-reduce between first and last rank; under a V both are rank 0.
-    """
-    if not requested.require().has_both_ends_on_first_rank:
-        return
-    tied = tied_weights(chunks, parallel_state.get_pipeline_model_parallel_group())
-    if tied is not None:
-        first, last = tied
-        last.data.copy_(first.data)
-
-
-def tied_weights(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
-    """Return the embedding's and the output layer's weight on the rank that has both, if they are tied."""
-    if group.rank() != 0:
-        return None
-    ends = chunks[0], chunks[-1]
-    first, last = (get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in ends)
-    shares = getattr(first, "share_embeddings_and_output_weights", False)
-    if not shares and not getattr(last, "mtp_process", False):  # which embeds the tokens there as well
-        return None
-    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
-
-
-@around
-def embed_on_first_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
-
-    Scripts may pass ranks of their own for that group to ``initialize_model_parallel``; with the last rank in
-    it, the first would wait for it for ever.
-    """
-    pipeline = requested.pipeline()
-    call = bound(stock, *args, **kwargs)
-    if pipeline is not None and pipeline.has_both_ends_on_first_rank:
-        call.arguments["get_embedding_ranks"] = _embedding_ranks
-    return stock(*call.args, **call.kwargs)
-
-
-def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    pipeline = requested.require()
-    predicting = () if pipeline.predicting is None else (pipeline.placement.rank_of(pipeline.predicting),)
-    return sorted({pp_ranks[rank] for rank in (0, *predicting)})
-
-
-@hook(
-    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-    "model config embd_group pp_group",
-    "tied weights whose two copies are on one rank",
-)
-def sum_tied_gradients(
-    stock: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
-) -> None:
-    """Add up the two gradients of a tied weight that live on one rank.
-
-    Stock sums them across ranks here: after data-parallel reduction and before the division by tokens.  So
-    the arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank,
-    is summed by stock in between.  Without one, stock is not called: Megatron's group may be older than the
-    schedule, and have the last rank in it.
-    """
-    pipeline = chunk_pipelines.of_model(model)
-    if pipeline is None or not pipeline.has_both_ends_on_first_rank:
-        return stock(model, *args, **kwargs)
-    tied = tied_weights(model, parallel_state.get_pipeline_model_parallel_group())
-    gradients = [getattr(weight, "main_grad", None) for weight in tied or ()]
-    both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
-    if len(both) == 2:
-        both[0].add_(both[1])
-    if pipeline.predicting is not None and pipeline.placement.rank_of(pipeline.predicting) != 0:
-        stock(model, *args, **kwargs)
-    if len(both) == 2:
-        both[1].copy_(both[0])

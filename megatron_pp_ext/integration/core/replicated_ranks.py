@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core.mirrored_chunks import embed_on_first_rank
+from megatron_pp_ext.integration.core.embedding_copies import embed_on_first_rank
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 from megatron_pp_ext.schedule.families.round_robin import Replicas

@@ -7,7 +7,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
-from megatron_pp_ext.integration.core.mirrored_chunks import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_ends
 from megatron_pp_ext.integration.patching import hook
 
 

@@ -101,6 +101,22 @@ def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
     STORE.run_part()
 
 
+@hook(
+    "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+    "self outputs output_grad",
+    "pairs where the first layers take no gradient, as behind a frozen embedding",
+)
+def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: Any, output_grad: Any) -> Any:
+    """Run a node's backward for those of its outputs that something behind them trains.
+
+    Autograd goes no further by itself than weights that train.  A plan calls the backward of all its nodes.
+    """
+    trained = [pair for pair in zip(outputs, output_grad, strict=True) if pair[0].requires_grad]
+    if trained:
+        stock(self, *zip(*trained, strict=True))
+    return output_grad
+
+
 def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, PlannedStage]:
     """Return the stages of this rank, by number, for one step; Megatron has its streams from here on."""
     # Older releases have streams of one priority alone.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
 from megatron_pp_ext.around import bound
@@ -74,18 +73,16 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
                 _gather(group)
     first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     first_of_experts = mpu.get_expert_data_parallel_rank() == 0
-    gradients, uses = {}, {}
+    gradients = {}
     for name, parameter in global_parameters(chunks):
         gradient = getattr(parameter, "main_grad", None)
         is_expert = not getattr(parameter, "allreduce", True)
         if gradient is not None and (first_of_experts if is_expert else first):
             if hasattr(parameter, "vocabulary_rows"):
                 gradient = _joined(gradient)
-            part = name + _part(is_expert)
-            gradients[part] = gradient.detach().cpu().clone()
-            uses[part] = getattr(parameter, "uses", 0) // get_num_microbatches()
+            gradients[name + _part(is_expert)] = gradient.detach().cpu().clone()
     if gradients:
-        run_record.write_gradients(folder, dist.get_rank(), gradients, uses)
+        run_record.write_gradients(folder, dist.get_rank(), gradients)
 
 
 def _joined(rows: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from megatron_pp_ext.job import layers
+from megatron_pp_ext.job import layers, layout_text
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import levelled
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
@@ -78,7 +78,7 @@ class ModelStages:
         """Return ``cut`` as --pipeline-model-parallel-layout."""
         letters = [*"t" * self.layers, *([self._prediction] if self._prediction else [])]
         stages = ["".join(letters[first:end]) for _, first, end in bounds(cut)]
-        return layers.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
+        return layout_text.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
 
     def with_prediction(self, cut: Cut) -> Cut:
         """Return ``cut``, of layers alone, with multi-token prediction in the last stage if there is any."""

@@ -183,10 +183,6 @@ FORBIDDEN: Mapping[str, Row] = {
         "pairs": OTHERS,
         "recompute": "uniform block distributed experts",
     },
-    "Megatron's plans fail where an input takes no gradient": {
-        "pairs": OTHERS,
-        "frozen": "embedding vocabulary layers",
-    },
     "a plan knows one prediction": {"pairs": OTHERS, "prediction": "two"},
     "pairs have no place for the exchanges of a shared vocabulary": {"pairs": OTHERS, "sharing": OTHERS},
     "experts have no biases in Megatron's local layers": {"experts": OTHERS, "biases": "yes"},

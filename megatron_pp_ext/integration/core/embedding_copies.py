@@ -1,0 +1,159 @@
+"""The copies of the embedding that one model has: they start equal, and all get the sum of their gradients.
+
+A tied output weight is a copy, and multi-token prediction embeds its tokens by another one.  Stock does this
+across the ranks of its embedding group.  Under a V both ends of the model are on the first rank, where no
+group reaches them, and groups that are older than the schedule leave out the rank that predicts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_pp_ext.around import around, bound
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.model_config import arguments
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.runtime.groups import wire_of
+
+
+@around
+def embed_on_first_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Let a pipeline's embedding group be the first rank, with both ends of a V, and the one that predicts.
+
+    Scripts may pass ranks of their own for that group to ``initialize_model_parallel``; with the last rank in
+    it, the first would wait for it for ever.
+    """
+    pipeline = requested.pipeline()
+    call = bound(stock, *args, **kwargs)
+    if pipeline is not None and pipeline.has_both_ends_on_first_rank:
+        call.arguments["get_embedding_ranks"] = _embedding_ranks
+    return stock(*call.args, **call.kwargs)
+
+
+def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    pipeline = requested.require()
+    predicting = () if pipeline.predicting is None else (pipeline.placement.rank_of(pipeline.predicting),)
+    return sorted({pp_ranks[rank] for rank in (0, *predicting)})
+
+
+def tie_ends(chunks: Sequence[torch.nn.Module]) -> None:
+    """Start copies of the embedding that stock leaves at zero as what they copy; collective over a pipeline.
+
+    Stock fills them by an all-reduce over its embedding group; under a V both ends are rank 0.
+    """
+    pipeline = requested.require()
+    if not pipeline.has_both_ends_on_first_rank:
+        return
+    group = parallel_state.get_pipeline_model_parallel_group()
+    tied = tied_weights(chunks, group)
+    if tied is not None:
+        first, last = tied
+        last.data.copy_(first.data)
+    if link := _link(chunks, pipeline, group):
+        link.broadcast(link.weight.data)
+
+
+def tied_weights(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup) -> tuple[Any, Any] | None:
+    """Return the weights of the first and the last stage on the rank that has both, if they are copies."""
+    if group.rank() != 0:
+        return None
+    first, last = map(_model, (chunks[0], chunks[-1]))
+    shares = getattr(first, "share_embeddings_and_output_weights", False)
+    if not shares and not getattr(last, "mtp_process", False):  # which embeds the tokens there as well
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def _model(chunk: torch.nn.Module) -> Any:
+    return get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+
+
+@hook(
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+    "model config embd_group pp_group",
+    "copies of the embedding in places that stock does not look at",
+)
+def sum_tied_gradients(
+    stock: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
+    """Add up the gradients of the embedding's copies under a V.
+
+    Stock sums them across ranks here: after data-parallel reduction and before the division by tokens.  So
+    the arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank,
+    is summed in between: by stock where flags told of it before groups were made, else over a link of its
+    own.  Otherwise stock is not called: Megatron's group may be older than the schedule, and have the last
+    rank in it.
+    """
+    pipeline = chunk_pipelines.of_model(model)
+    if pipeline is None or not pipeline.has_both_ends_on_first_rank:
+        return stock(model, *args, **kwargs)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    gradients = [getattr(weight, "main_grad", None) for weight in tied_weights(model, group) or ()]
+    both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
+    if len(both) == 2:
+        both[0].add_(both[1])
+    if pipeline.predicting is not None and pipeline.placement.rank_of(pipeline.predicting) != 0:
+        stock(model, *args, **kwargs)
+    link = _link(model, pipeline, group)
+    if link and (gradient := getattr(link.weight, "main_grad", None)) is not None:
+        link.sum(gradient)
+    if len(both) == 2:
+        both[1].copy_(both[0])
+
+
+class _Link:
+    """Takes a copy's numbers between the first rank of ``group``, whose copy is ``weight``, and another."""
+
+    def __init__(self, weight: Any, group: dist.ProcessGroup, other: int) -> None:
+        self.weight, self._group, self._is_first = weight, group, group.rank() == 0
+        self._peer = dist.get_process_group_ranks(group)[other if self._is_first else 0]
+        self._wire = wire_of(group, weight.device)
+
+    def sum(self, numbers: torch.Tensor) -> None:
+        """Give both ranks the sum of their ``numbers``."""
+        if self._is_first:
+            numbers.add_(self._received(numbers))
+        else:
+            self._send(numbers)
+        self.broadcast(numbers)
+
+    def broadcast(self, numbers: torch.Tensor) -> None:
+        """Give the other rank the first one's ``numbers``."""
+        if self._is_first:
+            self._send(numbers)
+        else:
+            numbers.copy_(self._received(numbers))
+
+    def _send(self, numbers: torch.Tensor) -> None:
+        dist.send(numbers.to(self._wire), self._peer, group=self._group)
+
+    def _received(self, numbers: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(numbers, device=self._wire)
+        dist.recv(found, self._peer, group=self._group)
+        return found.to(numbers.device)
+
+
+def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Link | None:
+    """Return the link between the first rank's copy and that of a prediction on another rank.
+
+    None on other ranks, and where Megatron's group has both (``_embedding_ranks``).
+    """
+    config = get_model_config(chunks[0])
+    if not pipeline.is_per_model or not config.mtp_num_layers:
+        return None
+    placement = pipeline.placement
+    predicting = layers.predicting_stage(Job.of(arguments(config)), placement.stages)
+    assert predicting is not None
+    other = placement.rank_of(predicting)
+    if other == 0 or group.rank() not in (0, other):
+        return None
+    copy = chunks[0 if group.rank() == 0 else -1]  # Megatron predicts in a rank's last chunk alone
+    return _Link(_model(copy).shared_embedding_or_output_weight(), group, other)
