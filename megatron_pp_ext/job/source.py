@@ -51,6 +51,7 @@ class Source:
     whose end the optimizer has not allocated its state.  ``limits`` returns what a better schedule may keep;
     None where no other schedule may replace the requested one.  ``known`` is the schedule of an ordinary step
     where more than the flags decide on it: a file, or costs.  ``note`` is what people should know of it.
+    ``kept_bytes`` are those that a forward of each stage keeps, where copies are planned in bytes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Source:
     limits: Limits | None = None
     known: Schedule | None = field(default=None, compare=False)
     note: str = field(default="", compare=False)
+    kept_bytes: tuple[float, ...] = field(default=(), compare=False)
 
 
 def source_of(request: Request, costs_of: Callable[[int], Costs]) -> Source:

@@ -48,6 +48,8 @@ def requested_source(request: Request, costs_of: CostsOf) -> Source:
     except ValueError:  # any model may train, also one that the estimate does not know
         costs = Costs.unit(placement)
     costs = costs.merged(placement.stages)
+    if costs.has_parameters:  # then activations are counted in bytes too
+        source = replace(source, kept_bytes=tuple(stage.activation for stage in costs.stages))
 
     def build(microbatches: int, free_bytes: FreeBytes | None) -> Schedule:
         return offloading.planned(source.build(microbatches, free_bytes), request, costs)[0]
