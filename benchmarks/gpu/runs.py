@@ -86,9 +86,8 @@ def compare(
             cells = {**_compared(losses, expected)}
             if logged and name != BASELINE:
                 found = re.search(logged, log)
-                cells = (
-                    {**cells, "logged": found[1]} if found else {**cells, FAILED: f"no {logged!r} in its log"}
-                )
+                missing = {FAILED: f"its log has no {logged!r}"}
+                cells = {**cells, "logged": found[1]} if found else {**missing, **cells}
             return cells
 
         if not rows.measure("checkpoint", save, always=True):
