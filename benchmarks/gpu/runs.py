@@ -83,7 +83,7 @@ def compare(
             if len(losses) != PARITY_STEPS:
                 raise RuntimeError(f"it logged {len(losses)} losses of {PARITY_STEPS}")
             expected.extend(losses if name == BASELINE else [])
-            cells = {**_compared(losses, expected)}
+            cells = _compared(losses, expected)
             if logged and name != BASELINE:
                 found = re.search(logged, log)
                 missing = {FAILED: f"its log has no {logged!r}"}
