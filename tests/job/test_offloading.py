@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job import offloading
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.job.vocabulary_source import requested_source
@@ -84,6 +85,15 @@ def test_bytes_go_over_the_host_link():
     assert offloading.with_copy_seconds(Costs((stage,))).stages[0].copy == 1e9 / offloading.HOST_LINK
     given = Costs((StageCosts(1, 1, 1, copy=0.2),))
     assert offloading.with_copy_seconds(given) is given
+
+
+def test_what_a_forward_keeps_is_known_where_it_is_counted_in_bytes():
+    part = Part(forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1, parameters=7.0)
+    assert part.costs().parameters == 7, "so that copies of an estimated stage are planned in bytes"
+    request = offloading.requested(named("1f1b", 2, 4), 0.5, None)
+    costs = Costs((StageCosts(1, 1, 1, activation=3e9, parameters=7.0),) * 2)
+    assert requested_source(request, lambda *stages: costs).kept_bytes == (3e9, 3e9)
+    assert requested_source(request, lambda *stages: Costs.per_rank(2, 1)).kept_bytes == ()
 
 
 def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
