@@ -10,13 +10,14 @@ from functools import partial
 
 from benchmarks.gpu import runs
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.features import FEATURES, Feature
 from benchmarks.gpu.rows import FAILED, Cells, Rows
 from benchmarks.gpu.sharing import CONTROL, shared_device
 from benchmarks.measuring import MPP
 from megatron_pp_ext.costs import system
 
 KINDS = ("plain", "transformer-engine")
-PROFILED = ("1f1b", "zb-h1", "v-half")
+PROFILED = ("1f1b", "zb-h1", "v-half", "v-min")
 BESIDE = ("products", "activations")
 LIKE = "h100"
 """The system whose figures are compared with what is measured."""
@@ -133,6 +134,22 @@ def parity(bench: Bench, rows: Rows) -> None:
         runs.parity(bench, rows)
 
 
+def _trained(name: str, feature: Feature, bench: Bench, rows: Rows) -> None:
+    with shared_device(bench):
+        feature.train(name, bench, rows)
+
+
+def _one_queue(bench: Bench, rows: Rows) -> None:
+    """Add the rows of ``away`` under the one hardware queue that the batch scripts set."""
+    before, bench.environment = bench.environment, {**bench.environment, ONE_QUEUE: "1"}
+    try:
+        _layers("away", PROFILED, bench, rows)
+    finally:
+        bench.environment = before
+
+
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 PARTS = {
     "doctor": Part("What the machine has", 90, doctor),
     "tests": Part("Tests marked gpu", 240, tests),
@@ -145,9 +162,12 @@ PARTS = {
     ),
     "away": Part(
         "Steps with activations on the host, rank 1 of 4 with made-up neighbours",
-        120,
+        150,
         partial(_layers, "away", PROFILED),
         PROFILED,
+    ),
+    "away-one-queue": Part(
+        "Steps with activations on the host and one hardware queue", 150, _one_queue, PROFILED
     ),
     "rates": Part("Rates of the device, and the planner's", 120, rates),
     "parity": Part("Losses from one checkpoint on, p = 4 on one device", 240, parity, tuple(runs.COMPARED)),
@@ -157,4 +177,8 @@ PARTS = {
         runs.rehearse,
         tuple(runs.SCHEDULES),
     ),
+    **{
+        name: Part(feature.title, 240, partial(_trained, name, feature), tuple(feature.rows))
+        for name, feature in FEATURES.items()
+    },
 }

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -35,7 +35,7 @@ SCHEDULES = {
 } | {"flex": "--pipeline-schedule flex --pipeline-memory-limit 0.75"}
 """What is rehearsed, first what says most."""
 
-COMPARED = {name: SCHEDULES[name] for name in ("v-half", "zb-h1", "v-zb")}
+COMPARED = {name: SCHEDULES[name] for name in ("v-half", "zb-h1", "v-min", "v-zb")}
 """What ``parity`` compares with 1F1B."""
 
 RANKS_OF_PARITY = 4
@@ -49,38 +49,51 @@ COMMANDS = {
 
 
 def parity(bench: Bench, rows: Rows) -> None:
-    """Add the losses of each schedule from one checkpoint on, against those of 1F1B.
+    """Add the losses of each schedule from one checkpoint on, against those of 1F1B."""
+    compare(bench, rows, "parity", [], COMPARED)
 
-    Where messages pass through the host, stock's schedule cannot send them, and our 1F1B is the baseline.  A
-    row fails if its first loss differs from the baseline's as printed, or a later one by more than
-    ``FURTHEST``.
+
+def compare(
+    bench: Bench, rows: Rows, part: str, own: Sequence[str], compared: Mapping[str, str], logged: str = ""
+) -> None:
+    """Add the losses of the small GPT with the flags ``own`` from one checkpoint on, against those of 1F1B.
+
+    ``compared`` has further flags by the name of the row.  Where messages pass through the host, stock's
+    schedule cannot send them, and our 1F1B is the baseline.  A row fails if its first loss differs from the
+    baseline's as printed, or a later one by more than ``FURTHEST``.  It also fails unless its log has
+    ``logged``, a pattern, and shows what the pattern's group finds.
     """
     stock = bench.backend == "nccl"
     baseline = "" if stock else "--pipeline-schedule 1f1b"
     length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
-    flags = [*SMALL, *DATA, *bench.implementation(), "--bf16", *length]
+    flags = [*SMALL, *DATA, *bench.implementation(), "--bf16", *length, *own]
     expected: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
 
         def save() -> Cells:
             once = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
-            bench.pretrain("parity-checkpoint", RANKS_OF_PARITY, [*flags, *once, *baseline.split()])
+            bench.pretrain(f"{part}-checkpoint", RANKS_OF_PARITY, [*flags, *once, *baseline.split()])
             return {}
 
         def train(name: str, chosen: str) -> Cells:
             log = bench.pretrain(
-                f"parity-{name}", RANKS_OF_PARITY, [*flags, "--load", folder, *chosen.split()]
+                f"{part}-{name}", RANKS_OF_PARITY, [*flags, "--load", folder, *chosen.split()]
             )
             losses = [float(loss) for loss in LOSS.findall(log)]
             if len(losses) != PARITY_STEPS:
                 raise RuntimeError(f"it logged {len(losses)} losses of {PARITY_STEPS}")
             expected.extend(losses if name == BASELINE else [])
-            return _compared(losses, expected)
+            cells = _compared(losses, expected)
+            if logged and name != BASELINE:
+                found = re.search(logged, log)
+                missing = {FAILED: f"its log has no {logged!r}"}
+                cells = {**cells, "logged": found[1]} if found else {**missing, **cells}
+            return cells
 
         if not rows.measure("checkpoint", save, always=True):
             return
         rows.measure(BASELINE, partial(train, BASELINE, baseline), always=True)
-        for name, chosen in COMPARED.items():
+        for name, chosen in compared.items():
             rows.measure(name, partial(train, name, chosen))
 
 

@@ -23,7 +23,8 @@ class Source:
 
     The costs that decide on them are asked for when the source is made: later Megatron completes its flags,
     and they would then ask for what the cost model does not know.  Raises what ``make`` raises for an
-    ordinary step.
+    ordinary step.  ``kept_bytes`` are those that a forward of each stage keeps, where copies to the host are
+    planned in bytes.
     """
 
     def __init__(self, request: Request, costs: CostsOf) -> None:
@@ -39,7 +40,16 @@ class Source:
             ordinary=request.microbatches,
         )
         self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
+        self.kept_bytes = self._kept_bytes() if request.offload is not None else ()
         self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, False): self.ordinary}
+
+    def _kept_bytes(self) -> tuple[float, ...]:
+        """Return the bytes that a forward of each stage keeps; none where they are not counted in bytes."""
+        try:
+            costs = self._costs(self.placement.stages, self.placement.shares_vocabulary)
+        except ValueError:  # any model may train, also one that the estimate does not know
+            return ()
+        return tuple(stage.activation for stage in costs.stages) if costs.has_parameters else ()
 
     @property
     def name(self) -> str:

@@ -189,4 +189,6 @@ class Part:
             weight_gradient=self.weight_gradient_seconds - (0.0 if is_split else self.overlapped_in_whole),
             activation=activation,
             released_by_input_gradient=activation - self.after_input_gradient,
+            parameters=self.parameters,
+            expert_parameters=self.expert_parameters,
         )

@@ -2,12 +2,13 @@
 
 Around a forward whose activations will leave, hooks see what autograd saves (``saving``).  Behind it they are
 copied to the host (``send``), give up their memory on the device once that is done (``give_up``), and come
-back into other memory in time for their backward (``bring_back``).
+back into other memory in time for their backward (``bring_back``), as far as somebody still needs them.
 
 All memory of the device is taken and given up on the compute stream, which waits for each copy before the
 memory that the copy reads is given up.  So the allocator can use it again at once, however far the host runs
 ahead of the device; memory that is recorded on a second stream stays taken until the host finds that stream
-done.
+done.  For the same reason, memory that a copy writes to is held until the compute stream waits for that copy,
+though what it is for may be gone by then.
 
 What moves are whole storages that nobody but autograd holds: the others would stay on the device anyway.
 Among these are weights, with all that is made of them and kept, the stage's input, and its output.
@@ -42,7 +43,21 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.counted: _Counted | None = None
-        self.arrival: Done | None = None
+        self.arrival: _Arrival | None = None
+
+
+class _Arrival:
+    """A copy back to the device, with the memory that it writes to until what is computed waits for it."""
+
+    __slots__ = ("copy", "memory")
+
+    def __init__(self, copy: Done, memory: list[torch.Tensor]) -> None:
+        self.copy, self.memory = copy, memory
+
+    def wait(self) -> None:
+        """Let what is computed next wait for the copy."""
+        self.copy.wait()
+        self.memory.clear()
 
 
 class _Place(NamedTuple):
@@ -80,14 +95,16 @@ class ActivationsAway:
 
     They wait in ``buffers``, and ``engines`` copy them.  What does not fit into the buffers stays on the
     device, which a warning tells once, and so do storages of fewer than ``smallest`` bytes.
-    ``sent_bytes`` and ``stayed_bytes`` count what was copied, and what did not fit, since the beginning.
+    Since the beginning, ``sent_bytes`` count what was copied, ``stayed_bytes`` what did not fit, and
+    ``small_bytes`` what was too small.
     """
 
     def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
         self.buffers = buffers
         self._engines, self._smallest = engines, smallest
         self._microbatches: dict[Owner, _Microbatch] = {}
-        self.sent_bytes = self.stayed_bytes = 0
+        self._arriving: list[_Arrival] = []
+        self.sent_bytes = self.stayed_bytes = self.small_bytes = 0
 
     @contextmanager
     def saving(self, owner: Owner) -> Iterator[None]:
@@ -122,14 +139,17 @@ class ActivationsAway:
         for storage, saved in _by_storage(found.saved).items():
             size = storage.nbytes()
             # The storage as Python sees it is one more use.
-            if size < self._smallest or torch._C._storage_Use_Count(storage._cdata) > len(saved) + 1:
+            if torch._C._storage_Use_Count(storage._cdata) > len(saved) + 1:
+                continue
+            if size < self._smallest:
+                self.small_bytes += size
                 continue
             buffer = self.buffers.take(size)
             if buffer is None:
                 self._let_stay(size)
                 continue
-            if buffer.read is not None:
-                after.append(buffer.read)
+            if buffer.last_use is not None:
+                after.append(buffer.last_use)
             transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
             found.away.append(_Storage(storage.device, size, buffer, [_take(one, found) for one in saved]))
             self.sent_bytes += size
@@ -152,22 +172,36 @@ class ActivationsAway:
         found = self._microbatches.pop(owner)
         if found.sent is None:
             return
-        arrived = [
-            torch.empty(storage.size, dtype=torch.uint8, device=storage.device) for storage in found.away
-        ]
-        transfers = [
-            Transfer(storage.buffer.memory[: storage.size], memory)
-            for storage, memory in zip(found.away, arrived, strict=True)
-        ]
-        arrival = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
-        for storage, memory in zip(found.away, arrived, strict=True):
-            storage.buffer.read = arrival
+        transfers: list[Transfer] = []
+        needed: list[tuple[_Saved, _Place, torch.Tensor]] = []
+        for storage in found.away:
+            alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
+            if alive:
+                memory = torch.empty(storage.size, dtype=torch.uint8, device=storage.device)
+                transfers.append(Transfer(storage.buffer.memory[: storage.size], memory))
+                needed += [(saved, place, memory) for saved, place in alive]
+        copy = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
+        arrival = _Arrival(copy, [transfer.target for transfer in transfers])
+        self._arriving = [*(one for one in self._arriving if one.memory), arrival]
+        for storage in found.away:
+            storage.buffer.last_use = copy
             self.buffers.give_back(storage.buffer)
-            for place in storage.places:
-                _put(place, memory, arrival, owner, found.meter)
+        for saved, place, memory in needed:
+            _put(saved, place, memory)
+            saved.arrival = arrival
+            if found.meter is not None:
+                saved.counted = _Counted()
+                found.meter.hold(owner, memory, saved.counted)
 
     def close(self) -> None:
-        """End a step; RuntimeError where activations were left on the host."""
+        """End a step; RuntimeError where activations were left on the host.
+
+        What is computed later waits for copies that no backward has waited for.
+        """
+        for arrival in self._arriving:
+            if arrival.memory:
+                arrival.wait()
+        self._arriving.clear()
         if self._microbatches:
             raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
 
@@ -225,16 +259,7 @@ def _take(saved: _Saved, found: _Microbatch) -> _Place:
     return _Place(weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _put(
-    place: _Place, memory: torch.Tensor, arrival: Done, owner: Owner, meter: ActivationMeter | None
-) -> None:
-    """Give back the tensor at ``place``, whose storage is ``memory``, if anybody still needs it."""
-    saved = place.saved()
-    if saved is None:
-        return
+def _put(saved: _Saved, place: _Place, memory: torch.Tensor) -> None:
+    """Give ``saved`` its tensor at ``place`` back, whose storage is now ``memory``."""
     empty = torch.empty(0, dtype=place.dtype, device=memory.device)
     saved.tensor = empty.set_(memory.untyped_storage(), place.offset, place.shape, place.stride)
-    saved.arrival = arrival
-    if meter is not None:
-        saved.counted = _Counted()
-        meter.hold(owner, saved.tensor, saved.counted)

@@ -50,6 +50,10 @@ class CopyEvent:
         """See ``Done``; it is the current stream that waits."""
         torch.cuda.current_stream().wait_event(self._event)
 
+    def synchronize(self) -> None:
+        """See ``Done``."""
+        self._event.synchronize()
+
 
 class CopyStreams:
     """The copy engines of this rank's device; ``CopyEngines``."""

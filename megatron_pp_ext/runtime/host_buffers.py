@@ -1,7 +1,7 @@
 """Memory of the host that the device copies to and from: pinned, and used again by size."""
 
 import weakref
-from bisect import bisect_left
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,50 +17,116 @@ class Done(Protocol):
     def wait(self) -> None:
         """Let what is computed next wait for it; on a device the host goes on."""
 
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """Memory that was pinned at once, of which the first ``cut`` bytes are buffers.
+
+    ``used`` of them are taken.  ``last_use`` is that of the buffer which was given back last, as number
+    ``returned`` of all.
+    """
+
+    memory: torch.Tensor
+    cut: int = 0
+    used: int = 0
+    last_use: Done | None = None
+    returned: int = 0
+
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """A buffer of bytes; ``read`` is the copy to the device that was the last to read it, if any."""
+    """A buffer of bytes; ``last_use`` is the copy to the device that was the last to read it, if any."""
 
     memory: torch.Tensor
-    read: Done | None = None
+    region: _Region
+    last_use: Done | None = None
 
 
 class HostBuffers:
     """At most ``limit`` bytes of pinned memory, which it takes as they are needed and keeps.
 
-    Sizes are rounded up, so that buffers fit again where sizes differ a little, as those of experts do.
+    Sizes are rounded up, so that buffers fit again where sizes differ a little, as those of experts do.  A
+    region that has no buffer in use serves other sizes.  Where the limit needs it, such regions are released,
+    the least recently used first.
     """
 
     def __init__(self, limit: float) -> None:
         self.limit, self.pinned_bytes, self.used_bytes = limit, 0, 0
-        self._free: list[HostBuffer] = []  # by size
+        self._regions: list[_Region] = []
+        self._free: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)  # by size, the oldest first
+        self._returned = 0
+
+    def reserve(self, size: float) -> None:
+        """Pin ``size`` bytes at once, or what the limit leaves, from which buffers are cut before others."""
+        most = int(min(size, self.limit - self.pinned_bytes))
+        if most > 0:
+            self._pin(most)
 
     def take(self, size: int) -> HostBuffer | None:
         """Return a buffer of ``size`` bytes or more; None where that would exceed the limit."""
         size = _rounded(size)
-        at = bisect_left(self._free, size, key=_size)
-        if at < len(self._free) and (_size(self._free[at]) == size or not self._has_room(size)):
-            buffer = self._free.pop(at)
-        elif self._has_room(size):
-            buffer = HostBuffer(_pinned(size))
-            self.pinned_bytes += size
+        if self._free[size]:
+            buffer = self._free[size].popleft()  # whose last use is longest ago
+        elif region := self._with_room(size):
+            buffer = HostBuffer(region.memory[region.cut : region.cut + size], region, region.last_use)
+            region.cut += size
         else:
             return None
-        self.used_bytes += _size(buffer)
+        buffer.region.used += 1
+        self.used_bytes += size
         return buffer
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Take back a buffer that nothing writes to, and nothing but ``buffer.read`` reads."""
-        self.used_bytes -= _size(buffer)
-        self._free.insert(bisect_left(self._free, _size(buffer), key=_size), buffer)
+        """Take back a buffer that nothing reads or writes once ``buffer.last_use`` has ended.
 
-    def _has_room(self, size: int) -> bool:
-        return self.pinned_bytes + size <= self.limit
+        Copies to the device end in the order in which their buffers are given back.
+        """
+        size, region = buffer.memory.nbytes, buffer.region
+        self.used_bytes -= size
+        self._returned += 1
+        region.used -= 1
+        region.last_use, region.returned = buffer.last_use, self._returned
+        self._free[size].append(buffer)
 
+    def _with_room(self, size: int) -> _Region | None:
+        """Return a region of which ``size`` bytes are not cut; None where the limit allows no such."""
+        cut = next((one for one in self._regions if one.memory.nbytes - one.cut >= size), None)
+        if cut is not None:
+            return cut
+        unused = sorted((one for one in self._regions if not one.used), key=lambda one: one.returned)
+        large = next((one for one in unused if one.memory.nbytes >= size), None)
+        if large is not None:
+            self._forget_buffers(large)
+            return large
+        excess = self.pinned_bytes + size - self.limit
+        if excess > sum(one.memory.nbytes for one in unused):
+            return None
+        while self.pinned_bytes + size > self.limit:
+            self._release(unused.pop(0))
+        return self._pin(size)
 
-def _size(buffer: HostBuffer) -> int:
-    return buffer.memory.nbytes
+    def _forget_buffers(self, region: _Region) -> None:
+        for free in self._free.values():
+            kept = [buffer for buffer in free if buffer.region is not region]
+            free.clear()
+            free.extend(kept)
+        region.cut = 0
+
+    def _release(self, region: _Region) -> None:
+        if region.last_use is not None:
+            region.last_use.synchronize()  # the system may give the memory to somebody else
+        self._forget_buffers(region)
+        self._regions.remove(region)
+        self.pinned_bytes -= region.memory.nbytes
+
+    def _pin(self, size: int) -> _Region:
+        region = _Region(_pinned(size))
+        self.pinned_bytes += size
+        self._regions.append(region)
+        return region
 
 
 def _rounded(size: int) -> int:

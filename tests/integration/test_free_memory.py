@@ -1,7 +1,5 @@
 """The memory that ``auto`` may use, as every rank of a job sees it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,11 +27,13 @@ def test_the_fullest_device_of_a_pipeline_rank_decides() -> None:
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=12 * 2**30))
-    monkeypatch.setattr(host_memory, "psutil", memory)
+    monkeypatch.setattr(host_memory, "_pools", lambda: {"machine": int(12 * GIB)})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "6")
     assert free_memory.free_bytes() == 3 * GIB
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert free_memory.free_bytes() == 2 * GIB, "all may be here"
+    monkeypatch.delenv("WORLD_SIZE")
     assert free_memory.free_bytes() == 12 * GIB
 
 

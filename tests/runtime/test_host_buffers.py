@@ -1,8 +1,42 @@
-"""Buffers of the host: used again by size, and never more than the limit."""
+"""Buffers of the host: used again by size, never more than the limit, and released where sizes change."""
+
+import random
+import weakref
 
 import pytest
+import torch
 
+from megatron_pp_ext.runtime import host_buffers
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
+
+MIB = 1 << 20
+
+
+class Ended:
+    """A copy that counts how often the host has waited for it."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def wait(self):
+        pass
+
+    def synchronize(self):
+        self.waits += 1
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The sizes that were pinned, of memory that takes none, each with whether it is still there."""
+    found = []
+
+    def pin(size):
+        memory = torch.empty(size, dtype=torch.uint8, device="meta")
+        found.append((size, weakref.ref(memory)))
+        return memory
+
+    monkeypatch.setattr(host_buffers, "_pinned", pin)
+    return found
 
 
 def test_a_buffer_is_used_again():
@@ -16,12 +50,9 @@ def test_a_buffer_is_used_again():
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 1024, 1025, 3 << 20, (1 << 30) + 1])
-def test_an_eighth_of_a_buffer_at_most_is_not_used(size, monkeypatch):
-    taken = []
-    monkeypatch.setattr("megatron_pp_ext.runtime.host_buffers._pinned", lambda of: taken.append(of))
-    monkeypatch.setattr("megatron_pp_ext.runtime.host_buffers._size", lambda buffer: taken[-1])
+def test_an_eighth_of_a_buffer_at_most_is_not_used(size, pinned):
     HostBuffers(2 * size).take(size)
-    assert size <= taken[0] <= size * 9 / 8
+    assert size <= pinned[0][0] <= size * 9 / 8
 
 
 def test_sizes_that_differ_a_little_share_buffers():
@@ -34,13 +65,60 @@ def test_sizes_that_differ_a_little_share_buffers():
     assert buffers.pinned_bytes < 3 * 1280
 
 
-def test_a_larger_buffer_serves_where_there_is_no_room_for_another():
-    buffers = HostBuffers(1500)
-    large = buffers.take(1000)
-    buffers.give_back(large)
-    small = buffers.take(400)
-    assert small is not large
-    assert buffers.take(300) is large
-    assert buffers.take(300) is None
-    buffers.give_back(small)
-    assert buffers.take(1000) is None, "it is too small"
+def test_the_buffer_whose_copy_is_longest_ago_comes_first(pinned):
+    """Its last reader has ended, so that a copy to it need not wait."""
+    buffers = HostBuffers(1 << 20)
+    one, other = buffers.take(1000), buffers.take(1000)
+    buffers.give_back(other)
+    buffers.give_back(one)
+    assert [buffers.take(1000), buffers.take(1000)] == [other, one]
+
+
+IN_TURN = range(1, 201)
+RANDOM = random.Random(0).sample(IN_TURN, 200)
+
+
+@pytest.mark.parametrize("parts", [IN_TURN, IN_TURN[::-1], RANDOM], ids=["grow", "shrink", "vary"])
+def test_sizes_that_no_longer_occur_take_no_room(parts, pinned):
+    """Sequences may have another length in every step: four of at most 8 MiB always fit into 64."""
+    buffers = HostBuffers(64 * MIB)
+    for part in parts:
+        held = [buffers.take(8 * MIB * part // 200) for _ in range(4)]
+        assert None not in held, part
+        assert (
+            buffers.pinned_bytes == sum(size for size, memory in pinned if memory() is not None) <= 64 * MIB
+        )
+        for buffer in held:
+            buffer.last_use = Ended()
+            buffers.give_back(buffer)
+
+
+def test_the_least_recently_used_is_released_once_its_copy_has_ended(pinned):
+    buffers = HostBuffers(4 * MIB)
+    first, second, _ = (buffers.take(MIB) for _ in range(3))
+    for buffer in (second, first):
+        buffer.last_use = Ended()
+        buffers.give_back(buffer)
+    assert buffers.take(2 * MIB).memory.nbytes == 2 * MIB
+    assert (second.last_use.waits, first.last_use.waits) == (1, 0)
+    del second, buffer
+    assert [memory() is not None for _, memory in pinned] == [True, False, True, True]
+    assert buffers.take(2 * MIB) is None, "only the first is free"
+    assert buffers.take(MIB) is first
+
+
+def test_what_is_reserved_is_pinned_at_once_and_serves_other_sizes_in_the_next_step(pinned):
+    buffers = HostBuffers(10 * MIB)
+    buffers.reserve(8 * MIB)
+    last = None
+    for sizes in ([3, 3, 2], [8], [1, 5], [4, 4]):
+        held = [buffers.take(size * MIB) for size in sizes]
+        for buffer in held:
+            assert buffer.last_use is last
+        last = Ended()
+        for buffer in held:
+            buffer.last_use = last
+            buffers.give_back(buffer)
+    assert [size for size, _ in pinned] == [8 * MIB]
+    buffers.reserve(8 * MIB)
+    assert [size for size, _ in pinned] == [8 * MIB, 2 * MIB], "no more than the limit"

@@ -170,7 +170,7 @@ def test_the_archive_holds_the_end_of_every_log_and_stays_small(tmp_path: Path) 
     ("words", "message"),
     [
         (["fly"], "there is no part 'fly': take doctor, tests, split"),
-        (["parity:1f1b,v-max"], "parity has no row '1f1b': take v-half, zb-h1, v-zb"),
+        (["parity:1f1b,v-max"], "parity has no row '1f1b': take v-half, zb-h1, v-min, v-zb"),
         (["rehearse:v-max"], "rehearse has no row 'v-max': take 1f1b, "),
         (["tests:a"], "tests has no row 'a': its rows cannot be chosen"),
     ],
@@ -320,9 +320,17 @@ def test_a_dry_run_of_every_part_and_a_stop_among_ranks(tmp_path: Path) -> None:
     words = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", "--seconds", "2000", "--out", str(tmp_path)]
     own = {**os.environ, "PYTHON": sys.executable, process.MARKS: str(tmp_path)}
     chosen = ["doctor", "tests", "split", "gaps:v-half", "parity:v-half", "rehearse:v-half"]
+    chosen += [
+        "away:v-half",
+        "away-one-queue:v-min",
+        "offload:v-half-half",
+        "cp:zb-h1",
+        "ep:zb-h1",
+        "ddp:v-half",
+    ]
     subprocess.run([*words, *chosen], env=own, check=True)
     names = {file.name for file in tmp_path.iterdir()}
-    assert names == {f"{part}.md" for part in parts.PARTS} | {"logs.tar.gz"}
+    assert names == {f"{part.partition(':')[0]}.md" for part in chosen} | {"logs.tar.gz"}
     assert "| v-half | 6." in (tmp_path / "parity.md").read_text()
     assert not list(process._marked(str(tmp_path)))
 

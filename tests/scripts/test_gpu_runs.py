@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import bench, runs
+from benchmarks.gpu import bench, features, parts, runs
 from benchmarks.gpu.rows import FAILED, Rows
 
 LOSSES = [7 - 0.1 * step for step in range(runs.PARITY_STEPS)]
@@ -59,7 +59,7 @@ def later_by(difference: float) -> Change:
 @pytest.mark.parametrize("change", [list, later_by(0.9 * runs.FURTHEST)])
 def test_equal_losses_and_those_that_rounding_explains_pass(tmp_path: Path, change: Change) -> None:
     rows = parity(Bench(tmp_path, change))
-    assert [*rows] == ["checkpoint", "1f1b", "v-half", "zb-h1", "v-zb"]
+    assert [*rows] == ["checkpoint", "1f1b", "v-half", "zb-h1", "v-min", "v-zb"]
     assert not any(FAILED in row for row in rows.values())
 
 
@@ -110,3 +110,47 @@ def test_a_noisy_rehearsal_keeps_its_row_and_a_broken_one_loses_its_own(tmp_path
     assert rows.rows["v-half"]["disturbed"] == "rank 2 waited for a processor"
     assert rows.rows["v-half"]["MFU"] == "25.0%"
     assert rows.rows["v-zb"]["of 1F1B's speed"] == "1.000"
+
+
+def train(part: str, bench: Bench) -> dict:
+    rows = Rows(bench.logs / "page.md", "", "", bench, (), lambda: None)
+    features.FEATURES[part].train(part, bench, rows)
+    return rows.rows
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("0.54 GB of this rank's activations went to the host in the first step, 90% of", None),
+        ("0 GB of this rank's activations went to the host in the first step, only 0%", "its log has no "),
+        ("", "its log has no "),
+    ],
+)
+def test_training_with_activations_on_the_host_has_to_log_what_left(line, problem, tmp_path, monkeypatch):
+    pretrain = Bench.pretrain
+    monkeypatch.setattr(Bench, "pretrain", lambda *run: f"{line}\n{pretrain(*run)}")
+    rows = train("offload", Bench(tmp_path))
+    for name in features.FEATURES["offload"].rows:
+        assert rows[name].get("logged") == (None if problem else "0.54 GB")
+        assert (problem is None) is (FAILED not in rows[name])
+        assert str(rows[name].get(FAILED, "")).startswith(problem or "")
+    assert FAILED not in rows["1f1b"], "nothing leaves there"
+
+
+def test_what_is_not_installed_does_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "find_spec", lambda name: None)
+    bench = Bench(tmp_path)
+    assert train("fp8", bench) == {"all": {"found": "transformer_engine is not installed"}}
+    assert [*train("ep", bench)] == ["checkpoint", "1f1b", "v-half", "zb-h1"]
+    assert {name.split("-")[0] for name in bench.ran} == {"ep"}
+
+
+def test_one_queue_is_set_for_the_rows_of_its_part_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    found = []
+    bench.module = lambda name, *words: found.append((words[-1], dict(bench.environment))) or {}
+    for part in ("away", "away-one-queue"):
+        parts.PARTS[part].run(bench, Rows(tmp_path / "page.md", "", "", bench, (), lambda: None))
+    queues = [environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for _, environment in found]
+    assert queues == [None] * len(parts.PROFILED) + ["1"] * len(parts.PROFILED)
+    assert [name for name, _ in found] == [*parts.PROFILED] * 2

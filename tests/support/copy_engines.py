@@ -64,3 +64,6 @@ class OnThread:
 
     def wait(self) -> None:
         self._copy.result()
+
+    def synchronize(self) -> None:
+        self._copy.result()

@@ -1,24 +1,52 @@
-"""The memory of the host that activations of this rank may take."""
+"""The memory of the host that a rank may take: its part of what machine and cgroups have free.
+
+A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed, however
+much the machine has.
+"""
 
 import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
+import torch.distributed as dist
 
 USED = 0.5
 """The part of the host's free memory that activations may take where nobody says how much."""
 
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""A cgroup's limit, what it uses, and the part of that which the kernel gives up first: version 2, and 1."""
+
 
 def host_bytes() -> int:
-    """Return this rank's share of the memory that its machine has free."""
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Return this rank's part of the free memory by the number of ranks that its launcher says are here.
+
+    Where it does not say (LOCAL_WORLD_SIZE), all ranks of the job may be.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return min(_pools().values()) // int(ranks)
 
 
-def usable_bytes(limit: float | None) -> float:
+def counted_host_bytes() -> int:
+    """Return this rank's part of the free memory by counting the ranks that share it; collective."""
+    pools = _pools()
+    pools_of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(pools_of_ranks, [*pools])
+    return min(free // sum(pool in others for others in pools_of_ranks) for pool, free in pools.items())
+
+
+def usable_bytes(limit: float | None, free: int) -> float:
     """Return the bytes of the host that activations of a rank may take: ``limit``, or the default for None.
 
-    ``limit`` is --pipeline-offload-host-bytes.  ValueError where the host has not that much free.
+    ``limit`` is --pipeline-offload-host-bytes.  ValueError where it is more than the ``free`` bytes.
     """
-    free = host_bytes()
     if limit is None:
         return USED * free
     if limit > free:
@@ -27,3 +55,32 @@ def usable_bytes(limit: float | None) -> float:
             "of its ranks: lower it"
         )
     return limit
+
+
+def _pools() -> dict[str, int]:
+    """Return the free bytes of the machine and of the limited cgroups that this process is in.
+
+    Their names are the same for all processes that share them.
+    """
+    machine = BOOT.read_text().strip() if BOOT.exists() else platform.node()
+    pools = {machine: psutil.virtual_memory().available}
+    for folder in _cgroups():
+        for limit, used, reclaimed in _FILES:
+            if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+                fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free = int(most) - int((folder / used).read_text()) + int(fields.get(reclaimed, 0))
+                pools[f"{machine} {folder.stat().st_ino}"] = max(0, free)
+    return pools
+
+
+def _cgroups() -> Iterator[Path]:
+    """Yield the folders of this process's cgroup that controls memory, and of those around it."""
+    for line in OWN.read_text().splitlines() if OWN.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS / "memory" if controllers else CGROUPS
+        # A container may see the path that its cgroup has outside, where its own root is the cgroup itself.
+        own = Path(os.path.normpath(f"{root}/{path}"))
+        around = (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+        yield from (folder for folder in dict.fromkeys((*around, root)) if folder.exists())

@@ -8,13 +8,12 @@ import torch.distributed as dist
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
-from megatron_pp_ext.integration.runners.host_activations import activations_away
+from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.runners.planned_stage import planned_stages, run_pair
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.integration.runners.transport import Transport
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
@@ -25,15 +24,14 @@ from megatron_pp_ext.schedule.placement import Placement
 class FlushedSteps:
     """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
 
-    Activations take at most ``host_bytes`` of the host; see ``host_activations.activations_away``.
+    ``host`` moves the activations that leave.
     """
 
     def __init__(
-        self, placement: Placement, source: Source, transport: Transport, host_bytes: float | None
+        self, placement: Placement, source: Source, transport: Transport, host: HostActivations
     ) -> None:
         self._placement, self._source = placement, source
-        self._transport, self._host_bytes = transport, host_bytes
-        self._away: ActivationsAway | None = None
+        self._transport, self._host = transport, host
         self._offload = FineGrainedOffload()
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
@@ -52,10 +50,10 @@ class FlushedSteps:
         else:
             make = vocabulary.make_stage if vocabulary else ModelStage
             stages = model_stages(inputs, placement, plan, make)
-        if plan.copies_activations and self._away is None:
-            self._away = activations_away(self._host_bytes)
+        away = self._host.before(plan)
         with self._offload.step(self._kind(inputs), plan, inputs):
-            execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
+            execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, away))
+        self._host.behind(plan)
 
     def plan(self, inputs: StepInputs) -> RankPlan:
         """Return what this rank does in the step; collective over the job."""

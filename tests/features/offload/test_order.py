@@ -8,6 +8,7 @@ import pytest
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.offload import order
 from megatron_pp_ext.features.offload.free_plans import share_away
 from megatron_pp_ext.job import offload
@@ -85,6 +86,15 @@ def test_bytes_go_over_the_host_link():
     assert order.with_copy_seconds(Costs((stage,))).stages[0].copy == 1e9 / order.HOST_LINK
     given = Costs((StageCosts(1, 1, 1, copy=0.2),))
     assert order.with_copy_seconds(given) is given
+
+
+def test_what_a_forward_keeps_is_known_where_it_is_counted_in_bytes():
+    part = Part(forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1, parameters=7.0)
+    assert part.costs().parameters == 7, "so that copies of an estimated stage are planned in bytes"
+    request = offload.requested(named("1f1b", 2, 4), 0.5, None)
+    costs = Costs((StageCosts(1, 1, 1, activation=3e9, parameters=7.0),) * 2)
+    assert Source(request, lambda *stages: costs).kept_bytes == (3e9, 3e9)
+    assert Source(request, lambda *stages: Costs.per_rank(2, 1)).kept_bytes == ()
 
 
 def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():

@@ -64,6 +64,9 @@ class RecordedWork:
             self._recording.add(HostWait(wait))
         return True
 
+    def synchronize(self) -> None:
+        self._recording.add(HostWait(self.number))
+
     def is_completed(self) -> bool:
         return self._looks_done
 

@@ -1,0 +1,125 @@
+"""What activations may take of the host: cgroups, ranks that share it; and what of a plan leaves."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
+
+# isort: split
+from megatron_pp_ext.integration.core import host_memory
+from megatron_pp_ext.integration.runners.host_activations import HostActivations
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule import catalog
+from tests.support.away import half, with_away
+from tests.support.ranks import run_ranks
+
+GIB = 2**30
+V2, V1 = host_memory._FILES
+
+
+def cgroup(folder: Path, files: tuple[str, str, str], limit: str, used: int, reclaimed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / files[0]).write_text(f"{limit}\n")
+    (folder / files[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{files[2]} {reclaimed}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 64 GiB free, whose cgroups are in a folder."""
+    memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=64 * GIB))
+    for name, value in (("psutil", memory), ("CGROUPS", tmp_path / "fs"), ("OWN", tmp_path / "own")):
+        monkeypatch.setattr(host_memory, name, value)
+    (tmp_path / "fs").mkdir()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "folder", "limit", "expected"),
+    [
+        ("0::/job/step/task", V2, "job", str(10 * GIB), 4 * GIB),
+        ("0::/job/step/task", V2, "job/step/task", str(10 * GIB), 4 * GIB),
+        ("0::/", V2, "", str(10 * GIB), 4 * GIB),
+        ("0::/../outside", V2, "", str(10 * GIB), 4 * GIB),
+        ("3:cpu,cpuacct:/\n7:memory:/docker/abc", V1, "memory/docker/abc", str(10 * GIB), 4 * GIB),
+        ("7:memory:/docker/abc", V1, "memory", str(10 * GIB), 4 * GIB),
+        ("3:cpu:/job", V1, "memory/job", str(10 * GIB), 32 * GIB),
+        ("0::/job", V2, "job", "max", 32 * GIB),
+        ("0::/job", V2, "job", str(2 * GIB), 0),
+        ("0::/job", V2, "other", str(10 * GIB), 32 * GIB),
+    ],
+)
+def test_a_cgroup_may_allow_less_than_the_machine_has(own, files, folder, limit, expected, machine):
+    """Of 10 GiB it uses 3, one of which the kernel gives up first; two ranks share the rest."""
+    (machine / "own").write_text(f"{own}\n")
+    cgroup(machine / "fs" / folder, files, limit, 3 * GIB, GIB)
+    assert host_memory.host_bytes() == expected
+
+
+def counted(rank: int, pools: list[dict[str, int]]) -> int:
+    dist.init_process_group("gloo")
+    host_memory._pools = lambda: pools[rank]
+    return host_memory.counted_host_bytes()
+
+
+def test_ranks_that_share_a_machine_or_a_cgroup_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks on one machine, two of them in one container; whatever the launcher says."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    pools = [{"a": 60, "container": 20}, {"a": 60, "container": 20}, {"a": 60}, {"b": 50, "other": 90}]
+    assert run_ranks(counted, 4, pools) == [10, 10, 20, 50]
+
+
+def test_more_than_the_host_has_is_refused() -> None:
+    expected = (
+        "--pipeline-offload-host-bytes is 1001, but this machine has 1000 bytes free for each of its ranks"
+    )
+    with pytest.raises(ValueError, match=expected):
+        host_memory.usable_bytes(1001, 1000)
+    assert [host_memory.usable_bytes(limit, 1000) for limit in (1000, None)] == [1000, 500]
+
+
+PLAN = plan_rank(with_away(catalog.build("gpipe", 2, 6), half), 1)
+KEPT = (7e8, 2e8)
+
+
+def test_memory_for_a_plan_is_pinned_before_its_first_step() -> None:
+    """Of six microbatches three are on the host, all of them at once."""
+    for limit, pinned in ((1e9, 6e8), (5e8, 5e8)):
+        moved = HostActivations(limit, KEPT).before(PLAN)
+        assert moved is not None and moved.buffers.pinned_bytes == pinned
+    assert HostActivations(1e9).before(PLAN).buffers.pinned_bytes == 0
+    assert HostActivations(1e9, KEPT).before(plan_rank(catalog.build("gpipe", 2, 6), 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "sent", "line"),
+    [
+        (
+            KEPT,
+            54e7,
+            "0.54 GB of this rank's activations went to the host in the first step, 90% of the 0.6 GB",
+        ),
+        ((), 54e7, "0.54 GB of this rank's activations went to the host in the first step; how many are"),
+        (
+            KEPT,
+            53e7,
+            "only 88% of the 0.6 GB planned: 0.05 GB are in storages under 1048576 bytes, and others",
+        ),
+    ],
+)
+def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, caplog, capsys):
+    host = HostActivations(1e9, kept)
+    for _ in range(2):
+        moved = host.before(PLAN)
+        moved.sent_bytes += sent
+        moved.small_bytes += 5e7
+        host.behind(PLAN)
+    warned = "".join(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    printed = capsys.readouterr().out
+    assert (warned + printed).count(line) == 1
+    assert bool(warned) is line.startswith("only")

@@ -1,0 +1,232 @@
+"""Copies that end late, as a device's do: what they write to is nobody else's until somebody has waited."""
+
+import gc
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.runtime.operations.copy_work import GiveUp, ToDevice
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule import catalog
+from tests.support.away import with_away
+from tests.support.split_linear import SplitLinear
+
+ROWS, WIDTH = 4, 8
+BYTES = 4 * ROWS * WIDTH
+FIRST, SECOND = Owner(0, 0), Owner(0, 1)
+
+
+class Late:
+    """Copies that hold nothing and begin only when somebody waits, or when all of them are ``flushed``.
+
+    ``freed`` counts those whose target was given to somebody else by then.  ``current`` is the stream.
+    """
+
+    def __init__(self):
+        self.launched, self.freed, self.current = [], 0, None
+
+    def to_host(self, transfers, after, timed):
+        return self._launch(transfers, after)
+
+    def to_device(self, transfers, after, timed):
+        return self._launch(transfers, after)
+
+    def stream(self):
+        return self.current
+
+    def flush(self):
+        for copy in self.launched:
+            copy.wait()
+
+    def _launch(self, transfers, after):
+        self.launched.append(LateCopy(self, transfers, list(after)))
+        return self.launched[-1]
+
+
+class LateCopy:
+    def __init__(self, engines, transfers, after):
+        self.engines, self.after, self.size = engines, after, sum(one.source.nbytes for one in transfers)
+        self.left = [
+            tuple((weakref.ref(one.untyped_storage()), one.nbytes) for one in pair) for pair in transfers
+        ]
+
+    def wait(self):
+        for copy in self.after:
+            copy.wait()
+        for source, target in self.left:
+            (read, size), (written, _) = source, target
+            if read() is None or written() is None:
+                self.engines.freed += 1
+            else:
+                _bytes(written(), size).copy_(_bytes(read(), size))
+        self.left = self.after = ()
+
+    synchronize = wait
+
+
+def _place(tensor):
+    return weakref.ref(tensor.untyped_storage()), tensor.nbytes
+
+
+def _bytes(storage, size):
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[:size]
+
+
+@pytest.fixture
+def engines():
+    return Late()
+
+
+@pytest.fixture
+def away(engines):
+    return ActivationsAway(HostBuffers(1 << 20), engines, BYTES)
+
+
+def rows():
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def there_and_back(away, *owners):
+    for owner in owners:
+        away.send(owner)
+        away.give_up(owner)
+    for owner in owners:
+        away.bring_back(owner)
+
+
+class Circle:
+    """Holds a graph until Python's collector finds it."""
+
+    def __init__(self, graph):
+        self.own, self.graph = self, graph
+
+
+@pytest.mark.parametrize("when", ["away", "back"])
+def test_what_dies_between_forward_and_backward(when, engines, away):
+    """A metric that nobody detached is collected while it is on the host, or while it is on its way back."""
+    gc.disable()
+    try:
+        with away.saving(FIRST):
+            output = torch.nn.functional.gelu(rows() * 2)
+            Circle((rows() * 3).exp().square())
+        away.send(FIRST)
+        away.give_up(FIRST)
+        assert away.sent_bytes == 2 * BYTES, "exp and square save the same"
+        if when == "away":
+            gc.collect()
+        away.bring_back(FIRST)
+    finally:
+        gc.enable()
+        gc.collect()
+    assert engines.launched[-1].size == {"away": 1, "back": 2}[when] * BYTES
+    scratch = [torch.zeros(ROWS, WIDTH) for _ in range(8)]  # takes what is free
+    output.sum().backward()
+    engines.flush()
+    assert engines.freed == 0 and not any(one.any() for one in scratch)
+    away.close()
+    assert away.buffers.used_bytes == 0
+
+
+def test_what_no_backward_waits_for_is_waited_for_at_the_end_of_the_step(engines, away):
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    there_and_back(away, FIRST)
+    del output
+    assert engines.launched[-1].left, "nobody has waited"
+    away.close()
+    assert not engines.launched[-1].left and engines.freed == 0
+
+
+def test_memory_on_its_way_is_free_once_a_backward_has_waited(engines, away):
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    there_and_back(away, FIRST)
+    (arrival,) = away._arriving
+    memory = weakref.ref(arrival.memory[0].untyped_storage())
+    output.sum().backward()
+    assert memory() is None and engines.freed == 0
+
+
+def test_the_host_s_memory_of_what_has_died_is_used_again_behind_its_copies(engines, away):
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(FIRST)
+    away.give_up(FIRST)
+    del output
+    away.bring_back(FIRST)
+    with away.saving(SECOND):
+        output = torch.nn.functional.gelu(rows() * 2)
+    away.send(SECOND)
+    assert away.buffers.pinned_bytes == BYTES
+    assert engines.launched[-1].after == [engines.launched[-2]]
+    away.give_up(SECOND)
+    away.bring_back(SECOND)
+    output.sum().backward()
+
+
+def test_what_another_stream_computes_stays(engines, away):
+    """Its memory cannot be given up on the compute stream."""
+    with away.saving(FIRST):
+        output = torch.nn.functional.gelu(rows() * 2)
+        engines.current = "exchanges"
+        other = torch.nn.functional.gelu(rows() * 3)
+        engines.current = None
+    there_and_back(away, FIRST)
+    assert away.sent_bytes == BYTES
+    (output.sum() + other.sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda z: z.conj().imag, lambda z: torch.view_as_real(z.conj() * 1)[..., 1], lambda z: z.conj()],
+    ids=["negated", "plain", "conjugate"],
+)
+def test_views_come_back_with_their_sign(view, away):
+    def gradient(save):
+        leaf = torch.randn(ROWS, WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        leaf.requires_grad_()
+        with away.saving(FIRST) if save else torch.enable_grad():
+            one = view(leaf * 2)
+            output = (one * one).sum()
+            del one
+        if save:
+            there_and_back(away, FIRST)
+        output.abs().backward()
+        return leaf.grad
+
+    assert torch.equal(gradient(save=True), gradient(save=False))
+
+
+def test_many_microbatches_give_the_gradients_that_they_give_without_copies(engines, away):
+    """Copies are as late as waits let them be, and buffers are used again."""
+
+    def gradients(save):
+        torch.manual_seed(0)
+        module, outputs = torch.nn.Sequential(SplitLinear(WIDTH, WIDTH), torch.nn.GELU()), {}
+        for microbatch in range(4):
+            owner = Owner(0, microbatch)
+            with away.saving(owner) if save else torch.enable_grad():
+                outputs[owner] = (module(rows() * (microbatch + 1)).square()).sum()
+            if save and microbatch % 2:
+                there_and_back(away, Owner(0, microbatch - 1), owner)
+        for output in outputs.values():
+            output.backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    assert all(map(torch.equal, gradients(save=True), gradients(save=False)))
+    assert away.sent_bytes > away.buffers.pinned_bytes > 0 == engines.freed
+    away.close()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "v-half"])
+def test_memory_is_given_up_before_other_memory_is_taken(name):
+    """Otherwise the two would take room together."""
+    operations = plan_rank(with_away(catalog.build(name, 2, 6)), 0).operations
+    neighbours = set(pairwise(map(type, operations)))
+    assert (GiveUp, ToDevice) in neighbours and (ToDevice, GiveUp) not in neighbours
