@@ -32,7 +32,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     mpp search --model llama3-8b --gpus 64 --global-batch-size 256 -- --recompute-granularity selective ...
     """
     if job.print_only:
-        print_flags(to_be_started(job.flags, job.model).words)
+        print_flags(to_be_started(job.flags, job.model, sizes=job.sizes).words)
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
@@ -50,7 +50,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
-    limit = machines.memory or (1 - HEADROOM) * system.memory_bytes
+    limit = machines.bytes_of_memory or (1 - HEADROOM) * system.memory_bytes
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))

@@ -28,6 +28,14 @@ _GONE = {"--use-legacy-models": "this Megatron has no other models than those of
 """Flags of older releases that have no successor."""
 
 
+class UnknownFlag(ValueError):
+    """A word that is none of Megatron's flags; ``flag`` is what it begins with."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(f"in the model's flags: {_about_unknown(word)}")
+        self.flag = word.partition("=")[0]
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line, where argparse would end the process."""
@@ -42,7 +50,7 @@ def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = Fal
     """
     args, others = parser().parse_known_args(list(words), Namespace(**start))
     if others and not has_others:
-        raise ValueError(f"in the model's flags: {_about_unknown(others[0])}")
+        raise UnknownFlag(others[0])
     return args
 
 

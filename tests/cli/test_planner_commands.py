@@ -174,7 +174,7 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
     [
         ((*SEARCH, "--system", "h1000"), {}, "did you mean 'h100'?"),
         ((*SEARCH, "--memory", 1e6), {}, "the model fits nowhere:"),
-        ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be 1 or more"),
+        ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be a number of bytes"),
         ((*SEARCH, "--json", "nowhere/x.json"), {}, "nowhere/x.json: no such folder; make it first"),
         ((*SEARCH, "--margin", "nan"), {}, "--margin is nan, but must be 0 or more"),
         (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "changes: leave every | of it out"),
