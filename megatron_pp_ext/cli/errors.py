@@ -1,5 +1,6 @@
 """Errors of the command line: bad input ends in one line on stderr and exit code 2."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,12 @@ class OneLineErrors(TyperGroup):
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any
     ) -> Any:
-        """Run the command and exit with its code; without arguments, show the help."""
+        """Run the command and exit with its code; without arguments, show the help.
+
+        The context's ``obj`` is the command line, as a shell reads it.
+        """
         given = list(sys.argv[1:] if args is None else args)
-        extra["standalone_mode"] = False
+        extra |= {"standalone_mode": False, "obj": shlex.join([prog_name or "mpp", *given])}
         try:
             with ended_as_by_the_keyboard():
                 sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
@@ -58,9 +62,7 @@ class OneLineErrors(TyperGroup):
         if option in known:
             return f"{option} is a flag of training: put it after --, as in mpp {command} ... -- {option} ..."
         guess = "" if getattr(error, "possibilities", None) else flag_table.hint(option, known, "")
-        return (
-            guess and f"{option} is no option of mpp {command}, and training's flags come after --: {guess}"
-        )
+        return guess and f"{option} is no option of mpp {command}, and training's come after --: {guess}"
 
 
 def _leave(message: str, code: int) -> None:

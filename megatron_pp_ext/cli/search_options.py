@@ -39,6 +39,14 @@ class Job:
         """The sizes that are given by options, under the names of arguments."""
         return {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
 
+    def about(self, asked: Asked) -> dict[str, str | int | None]:
+        """Return the model and the sizes for which the search is made, for people who read its result."""
+        return {
+            "model": self.model or "a model by flags",
+            "global_batch_size": asked.global_batch_size,
+            "seq_length": asked.seq_length,
+        }
+
     def described(self) -> tuple[Asked, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
         asked, words = described(self.flags, self.model, self.sizes)

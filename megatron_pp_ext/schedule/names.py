@@ -117,4 +117,4 @@ NOT_HERE = {
     "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "
     "to save memory use v-half or v-min",
 }
-"""The reasons why the catalogue lacks schedules that are compiled, run by training alone, or another project's."""
+"""Why the catalogue lacks schedules: they are compiled, need training, or are another project's."""
