@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
 PURE = {
+    "amounts",
     "around",
     "files",
     "json_input",
@@ -31,10 +32,11 @@ PURE = {
 MEGATRON = {"integration", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"files", "json_input", "schedule", "compiler", "features", "job"}
+_STEPS = {"amounts", "files", "json_input", "schedule", "compiler", "features", "job"}
 
 BELOW: dict[str, set[str]] = {
     "__init__": set(),
+    "amounts": set(),
     "around": set(),
     "files": set(),
     "json_input": {"files"},
@@ -43,7 +45,7 @@ BELOW: dict[str, set[str]] = {
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
     "features": {"schedule", "compiler"},
-    "job": {"files", "json_input", "schedule", "compiler"},
+    "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "costs": _STEPS,
     "planner": {*_STEPS, "costs", "processor"},

@@ -201,20 +201,10 @@ def compare(
             for ending, row in rows.items():
                 costs = costs_of(request.finest.stages, row.shares_vocabulary)
                 timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
-    with waiting("compiling flex for several memory limits"):
-        frontier = {
-            f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
-        }
-    if offload.requested is not None:
-        with waiting("planning flex with activations on the host"):
-            for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
-                timelines[f"flex {fraction:.2f} +H"] = timeline
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):
-        console.print(terminal.summary_table(timelines | frontier))
+        console.print(terminal.summary_table(timelines))
     print_units(times.units)
-    console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     for is_shown, note in (
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
@@ -222,6 +212,19 @@ def compare(
     ):
         if is_shown:
             console.print(note, style="dim")
+    # The compiler may take a minute, and nobody is to wait for it before the rest is seen.
+    with waiting("compiling flex for several memory limits"):
+        frontier = {
+            f"flex {fraction:.2f}": timeline
+            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
+        }
+    copied = {}
+    if offload.requested is not None:
+        with waiting("planning flex with activations on the host"):
+            for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
+                copied[f"flex {fraction:.2f} +H"] = timeline
+    console.print(terminal.summary_table(frontier | copied))
+    console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 
@@ -232,7 +235,7 @@ def compare(
         title = f"{ranks} ranks, {microbatches} microbatches"
         line = flex.undominated(list(frontier.values()))
         for path in pictures.paths:
-            memory_tradeoff.draw_schedules(timelines, line, work, path, title, times.units.time)
+            memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)
 
 
 @app.command()

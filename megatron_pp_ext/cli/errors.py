@@ -1,5 +1,6 @@
 """Errors of the command line: bad input ends in one line on stderr and exit code 2."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,12 @@ class OneLineErrors(TyperGroup):
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any
     ) -> Any:
-        """Run the command and exit with its code; without arguments, show the help."""
+        """Run the command and exit with its code; without arguments, show the help.
+
+        The context's ``obj`` is the command line, as a shell reads it.
+        """
         given = list(sys.argv[1:] if args is None else args)
-        extra["standalone_mode"] = False
+        extra |= {"standalone_mode": False, "obj": shlex.join([prog_name or "mpp", *given])}
         try:
             with ended_as_by_the_keyboard():
                 sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
@@ -32,7 +36,7 @@ class OneLineErrors(TyperGroup):
         except OSError as error:
             _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
         except ValueError as error:
-            _leave(str(error), 2)
+            _leave(self._misplaced(given[0], error) or str(error), 2)
         except OverflowError as error:
             _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
@@ -41,7 +45,24 @@ class OneLineErrors(TyperGroup):
             message = getattr(error, "format_message", None)
             if message is None:
                 raise
-            _leave(message(), 2)
+            _leave(self._misplaced(given[0], error) or message(), 2)
+
+    def _misplaced(self, command: str, error: Exception) -> str:
+        """Return how to place what is on the wrong side of --; empty for an ``error`` of another kind."""
+        from megatron_pp_ext.job import flag_table
+
+        parameters = self.commands[command].params if command in self.commands else ()
+        if isinstance(error, flag_table.UnknownFlag):
+            options = [option for one in parameters for option in one.opts]
+            return f"{error.flag} is an option of mpp {command}: put it before --" * (error.flag in options)
+        option = getattr(error, "option_name", None)
+        if option is None or not any((one.name, one.nargs) == ("flags", -1) for one in parameters):
+            return ""
+        known = flag_table.parser()._option_string_actions
+        if option in known:
+            return f"{option} is a flag of training: put it after --, as in mpp {command} ... -- {option} ..."
+        guess = "" if getattr(error, "possibilities", None) else flag_table.hint(option, known, "")
+        return guess and f"{option} is no option of mpp {command}, and training's come after --: {guess}"
 
 
 def _leave(message: str, code: int) -> None:

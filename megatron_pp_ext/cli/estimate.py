@@ -8,7 +8,16 @@ import typer
 
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described, print_flags, to_be_started
+from megatron_pp_ext.cli.model import (
+    Flags,
+    GlobalBatchSize,
+    Model,
+    PrintFlags,
+    SeqLength,
+    described,
+    print_flags,
+    to_be_started,
+)
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
@@ -42,6 +51,8 @@ def estimate(
         int | None, typer.Option(help="GPUs.  [default: the fewest that hold the model]")
     ] = None,
     model: Model = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
     print_only: PrintFlags = False,
     margin: Margin = 0.05,
     json: ask.Json = None,
@@ -50,15 +61,16 @@ def estimate(
 
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
+    sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
     if print_only:
-        print_flags(to_be_started(flags, model).words)
+        print_flags(to_be_started(flags, model, sizes=sizes).words)
         return
     ask.require_at_least("--margin", margin, 0)
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
     require_folder(json)
     machine = systems.read(system)
-    asked, words = described(flags, model)
+    asked, words = described(flags, model, sizes)
     asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
@@ -73,9 +85,9 @@ def estimate(
     if gpus > fewest_ranks(asked.job) and world_size is None:
         ways = asked.job.parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
-    sizes = entries(asked.job)
-    if sizes:
-        whole, active = (sizes[name] / 1e9 for name in ("parameters", "active_parameters"))
+    counted = entries(asked.job)
+    if counted:
+        whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
         console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
@@ -90,7 +102,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
-            **sizes,
+            **counted,
             **asdict(estimated),
             "not_counted": without,
             **launch.record(),

@@ -26,6 +26,8 @@ Model = Annotated[
         metavar="NAME|FILE",
     ),
 ]
+GlobalBatchSize = Annotated[int | None, typer.Option(help="Sequences a step.")]
+SeqLength = Annotated[int | None, typer.Option(help="Tokens a sequence.")]
 PrintFlags = Annotated[
     bool, typer.Option("--print-flags", help="Print the model's Megatron flags, and do no more.")
 ]
@@ -70,14 +72,20 @@ def described(
     return asked, job.words
 
 
-def to_be_started(flags: Sequence[str] | None, model: str | None, script: Path | None = None) -> "Described":
+def to_be_started(
+    flags: Sequence[str] | None,
+    model: str | None,
+    script: Path | None = None,
+    sizes: Mapping[str, int | None] | None = None,
+) -> "Described":
     """Return the model of a job that is started from here, and print what is to be said of it.
 
-    ``script`` is the user's training script, whose own flags cannot be checked.
+    ``script`` is the user's training script, whose own flags cannot be checked; ``sizes`` are given by
+    options, under the names of arguments.
     """
     from megatron_pp_ext.planner import described as planners
 
-    job = planners.read(flags or (), model, has_other_flags=script is not None)
+    job = planners.read(flags or (), model, sizes, has_other_flags=script is not None)
     _notify(job.notes)
     return job
 

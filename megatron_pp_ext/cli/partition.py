@@ -9,6 +9,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
+from megatron_pp_ext import amounts
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.report import console
@@ -26,17 +27,21 @@ def partition(
         Path, typer.Argument(help="From `mpp profile`, --profile-pipeline, or PipeDream's graph.txt.")
     ],
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Bytes per second of each worker's link.")] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="What each worker's link carries a second, as in 25GB or 25e9.", metavar="SIZE"),
+    ] = None,
     levels: Annotated[
         str | None,
         typer.Option(
             help="Nested machines, innermost first, in the place of --workers and --bandwidth: "
-            "4x25e9,2x3.1e9 is 2 machines with links of 3.1e9, each with 4 workers with links of 25e9.",
+            "4x25GB,2x3.1GB is 2 machines with links of 3.1 GB/s, each with 4 workers with links of 25 GB/s.",
             metavar="NxB,...",
         ),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Memory of each worker in bytes.  [default: no limit]")
+        str | None,
+        typer.Option(help="Memory of each worker, as in 60GB or 6e10.  [default: no limit]", metavar="SIZE"),
     ] = None,
     state_per_weight: Annotated[
         float,
@@ -74,7 +79,7 @@ def partition(
     from megatron_pp_ext.partition.partitioner import partition as best_partition
 
     machines = _levels(workers, bandwidth, levels)
-    limit = math.inf if memory is None else memory
+    limit = math.inf if memory is None else amounts.read(memory, "--memory")
     model = profile_file.read(profile)
     best = best_partition(
         model, machines, cost=cost, straight=straight, memory=limit, state_per_weight=state_per_weight
@@ -91,26 +96,26 @@ def partition(
         _show(best, model)
 
 
-def _levels(workers: int | None, bandwidth: float | None, levels: str | None) -> "list[Level]":
+def _levels(workers: int | None, bandwidth: str | None, levels: str | None) -> "list[Level]":
     from megatron_pp_ext.partition.recurrence import Level
 
     if levels is None:
         if workers is None or bandwidth is None:
             missing = "--workers" if workers is None else "--bandwidth"
             raise ValueError(f"{missing} is missing: give --workers and --bandwidth, or --levels")
-        return [Level(workers, bandwidth)]
+        return [Level(workers, amounts.read(bandwidth, "--bandwidth"))]
     if bandwidth is not None:
-        raise ValueError(f"--bandwidth {bandwidth:g} and --levels contradict each other: leave one out")
+        raise ValueError(f"--bandwidth {bandwidth} and --levels contradict each other: leave one out")
     machines = []
     for level in levels.split(","):
         match = re.fullmatch(r"\s*(\d+)x([^x]+)", level)
         try:
             if match is None:
                 raise ValueError
-            machines.append(Level(int(match[1]), float(match[2])))
+            machines.append(Level(int(match[1]), amounts.number(match[2])))
         except ValueError:
             raise ValueError(
-                f"--levels has {level!r}, but must be workers x bytes a second: write 4x25e9,2x3.1e9"
+                f"--levels has {level!r}, but must be workers x bytes a second: write 4x25GB,2x3.1GB"
             ) from None
     total = math.prod(level.workers for level in machines)
     if workers is not None and workers != total:

@@ -1,8 +1,10 @@
 """``mpp search``: which configuration of a model is fastest on so many GPUs, and fits."""
 
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING
 
+import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_pp_ext.cli.commands import app
@@ -24,15 +26,23 @@ if TYPE_CHECKING:
 
 @app.command()
 @takes_groups
-def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, measuring: Measuring) -> None:
+def search(
+    context: typer.Context,
+    *,
+    job: Job,
+    machines: Machines,
+    tried: Tried,
+    outputs: Outputs,
+    measuring: Measuring,
+) -> None:
     """Search tensor, pipeline, data, context and expert parallelism, microbatch, recompute and schedule.
 
-    What a flag behind -- sets stays as it is, such as --tensor-model-parallel-size 4.
+    What a flag after -- sets stays as it is, such as --tensor-model-parallel-size 4.
 
     mpp search --model llama3-8b --gpus 64 --global-batch-size 256 -- --recompute-granularity selective ...
     """
     if job.print_only:
-        print_flags(to_be_started(job.flags, job.model).words)
+        print_flags(to_be_started(job.flags, job.model, sizes=job.sizes).words)
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
@@ -55,11 +65,14 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
-    limit = machines.memory or (1 - HEADROOM) * system.memory_bytes
+    limit = machines.bytes_of_memory or (1 - HEADROOM) * system.memory_bytes
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
-    report = Report(best, all_words, system, machines.gpus, limit, measuring.script, filled_in, without)
+    about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
+    report = Report(
+        best, all_words, about, system, machines.gpus, limit, measuring.script, filled_in, without
+    )
     report.show()
     for path in outputs.paths:
         report.draw(path)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_pp_ext import amounts
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
-from megatron_pp_ext.cli.model import Flags, Model, PrintFlags, described
+from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
 from megatron_pp_ext.job.layers import stages_flag
 from megatron_pp_ext.job.pipeline import permitted, vocabulary
 from megatron_pp_ext.job.rules import all_rules
@@ -34,13 +35,25 @@ class Job:
     flags: Flags = None
     model: Model = None
     print_only: PrintFlags = False
-    global_batch_size: Annotated[int | None, typer.Option(help="Sequences a step.")] = None
-    seq_length: Annotated[int | None, typer.Option(help="Tokens a sequence.")] = None
+    global_batch_size: GlobalBatchSize = None
+    seq_length: SeqLength = None
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes that are given by options, under the names of arguments."""
+        return {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
+
+    def about(self, asked: Asked) -> dict[str, str | int | None]:
+        """Return the model and the sizes for which the search is made, for people who read its result."""
+        return {
+            "model": self.model or "a model by flags",
+            "global_batch_size": asked.global_batch_size,
+            "seq_length": asked.seq_length,
+        }
 
     def described(self) -> tuple[Asked, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
-        sizes = {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
-        asked, words = described(self.flags, self.model, sizes)
+        asked, words = described(self.flags, self.model, self.sizes)
         if not asked.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
         if asked.pipeline_replicas is not None:
@@ -57,11 +70,20 @@ class Machines:
 
     gpus: Annotated[int, typer.Option(help="How many GPUs there are.")] = 8
     system: SystemName = "h100"
-    memory: Annotated[float | None, typer.Option(help="Bytes of a GPU that may be used.  [default: all]")] = (
-        None
-    )
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a GPU that may be used, as in 60GB or 6e10 bytes.  [default: 94% of it]",
+            metavar="SIZE",
+        ),
+    ] = None
     margin: Margin = 0.05
     top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10
+
+    @property
+    def bytes_of_memory(self) -> float | None:
+        """The bytes of a GPU that may be used, None if they are not given; ValueError if there are none."""
+        return None if self.memory is None else amounts.memory(self.memory, "--memory")
 
     def check(self) -> None:
         """Raise ValueError for a number that is too small, and for more GPUs than there can be."""
@@ -69,7 +91,6 @@ class Machines:
         if self.gpus > MOST_GPUS:
             raise ValueError(f"--gpus is {self.gpus}, but must be at most {MOST_GPUS}: lower it")
         ask.require_at_least("--top", self.top, 1)
-        ask.require_at_least("--memory", 1 if self.memory is None else self.memory, 1)
         ask.require_at_least("--margin", self.margin, 0)
 
 

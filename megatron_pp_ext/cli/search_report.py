@@ -1,10 +1,13 @@
 """Presents the result of a search: on the terminal, as a picture, a page, numbers, and scripts."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from megatron_pp_ext.cli import search_page
 from megatron_pp_ext.cli.estimate import show_launch, show_not_counted
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.costs.system import System
@@ -32,12 +35,14 @@ _COLUMNS = (
 class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
+    ``about`` says what was asked: the model, sequences a step and tokens a sequence, command and date.
     ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
     ``not_counted`` what estimates are made without.
     """
 
     result: Result
     words: list[str]
+    about: Mapping[str, Any]
     system: System
     gpus: int
     limit: float
@@ -61,10 +66,12 @@ class Report:
             lines = [name, *(f"  {title}: {note}" for title, note in notes if note)]
             table.add_row(number, "\n".join(lines), *numbers)
         console.print(table)
-        console.print("The shortest steps for less memory:")
+        console.print("The shortest steps for less memory, each with the flags that it sets:")
         for one in result.frontier:
             memory, step = one.estimate.fullest.total / 1e9, one.estimate.step_seconds
             console.print(f"  {memory:6.1f} GB  {step:.4g} s  {one.candidate.name}")
+            if one != result.best[0]:
+                typer.echo(f"    {launch_lines.folded(one.candidate.flags(), 4)}")
         for candidate, fullest in result.too_large:
             size, name = max((size, name) for name, size in fullest.components())
             console.print(
@@ -89,6 +96,7 @@ class Report:
         result = self.result
         best = result.best[0]
         return {
+            **self.about,
             "system": self.system.name,
             "gpus": self.gpus,
             "memory_limit": self.limit,
@@ -98,21 +106,22 @@ class Report:
             "not_counted": self.not_counted,
             "best": [
                 {
-                    "name": one.candidate.name,
-                    "candidate": asdict(one.candidate),
-                    "estimate": asdict(one.estimate),
+                    **self._record(one),
                     "behind": why(best, one),
-                    "alike": [
-                        {"name": other.candidate.name, "estimate": asdict(other.estimate)}
-                        for other in result.alike[one.candidate]
-                    ],
-                    **self._launch(one).record(),
+                    "alike": [self._record(other) for other in result.alike[one.candidate]],
                 }
                 for one in result.best
             ],
-            "frontier": [
-                {"name": one.candidate.name, "estimate": asdict(one.estimate)} for one in result.frontier
-            ],
+            "frontier": [self._record(one) for one in result.frontier],
+        }
+
+    def _record(self, one: Evaluated) -> dict[str, Any]:
+        """Return the numbers of ``one`` and the command that starts it."""
+        return {
+            "name": one.candidate.name,
+            "candidate": asdict(one.candidate),
+            "estimate": asdict(one.estimate),
+            **self._launch(one).record(),
         }
 
     def draw(self, path: Path) -> None:
@@ -123,28 +132,22 @@ class Report:
         memory_tradeoff.draw_configurations(best, frontier, self.limit, path, self._title())
 
     def page(self) -> str:
-        """Return table, picture and commands as one self-contained HTML page."""
+        """Return all of it as one self-contained HTML page."""
         from megatron_pp_ext.view import memory_tradeoff
 
         best, frontier = self._points()
-        head = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows()
-        )
-        commands = "".join(
-            f"<h3>{escape(one.candidate.name)}</h3><pre>{escape(self._launch(one).text)}</pre>"
-            for one in self.result.best
-        )
-        style = (
-            "body{font-family:sans-serif;margin:2em;color:#10222e}table{border-collapse:collapse}"
-            "td,th{padding:.3em .8em;border-bottom:1px solid #e6e9ec;text-align:left}"
-            "pre{white-space:pre-wrap;background:#f5f7f8;padding:.8em}"
-        )
-        picture = memory_tradeoff.configurations_svg(best, frontier, self.limit, "")
-        return (
-            f"<!doctype html><meta charset=utf-8><title>{escape(self._title())}</title><style>{style}</style>"
-            f"<h1>{escape(self._title())}</h1><p>{escape(self._room())}; "
-            f"{escape(self.result.best[0].estimate.grounds)}.</p><table><tr>{head}</tr>{rows}</table>{picture}{commands}\n"
+        return search_page.page(
+            self._title(),
+            {
+                "command": self.about["command"],
+                "date": self.about["date"],
+                "memory": self._room(),
+                "estimates": self.result.best[0].estimate.grounds,
+                **({"not counted": "; ".join(self.not_counted)} if self.not_counted else {}),
+            },
+            (_COLUMNS, self._rows()),
+            memory_tradeoff.configurations_svg(best, frontier, self.limit, ""),
+            {one.candidate.name: self._launch(one).text for one in self._shown()},
         )
 
     def write_batch_files(self, folder: Path) -> None:
@@ -201,11 +204,18 @@ class Report:
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point
 
-        def point(one: Evaluated) -> Point:
+        def point(one: Evaluated, name: str) -> Point:
             estimate = one.estimate
-            return Point(one.candidate.name, estimate.fullest.total, estimate.tokens_per_second)
+            return Point(name, estimate.fullest.total, estimate.tokens_per_second)
 
-        return [point(one) for one in self.result.best], [point(one) for one in self.result.frontier]
+        # The names of all the best would cover each other, and the table has them by number.
+        best = [point(one, f"{number}") for number, one in enumerate(self.result.best, 1)]
+        return best, [point(one, one.candidate.name) for one in self.result.frontier]
 
     def _title(self) -> str:
-        return f"{self.gpus} x {self.system.name}"
+        model, batch, length = (self.about[name] for name in ("model", "global_batch_size", "seq_length"))
+        return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
+
+    def _shown(self) -> list[Evaluated]:
+        """The best, and what is on the frontier beside them."""
+        return [*self.result.best, *(one for one in self.result.frontier if one not in self.result.best)]

@@ -43,6 +43,14 @@ _COUNTED_ONE_BY_ONE = (
 """The arguments of which commands go through layers or ranks one by one."""
 
 
+class UnknownFlag(ValueError):
+    """A word that is none of Megatron's flags; ``flag`` is what it begins with."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(f"in the model's flags: {_about_unknown(word)}")
+        self.flag = word.partition("=")[0]
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line, where argparse would end the process."""
@@ -57,7 +65,7 @@ def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = Fal
     """
     args, others = parser().parse_known_args(list(words), Namespace(**start))
     if others and not has_others:
-        raise ValueError(f"in the model's flags: {_about_unknown(others[0])}")
+        raise UnknownFlag(others[0])
     for name in _COUNTED_ONE_BY_ONE:
         value = getattr(args, name)
         if isinstance(value, int | str) and (value if isinstance(value, int) else len(value)) > MOST_LAYERS:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_pp_ext.job.layout_text import spelled, stages_of
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement
 
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
@@ -139,13 +140,22 @@ def _evenly(job: Job, stages: int) -> list[int]:
         below, above = each * stages - ends, (each + 1) * stages - ends
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
-            f"--num-layers {job.model.layers} does not fill {stages} stages evenly; set it to {nearest}, or "
-            f"describe uneven stages with {LAYOUT}{_in_place(job)}"
+            f"--num-layers {job.model.layers} does not fill {stages} stages evenly; "
+            f"{_uneven_fix(job, stages)}, or set it to {nearest}"
         )
     even = [each] * stages
     even[0] -= job.pipeline.account_for_embedding_in_pipeline_split
     even[-1] -= job.pipeline.account_for_loss_in_pipeline_split
     return even
+
+
+def _uneven_fix(job: Job, stages: int) -> str:
+    """Say how the model of ``job`` gets ``stages`` with different numbers of layers."""
+    if job.model.pattern:
+        return f"write --hybrid-layer-pattern as {cut_evenly(job.model.pattern, stages)}, for example"
+    if job.pipeline.pipeline_replicas is not None:
+        return f"describe uneven stages with {LAYOUT}{_in_place(job)}"
+    return f"let {LAYOUT} {AUTO}{_in_place(job)} choose uneven stages"
 
 
 def _by_rank(job: Job) -> list[int]:

@@ -6,6 +6,7 @@ What the numbers mean is said in ``compiler.limits.requested_budget``.
 import math
 from contextlib import suppress
 
+from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 
 BY_FLAG = "--pipeline-memory-limit", "--pipeline-model-parallel-size"
@@ -37,11 +38,11 @@ def numbers(given: float | str, name: str = BY_FLAG[0]) -> tuple[float, ...]:
     found: tuple[float, ...] = ()
     for parts in ([given], str(given).split("-")):  # 1e-3 is one number, too
         with suppress(ValueError, OverflowError):
-            found = found or tuple(map(float, parts))
+            found = found or tuple(map(amounts.number, parts))
     if not found or not all(0 < number < math.inf for number in found):
         raise ValueError(
             f"{name} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
-            "or a number of bytes, for all ranks or, as in 0.9-0.8, for each"
+            "or a number of bytes, such as 40GB, for all ranks or, as in 0.9-0.8, for each"
         )
     return found
 

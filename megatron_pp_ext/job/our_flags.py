@@ -4,18 +4,28 @@
 """
 
 import tomllib
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import OTHERS
 
 FILE = Path(__file__).with_name("our_flags.toml")
 
-_TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float}
+
+def _bytes(given: str) -> float:
+    """Return the bytes of a flag's value, whose errors argparse puts behind the flag."""
+    try:
+        return amounts.read(given, "the value")
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+_TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float, "bytes": _bytes}
 
 
 @cache

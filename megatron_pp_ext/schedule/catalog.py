@@ -27,7 +27,6 @@ from megatron_pp_ext.schedule.families import (
 from megatron_pp_ext.schedule.names import (
     ALIASES,
     CSV_PREFIX,
-    FLEX,
     NO_PIPELINE,
     NOT_HERE,
     OTHERS,
@@ -202,7 +201,7 @@ def register(entry: Entry) -> None:
             f"a schedule is called {entry.name!r}, but names are in lower case with hyphens: call it "
             f"{_plain(entry.name)!r}"
         )
-    if entry.name in {*ENTRIES, *ALIASES, *NOT_HERE, FLEX, NO_PIPELINE}:
+    if entry.name in {*ENTRIES, *ALIASES, *NOT_HERE, NO_PIPELINE}:
         raise ValueError(f"a schedule is called {entry.name!r} already: choose another name")
     built = entry.build(2, 4)
     check(built)
@@ -230,7 +229,7 @@ def canonical(name: str) -> str:
         return f"{CSV_PREFIX}{path}"
     plain = _plain(name)
     plain = ALIASES.get(plain, plain)
-    return plain if plain in {*ENTRIES, *NOT_HERE, FLEX, NO_PIPELINE} else name
+    return plain if plain in {*ENTRIES, *NOT_HERE, NO_PIPELINE} else name
 
 
 def entry(name: str) -> Entry:
@@ -243,6 +242,8 @@ def entry(name: str) -> Entry:
         return ENTRIES[name]
     if name in NOT_HERE:
         raise ValueError(f"schedule {name!r} is not offered here: {NOT_HERE[name]}")
+    if name.startswith(CSV_PREFIX):
+        raise ValueError(f"schedule {name!r} is a file: read it by read_csv, or look at it by mpp simulate")
     known = [*NAMES, *(other.name for other in OTHERS)]
     hint = did_you_mean(_plain(name), [*known, *ALIASES])
     guess = f" ({hint})" if hint else ""

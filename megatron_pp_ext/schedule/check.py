@@ -228,6 +228,13 @@ def _deadlock(schedule: Schedule, walk: Walk) -> str:
             if need not in done
         )
 
+    here, is_whole = frozenset(schedule), not schedule.splits_backward
+
+    def named(need: Action) -> Action:
+        """Return a needed backward as the schedule has it: a whole one is no I (``needs``)."""
+        whole = need._replace(kind=Kind.B)
+        return whole if need.kind is Kind.I and need not in here and (is_whole or whole in here) else need
+
     rank = next(rank for rank, rest in enumerate(to_come) if rest)
     path: list[int] = []
     while rank not in path:
@@ -235,9 +242,11 @@ def _deadlock(schedule: Schedule, walk: Walk) -> str:
         action, wanted = blocked(rank)
         rank = schedule.placement.rank_of(wanted.stage)
         if all(delivers(other) != wanted for other in to_come[rank]):
-            return f"rank {path[-1]}: {action} waits for {wanted}, which no rank does: add it to rank {rank}"
+            lacking = named(wanted)
+            return f"rank {path[-1]}: {action} waits for {lacking}, which no rank does: add it to rank {rank}"
     circle = path[path.index(rank) :]
-    links = [f"rank {r}: {{}} waits for {{}}".format(*blocked(r)) for r in circle]
+    waits = [(r, *blocked(r)) for r in circle]
+    links = [f"rank {r}: {action} waits for {named(need)}" for r, action, need in waits]
     if len(links) > _ACTIONS_NAMED:
         links[_ACTIONS_NAMED:] = [f"and {len(links) - _ACTIONS_NAMED} more ranks"]
     return f"deadlock: {', '.join(links)}: reorder one of them"

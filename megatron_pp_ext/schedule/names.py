@@ -106,6 +106,8 @@ ALIASES = {
 """The names that other projects give to schedules of the catalogue."""
 
 NOT_HERE = {
+    FLEX: "it is compiled for costs and a memory limit, in Python by compile_schedule, and by mpp schedule "
+    f"{FLEX} --memory-limit 0.5",
     AUTO: f"it is {FLEX} within the memory that the devices have free, which only training can measure; look "
     f"at {FLEX} with --memory-limit, and train with --pipeline-schedule {AUTO}",
     PIPEDREAM: "it runs 1f1b over the whole training without an end, so it has no makespan; look at 1f1b "
@@ -118,4 +120,4 @@ NOT_HERE = {
     "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "
     "to save memory use v-half or v-min",
 }
-"""The reasons why the catalogue lacks schedules that only training runs or only another project has."""
+"""Why the catalogue lacks schedules: they are compiled, need training, or are another project's."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -32,12 +33,17 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` into ``path``."""
+def save(figure: Figure, path: Path, over: str = "") -> None:
+    """Write ``figure`` into ``path``; ``over`` are elements that an SVG has above all others."""
     with whole(path) as unfinished:
         if path.suffix.lower() == ".png":
             # Boxes of one colour compress well at any level, and the default one takes as long as drawing.
             figure.savefig(unfinished, dpi=150, pil_kwargs={"compress_level": 2})
+        elif path.suffix.lower() == ".svg" and over:
+            text = StringIO()
+            figure.savefig(text, format="svg")
+            drawn, end, rest = text.getvalue().rpartition("</svg>")
+            unfinished.write_text(f"{drawn}{over}{end}{rest}", encoding="utf-8")
         else:
             figure.savefig(unfinished)
 

@@ -90,6 +90,8 @@ def draw_configurations(
 ) -> None:
     """Draw ``best`` as points and ``frontier``, by rising memory, as a line of steps up to ``limit`` bytes.
 
+    Where a point is in both, its name is that on the frontier.
+
     The suffix of ``path`` chooses the format; ValueError for an unknown one.
     """
     require_picture(path)
@@ -105,7 +107,7 @@ def configurations_svg(best: Sequence[Point], frontier: Sequence[Point], limit: 
 
 def _configurations(best: Sequence[Point], frontier: Sequence[Point], limit: float, title: str) -> Figure:
     figure = new_figure(9, 5)
-    axes: Any = figure.add_axes((0.1, 0.12, 0.86, 0.78))
+    axes: Any = figure.add_axes((0.1, 0.12, 0.86, 0.75))
     memories = [point.memory / 1e9 for point in frontier]
     rates = [point.throughput for point in frontier]
     line, _ = _draw_steps(axes, memories, rates, limit / 1e9, marker=5)
@@ -117,11 +119,12 @@ def _configurations(best: Sequence[Point], frontier: Sequence[Point], limit: flo
     axes.axvline(limit / 1e9, color=GREY, linewidth=1, linestyle="--", gid="limit")
     axes.set_xlim(0, 1.15 * limit / 1e9)
     axes.margins(y=0.12)
-    _label(axes, "memory of the fullest rank, GB", "tokens a second", title)
+    _label(axes, "memory of the fullest rank, GB", "tokens a second", title, above=26)  # above the legend
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2).set_gid(
         "legend"
     )
-    write_names(axes, {(point.memory / 1e9, point.throughput): point.name for point in frontier}, 8, GREY)
+    names = {(point.memory / 1e9, point.throughput): point.name for point in (*best, *frontier)}
+    write_names(axes, names, 8, GREY)
     return figure
 
 
@@ -136,10 +139,10 @@ def _draw_steps(
     return line, points
 
 
-def _label(axes: Any, across: str, upwards: str, title: str) -> None:
+def _label(axes: Any, across: str, upwards: str, title: str, above: float = 6) -> None:
     axes.set_xlabel(across, color=GREY)
     axes.set_ylabel(upwards, color=GREY)
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, parse_math=False)
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=above, parse_math=False)
     axes.grid(color="#e6e9ec", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=GREY)

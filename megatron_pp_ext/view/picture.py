@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.view import tooltips
 from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
 from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_labels
 
@@ -72,7 +73,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
     time_width = width - _LEFT - _RIGHT
 
     figure = new_figure(width, height)
-    bottom = height - _TOP
+    bottom, hints = height - _TOP, list[str]()
     for group in groups:
         makespan = _makespan(group)
         scale = 72 * time_width / makespan
@@ -87,6 +88,8 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
             _draw_memory(panel, timeline, memory)
             _draw_copies(panel, timeline)
             _write_head(panel, title, timeline)
+            top, unit = height - bottom - rows, time_width / makespan
+            hints += tooltips.of_actions(timeline, _LEFT, top, unit, _ROW, _ACTIONS * _ROW)
         panel.tick_params(labelbottom=True)
         panel.set_xlabel(f"time ({time_unit})" if time_unit else "time", fontsize=9, color=GREY)
         bottom -= _BOTTOM
@@ -94,7 +97,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
         handles=_legend(timelines), loc="upper left", bbox_to_anchor=(_LEFT / width, 1.0), ncols=12,
         frameon=False, fontsize=9, borderaxespad=0.3, handlelength=1.4, borderpad=0.2, columnspacing=1.6,
     )  # fmt: skip
-    save(figure, path)
+    save(figure, path, tooltips.group(hints))
 
 
 def require_room(ranks: int, actions: int) -> None:

@@ -1,7 +1,7 @@
 """Schedules for the terminal: a sketch of one, and a table that compares several."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -20,15 +20,18 @@ WAYS = {"out": "↓", "back": "↑"}
 _END = 32
 """The number of ranks that a sketch shows at each end of a longer pipeline."""
 
+_NAME, _UNLIMITED = 20, 10_000
+"""The longest name that no table folds, and the width of a console on which nothing is too wide."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
-    A column is as long as the shortest action, or longer where the timeline would not fit; it shows what the
-    rank does in the middle of it.  In a pair, columns show its forward and its backward in turn.  Chunks
-    after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
-    activations wait on the host, two more lines show a rank's copies to it and back.
+    A column is as long as the shortest action, or longer where the timeline would not fit, which a line then
+    says; it shows what the rank does in the middle of it.  In a pair, columns show its forward and its
+    backward in turn.  Chunks after the first have darker colours.  Of many ranks only the first and the last
+    are shown.  Where activations wait on the host, two more lines show a rank's copies to it and back.
     """
 
     timeline: Timeline
@@ -51,6 +54,10 @@ class Sketch:
         yield Text(
             f"{'':{gutter}}1 column = {column:.4g}, makespan {self.timeline.makespan:.5g}", style="dim"
         )
+        if column > unit:
+            yield Text(
+                f"{'':{gutter}}Some actions are as short as {unit:.4g}: not all are shown", style="dim"
+            )
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the least and the most columns that a sketch may have."""
@@ -103,14 +110,58 @@ def schedule_table(rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = True) -> Table:
+@dataclass
+class Numbers:
+    """A table to print with rich: a name and numbers in each row.
+
+    Where the console is too narrow for it, several tables have some of the numbers each, and all the names.
+    Only a name that is longer than ``_NAME`` is folded, and nothing is cut.
+    """
+
+    heading: str
+    headings: Sequence[str]
+    title: str | None = None
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, name: str, *numbers: str) -> None:
+        """Add a row, with a number below each of the headings."""
+        self.rows.append((name, *numbers))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield one table, or as many as the width asks for."""
+        first, title = 1, self.title
+        while first <= len(self.headings):
+            behind = len(self.headings) + 1
+            while behind > first + 1 and self._least(console, options, first, behind) > options.max_width:
+                behind -= 1
+            yield self._table(first, behind, title)
+            first, title = behind, None
+
+    def _least(self, console: Console, options: ConsoleOptions, first: int, behind: int) -> int:
+        """Return the least width in columns of the table of the numbers from ``first`` to ``behind``."""
+        table = self._table(first, behind)
+        table.columns[0].max_width = table.columns[0].min_width
+        return Measurement.get(console, options.update_width(_UNLIMITED), table).maximum
+
+    def _table(self, first: int, behind: int, title: str | None = None) -> Table:
+        table = Table(title=title, title_justify="left")
+        longest = max(map(len, [self.heading, *(name for name, *_ in self.rows)]))
+        table.add_column(self.heading, overflow="fold", min_width=min(longest, _NAME))
+        for heading in self.headings[first - 1 : behind - 1]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, *numbers in self.rows:
+            table.add_row(name, *numbers[first - 1 : behind - 1])
+        return table
+
+
+def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = True) -> Numbers:
     """Return a row for each schedule: makespan, longest span, both bubbles, and the fullest rank's memory.
 
     Memory is in whole microbatches' activations (``Timeline.peak_microbatches``), so that schedules with
     different numbers of chunks compare.  Messages are counted in buffers; recorded steps do not have them.
     """
     headings = ["makespan", "bubble", "longest\nspan", "bubble\nin span", "peak\nmemory"]
-    table = _table("schedule", *headings, *(["peak\nmessages"] if with_messages else []))
+    table = Numbers("schedule", [*headings, *(["peak\nmessages"] if with_messages else [])])
     for name, timeline in timelines.items():
         table.add_row(
             name,
@@ -124,7 +175,7 @@ def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = Tr
     return table
 
 
-def recorded_tables(title: str, step: RecordedStep) -> Iterator[Table]:
+def recorded_tables(title: str, step: RecordedStep) -> Iterator[Numbers]:
     """Yield three tables with a row for each rank: its idle time, what it waited for, and its memory.
 
     Idle times of a step in seconds are in milliseconds.
@@ -135,11 +186,11 @@ def recorded_tables(title: str, step: RecordedStep) -> Iterator[Table]:
     def shown(time: float) -> str:
         return f"{scale * time:,.2f}"
 
-    idle = _table("rank", "idle", "share", "warm-up", "in between", "cool-down", "reductions")
-    idle.title = f"{title}: a step of {shown(end - start)}{unit}, idle time"
+    headings = ["idle", "share", "warm-up", "in between", "cool-down", "reductions"]
+    idle = Numbers("rank", headings, f"{title}: a step of {shown(end - start)}{unit}, idle time")
     clocks = ["clock\nerror"] if any(record.clock_error for record in step.records) else []
-    waits = _table("rank", "in between", "unfinished\nstages", "late\nmessages", "overhead", *clocks)
-    waits.title = "What it waited for in between"
+    headings = ["in between", "unfinished\nstages", "late\nmessages", "overhead", *clocks]
+    waits = Numbers("rank", headings, "What it waited for in between")
     for rank, (causes, record) in enumerate(zip(idle_times(step), step.records, strict=True)):
         between = causes.unfinished_stages, causes.late_messages, causes.overhead
         share = f"{sum(causes) / (end - start):.1%}"
@@ -152,21 +203,10 @@ def recorded_tables(title: str, step: RecordedStep) -> Iterator[Table]:
 
     on_device = any(record.device_bytes for record in step.records)
     unit = step.units.memory
-    memory = _table(
-        "rank", f"live activations,\n{unit}", *([f"all that its device held,\n{unit}"] if on_device else [])
-    )
-    memory.title = "Peak memory"
+    whole = [f"all that its device held,\n{unit}"] if on_device else []
+    memory = Numbers("rank", [f"live activations,\n{unit}", *whole], "Peak memory")
     form = ",.0f" if unit == SECONDS.memory else ",.4g"
     for rank, record in enumerate(step.records):
         device = [f"{record.device_bytes or 0:,}"] if on_device else []
         memory.add_row(str(rank), f"{record.peak_bytes:{form}}", *device)
     yield memory
-
-
-def _table(name: str, *numbers: str) -> Table:
-    """Return a table of a name and numbers.  Where it is too wide, the name is folded and nothing is cut."""
-    table = Table(title_justify="left")
-    table.add_column(name, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from megatron_pp_ext import __version__
-from megatron_pp_ext.cli import report
+from megatron_pp_ext.cli import flex, report
 from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog, csv_file
@@ -249,6 +249,16 @@ def test_compare_has_all_schedules_of_one_or_two_chunks_for_the_same_work(
     assert "<!-- 2 ranks, 4 microbatches -->" in drawn
     assert "<!-- makespan (1 = a rank's F, I or W of one microbatch) -->" in drawn
     assert "<!-- v-half" in drawn or ", v-half" in drawn
+
+
+def test_compare_shows_what_it_knows_before_it_compiles(mpp, monkeypatch):
+    def stopped(*_):
+        raise ValueError("stopped while compiling")
+
+    monkeypatch.setattr(flex, "some_limits", stopped)
+    result = mpp("compare", "-p", 2, "-m", 4)
+    assert result.stderr == "mpp: stopped while compiling\n"
+    assert all(f"│ {name} " in result.stdout for name in ("1f1b", "v-half", "dualpipe-v"))
 
 
 def test_a_frontier_leaves_out_what_another_beats():

@@ -97,20 +97,48 @@ def test_estimate_of_activations_on_the_host(mpp, model, tmp_path):
 
 
 SIZES = ("--global-batch-size", 16, "--seq-length", 512, "--schedules", "1f1b,v-half")
+UNEVEN = {"num_layers": 9, "hidden_size": 4096}
 SEARCH = ("search", "--gpus", 16, *SIZES)
 
 
 def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_path):
     files = {name: tmp_path / f"found.{name}" for name in ("json", "html", "svg")}
     wanted = [word for name, file in files.items() for word in (f"--{name}", file)]
-    result = mpp(*SEARCH, "--top", 3, "--model", model(), *wanted, "--sbatch", tmp_path / "jobs")
+    result = mpp(
+        *SEARCH,
+        "--top",
+        3,
+        "--memory",
+        "12GB",
+        "--model",
+        model(**UNEVEN),
+        *wanted,
+        "--sbatch",
+        tmp_path / "jobs",
+    )
     assert result.exit_code == 0, result.output
-    best = json.loads(files["json"].read_text())["best"]
+    content = json.loads(files["json"].read_text())
+    page, best = files["html"].read_text(), content["best"]
+    title = f"{tmp_path / 'model.json'} on 16 x h100, 16 sequences of 512 tokens a step"
+    assert f"<title>{title}</title>" in page
+    assert (content["model"], content["global_batch_size"], content["seq_length"]) == (
+        str(tmp_path / "model.json"), 16, 512,
+    )  # fmt: skip
+    assert content["command"] in page and "search --gpus 16" in content["command"] and content["date"] in page
+    alike = [other for one in best for other in one["alike"]]
+    for one in (*best, *content["frontier"], *alike):
+        layout = one["candidate"]["layout"]
+        assert layout is None or shlex.join(["--pipeline-model-parallel-layout", layout]) in one["command"]
+    assert any(one["candidate"]["layout"] for one in content["frontier"] if one["name"] != best[0]["name"])
+    shown = " ".join(result.output.replace("\\\n", "").split())
+    for one in content["frontier"]:
+        assert f"<h3>{one['name']}</h3>" in page
+        assert shlex.join(one["flags"][one["flags"].index("--tensor-model-parallel-size") :]) in shown
     steps = [one["estimate"]["step_seconds"] for one in best]
     assert steps == sorted(steps)
     assert len(steps) == 3
     assert best[0]["name"] in result.output
-    assert all(one["name"] in files["html"].read_text() for one in best)
+    assert all(one["name"] in page for one in best)
     assert "<svg" in files["svg"].read_text()
     scripts = sorted((tmp_path / "jobs").iterdir())
     assert [script.name for script in scripts] == [f"0{n}-{one['name']}.sh" for n, one in enumerate(best, 1)]
@@ -132,6 +160,7 @@ def test_a_browser_shows_the_page_of_a_search_whole(mpp, model, tmp_path):
     shown = "svg, [id^=name-], #limit, #legend, #points use"
     boxes, too_wide = browser.drawn(page, shown, tmp_path)
     assert too_wide == 0
+    assert browser.drawn(page, shown, tmp_path, width=420)[1] == 0
     ((left, top, right, bottom),) = boxes.pop("")
     names = [box for name, (box, *_) in boxes.items() if name.startswith("name-")]
     assert names
@@ -174,7 +203,7 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
     [
         ((*SEARCH, "--system", "h1000"), {}, "did you mean 'h100'?"),
         ((*SEARCH, "--memory", 1e6), {}, "the model fits nowhere:"),
-        ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be 1 or more"),
+        ((*SEARCH, "--memory", -5), {}, "--memory is -5, but must be a number of bytes"),
         ((*SEARCH, "--json", "nowhere/x.json"), {}, "nowhere/x.json: no such folder; make it first"),
         ((*SEARCH, "--margin", "nan"), {}, "--margin is nan, but must be 0 or more"),
         (SEARCH, {"hybrid_layer_pattern": "M*|M*|M*|M*"}, "changes: leave every | of it out"),

@@ -28,10 +28,10 @@ REFUSED = {
     "csv:/nowhere.csv": "No such file",
     "1f1b --micro-batch-size 8 --global-batch-size 4": "size 4 makes 0 microbatches .* set it to 8",
     # Stages and their layers.
-    "v-half --num-layers 12": "has 8 stages: --num-layers 12 does not fill 8 stages evenly; set it to 8 or",
-    "v-zb --num-layers 4": "--num-layers 4 .* set it to 8, or",
+    "v-half --num-layers 12": "has 8 stages: --num-layers 12 does not fill 8 stages evenly; let ",
+    "v-zb --num-layers 4": "--num-layers 4 .*, or set it to 8$",
     f"v-half {VIRTUAL} 3": f"has 2 chunk.s. a rank, but {VIRTUAL} requests 3; set it to 2",
-    f"v-half --num-layers 12 {VIRTUAL} 2": f"or describe uneven stages with {LAYOUT} in place of {VIRTUAL}$",
+    f"v-half --num-layers 12 {VIRTUAL} 2": f"let {LAYOUT} auto in place of {VIRTUAL} choose uneven stages",
     f"interleaved {VIRTUAL} 1": "has 2 or more chunk.s. a rank, .* requests 1",
     f"auto --num-layers 12 {VIRTUAL} 3": f"auto has 2 or fewer chunk.s. a rank, but {VIRTUAL} requests 3",
     "v-half --num-layers 16 --num-layers-per-virtual-pipeline-stage 1": "stage requests 4; leave it out",

@@ -48,6 +48,15 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_others(typed, said
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [("Flex", "'flex' is not offered here: .* compile_schedule"), ("csv:my.csv", "read it by read_csv")],
+)
+def test_what_is_not_built_by_its_name_is_answered_with_what_makes_it(name, said):
+    with pytest.raises(ValueError, match=said):
+        catalog.build(name, 4, 8)
+
+
+@pytest.mark.parametrize(
     ("typed", "meant"),
     [
         ("V-Half", "v-half"),

@@ -92,11 +92,13 @@ def test_ranks_that_wait_for_each_other():
     """Every rank alone is in order, but together they are not; a simulation says the same."""
     crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)
     message = refusal(crossed)
-    assert "rank 0: 0B0 waits for 1I0" in message
+    assert "rank 0: 0B0 waits for 1B0" in message
     assert "rank 1: 1F1 waits for 0F1" in message
     with pytest.raises(InvalidSchedule) as error:
         simulate(crossed, Costs.unit(crossed.placement))
     assert str(error.value) == message
+    halved = written("0F0 0B0 0F1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1", microbatches=2)
+    assert "rank 0: 0B0 waits for 1I0" in refusal(halved)
 
 
 def test_a_long_circle_is_cut_short():

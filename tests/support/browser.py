@@ -21,8 +21,10 @@ document.body.innerHTML = "<pre>" + JSON.stringify({found, scrollWidth, clientWi
 </script>"""
 
 
-def drawn(page: Path, selector: str, folder: Path) -> tuple[dict[str, list[list[float]]], int]:
-    """Return where a window of 1280 pixels shows what ``selector`` finds on ``page``.
+def drawn(
+    page: Path, selector: str, folder: Path, width: int = 1280
+) -> tuple[dict[str, list[list[float]]], int]:
+    """Return where a window of ``width`` pixels shows what ``selector`` finds on ``page``.
 
     The boxes, (left, top, right, bottom) in pixels, go by the id of the element, or else of what it is in.
     Beside them stand the pixels by which the page is wider than the window.
@@ -30,7 +32,7 @@ def drawn(page: Path, selector: str, folder: Path) -> tuple[dict[str, list[list[
     assert BROWSER
     copy = folder / "asked.html"
     copy.write_text(page.read_text() + _ASK % json.dumps(selector))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,1400"]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400"]
     profile = f"--user-data-dir={folder / 'profile'}"
     result = subprocess.run(
         [*command, profile, "--dump-dom", copy.as_uri()],

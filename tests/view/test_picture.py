@@ -69,6 +69,20 @@ def test_every_action_has_its_box_and_its_number(svg):
     assert svg.count(f"fill: {ink(1)}") == 3 * 3 * 4 + backgrounds
 
 
+def test_every_action_has_a_tooltip_over_its_box(tmp_path):
+    """Also where boxes are too narrow for numbers; W of microbatch 15 ends the step in the last column."""
+    timeline = timed("zb-h1", 3, 16)
+    draw({"a": timeline}, tmp_path / "a.svg")
+    drawn = ET.fromstring((tmp_path / "a.svg").read_text())
+    ((*boxes,),) = (group for group in drawn.iter() if group.get("id") == "tooltips")
+    assert len(boxes) == sum(map(len, timeline.events))
+    titles = {box[0].text: box for box in boxes}
+    first, last = titles["0F0 on rank 0: 0 to 1"], titles["2W15 on rank 2: 49 to 50"]
+    width, left = (float(first.get(name)) for name in ("width", "x"))
+    assert float(last.get("x")) == pytest.approx(left + 49 * width, abs=0.5)
+    assert float(last.get("y")) - float(first.get("y")) == pytest.approx(2 * 72 * picture._ROW, abs=0.02)
+
+
 def test_too_narrow_boxes_stay_without_numbers(tmp_path):
     draw({"long": timed("v-min", 2, 200)}, tmp_path / "long.svg")
     assert f"fill: {ink(0)}" not in (tmp_path / "long.svg").read_text()
@@ -114,7 +128,7 @@ def test_refusals(tmp_path):
 
 def test_each_group_has_its_own_time_axis(monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr(picture, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(picture, "save", lambda figure, path, over: drawn.append(figure))
     long, short = timed("1f1b", 2, 20), timed("1f1b", 2, 4)
     draw_groups([{"long": long, "beside": short}, {"alone": short}], tmp_path / "a.svg", "seconds")
     axes = drawn[0].axes

@@ -1,3 +1,4 @@
+import pytest
 from rich.console import Console
 
 from megatron_pp_ext.features.offload.free_plans import with_share
@@ -31,9 +32,10 @@ def test_a_sketch_shows_each_action_in_its_place():
 
 def test_a_long_schedule_fits_the_width():
     lines = printed(Sketch(timed("v-min", 4, 64)), width=60).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert max(map(len, lines)) <= 60
-    assert "makespan 395" in lines[-1]
+    assert "makespan 395" in lines[-2]
+    assert lines[-1].strip() == "Some actions are as short as 1: not all are shown"
 
 
 def test_eighty_columns_cut_no_number():
@@ -44,9 +46,22 @@ def test_eighty_columns_cut_no_number():
     assert all(f"│ {name} " in lines for name in catalog.NAMES)
 
 
+@pytest.mark.parametrize("width", [30, 45, 60])
+def test_narrow_consoles_get_all_names_and_numbers(width):
+    timelines = {name: timed(name, 4, 8) for name in catalog.NAMES}
+    lines = printed(summary_table(timelines), width).splitlines()
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    cells = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    shown: dict[str, list[str]] = {}
+    for name, *numbers in cells:
+        shown.setdefault(name.strip(), []).extend(map(str.strip, numbers))
+    wide = [line.strip("│").split("│") for line in printed(summary_table(timelines), 100).splitlines()]
+    assert shown == {name.strip(): [*map(str.strip, numbers)] for name, *numbers in wide if numbers}
+
+
 def test_of_many_ranks_both_ends_are_shown():
     lines = printed(Sketch(timed("1f1b", 70, 2))).splitlines()
-    assert len(lines) == 32 + 1 + 32 + 1
+    assert len(lines) == 32 + 1 + 32 + 2
     assert lines[32].strip() == "ranks 32 to 37 are not shown"
     assert lines[33].startswith("38 ")
 

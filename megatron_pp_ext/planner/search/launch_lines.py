@@ -85,6 +85,11 @@ def one_a_line(words: Sequence[str]) -> str:
     return " \\\n".join(" ".join(map(_quoted, (name, *behind))) for name, behind in by_name(words))
 
 
+def folded(words: Sequence[str], indent: int) -> str:
+    """Return flags for a shell in continued lines that fit 80 columns behind ``indent`` spaces."""
+    return _continued([*map(_quoted, words)], indent)
+
+
 def batch_file(name: str, flags: Sequence[str], gpus: int, gpus_per_node: int, comment: str) -> str:
     """Return a shell script that submits the job ``name``, from whatever folder it is called in."""
     nodes, ranks = max(1, gpus // gpus_per_node), min(gpus, gpus_per_node)
@@ -106,7 +111,7 @@ def _quoted(word: str) -> str:
     return word if word == _MEETING else shlex.quote(word)
 
 
-def _continued(words: Sequence[str]) -> str:
+def _continued(words: Sequence[str], margin: int = 0) -> str:
     """Return ``words``, quoted already, in continued lines; a flag stays beside its first value."""
     pieces: list[str] = []
     for word in words:
@@ -114,11 +119,11 @@ def _continued(words: Sequence[str]) -> str:
             pieces[-1] += f" {word}"
         else:
             pieces.append(word)
-    indent, lines = "", [pieces[0]]
+    indent, lines = " " * margin, [pieces[0]]
     for piece in pieces[1:]:
         if len(f"{indent}{lines[-1]} {piece} \\") <= _COLUMNS:
             lines[-1] += f" {piece}"
         else:
-            indent = "  "
+            indent = " " * (margin + 2)
             lines.append(piece)
-    return " \\\n  ".join(lines)
+    return f" \\\n{' ' * (margin + 2)}".join(lines)
