@@ -128,6 +128,7 @@ class PipelineRunner:
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             group=groups.pp,
+            groups=groups,
             shape=shape,
             model=model,
             iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
