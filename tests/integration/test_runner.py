@@ -11,8 +11,9 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
+from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources, transport
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job import source
 from megatron_pp_ext.job.request import named
 from megatron_pp_ext.runtime.activation_meter import Owner
@@ -39,15 +40,15 @@ def contract(**changed):
 def test_distillation_is_refused(pipeline):
     runner = stock_schedules.get_forward_backward_func()
     assert isinstance(runner.steps, flushed.FlushedSteps)
-    with pytest.raises(ValueError, match="does not support modelopt's distillation"):
+    with pytest.raises(ValueError, match="do not support modelopt's distillation"):
         runner(**contract(adjust_tensor_shapes_fn=lambda *shapes: shapes))
 
 
 def test_several_modules_are_refused(pipeline):
     modules = MultiModuleProcessGroupCollection.__new__(MultiModuleProcessGroupCollection)
-    with pytest.raises(ValueError, match="does not support MIMO"):
+    with pytest.raises(ValueError, match="do not support MIMO"):
         stock_schedules.get_forward_backward_func(2, None, modules)
-    with pytest.raises(ValueError, match="does not support MIMO"):
+    with pytest.raises(ValueError, match="do not support MIMO"):
         stock_schedules.get_forward_backward_func()(**contract(pg_collection=modules))
 
 
@@ -92,6 +93,44 @@ def test_ranks_that_meet_in_a_step_run_one_schedule() -> None:
         where = "rank 0 has 4 microbatches in this step and rank 1 has 3; give all ranks of a pipeline"
         assert found.pop("counts in a pipeline").startswith(where if rank < 2 else "")
         assert f"ranks 0 and 3 {built}" in found.pop("one rank")
+
+
+@pytest.mark.parametrize(("given", "words"), [(iter([]), "one iterator"), ([None] * 3, "a list of 3")])
+def test_each_chunk_has_a_data_iterator(step, given, words) -> None:
+    runner = Noting()
+    with pytest.raises(ValueError, match=f"^data_iterator is {words}, and this model has 2 chunks on a rank"):
+        runner(**contract(model=[torch.nn.Linear(1, 1)] * 2, data_iterator=given))
+    assert runner.done == []
+
+
+def fail(rank: int) -> list[str]:
+    """Return how a step ends in which rank 0 fails after a message, and how the next one does."""
+    dist.init_process_group("gloo")
+    groups = transport.ProcessGroups(Settings())
+    inputs = SimpleNamespace(
+        group=dist.group.WORLD, shape=(1,), config=SimpleNamespace(pipeline_dtype=torch.float)
+    )
+    found = []
+    for is_ended in (True, False, True):
+        try:
+            channels = groups.channels(inputs)
+            if rank == 0:
+                channels.send(1, torch.ones(1))
+            if is_ended:
+                if rank == 1:
+                    channels.post(0, "message")
+                    channels.receive(0, "message")
+                channels.close()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_no_step_follows_one_that_failed() -> None:
+    for first, second, third in run_ranks(fail, 2):
+        assert (first, second) == ("", "")
+        assert third.startswith("no step can follow one that failed: its messages may be on their way")
 
 
 class Noting(PipelineRunner):

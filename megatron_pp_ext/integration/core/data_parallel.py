@@ -73,7 +73,7 @@ def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.dtype)  # as autograd does under autocast
     else:
         parameter.grad.add_(gradient)
 

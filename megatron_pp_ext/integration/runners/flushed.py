@@ -40,7 +40,6 @@ class FlushedSteps:
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
         plan, placement = self.plan(inputs), self._placement
-        channels = self._transport.channels(inputs)
         vocabulary = None
         if plan.shares_vocabulary:
             vocabulary = ModelVocabulary(inputs, placement, plan, self._transport.exchanges(inputs))
@@ -55,6 +54,7 @@ class FlushedSteps:
         if plan.copies_activations and self._away is None:
             self._away = activations_away(self._host_bytes)
         self._reduce_as_replicas(inputs, plan)
+        channels = self._transport.channels(inputs)
         with self._offload.step(self._kind(inputs), plan, inputs):
             execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, self._away))
 
