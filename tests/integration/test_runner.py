@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources, transport
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.integration.settings import Settings
@@ -262,3 +263,10 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
         plan(microbatches, training_steps=1)
     assert built == [(4, None), (4, [1.0, 1.0]), (6, [1.0, 1.0])]
     assert len(measured) == 1, "replicas may come to later numbers of microbatches alone"
+
+
+def test_a_model_for_stock_s_schedule_keeps_it_whatever_is_installed(pipeline) -> None:
+    chunk = torch.nn.Linear(1, 1)
+    chunk_pipelines.remember(chunk, None)
+    assert chunk_pipelines.of_model([chunk]) is None
+    assert chunk_pipelines.of_model([torch.nn.Linear(1, 1)]) is pipeline

@@ -147,7 +147,8 @@ class DataParallel:
         ends = _ends_of_gradients(ordinary)
         self._waiting = [placement.chunk_of(stage) for stage, kind in ends if kind in (Kind.W, Kind.B)]
         if self._reduce is None and ends != _ends_of_gradients(actions):
-            self._reduce = [chunk.start_grad_sync for chunk in self._model]
+            chunks: Sequence[Any] = self._model
+            self._reduce = [chunk.start_grad_sync for chunk in chunks]
 
     def expect_part(self, chunk: int) -> None:
         """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a shared vocabulary."""
