@@ -1,14 +1,13 @@
 """A schedule for programs that know nothing of this package, asked for by the environment.
 
 ``mpp activate`` puts a file into site-packages whose one line Python runs at every start.  It does something
-only where ``MEGATRON_PP_SCHEDULE`` is set: then ``megatron_pp_ext.install`` is called with what the other
-variables say, right after ``megatron.core`` is imported and so before any of its functions can be imported
-from it by name.
+only where a variable of ``VARIABLES`` is set, or one that resembles them: then ``megatron_pp_ext.install`` is
+called with what the variables say, right after ``megatron.core`` is imported and so before any of its
+functions can be imported from it by name.
 
 This module imports nothing but the standard library until then, because it may run at every start of Python.
 """
 
-import importlib.util
 import os
 import sys
 import sysconfig
@@ -19,9 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.launch_errors import in_one_line
 
 SCHEDULE = "MEGATRON_PP_SCHEDULE"
+
+_PREFIX, _CACHE = "MEGATRON_PP_", "MEGATRON_PP_EXT_CACHE"
+"""The beginning of the variables of a schedule, and the one variable that has it without being one."""
 
 
 def _limit(text: str) -> float | str:
@@ -53,9 +56,9 @@ _NEEDED = {
 }
 """The variables that have to be set, and their meaning."""
 
-# An interpreter without the variable only looks it up.
+# An interpreter without the variables only looks them up; a misspelled one must not go unnoticed.
 _LINE = (
-    f'import os; "{SCHEDULE}" in os.environ and '
+    f'import os; any(name.startswith("{_PREFIX}") and name != "{_CACHE}" for name in os.environ) and '
     '__import__("megatron_pp_ext.activation", fromlist=["watch"]).watch()\n'
 )
 
@@ -91,17 +94,15 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
 
     ValueError for a variable that is unknown, is missing or does not say a number where it must.
     """
-    ours = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith("MEGATRON_PP_") and not name.startswith("MEGATRON_PP_EXT_")
-    }
+    ours = _ours(environment)
     for name in ours:
         if name not in VARIABLES:
-            raise ValueError(f"{name} is unknown; unset it, or set one of {', '.join(VARIABLES)}")
+            hint = did_you_mean(name, VARIABLES, f"the variables are {', '.join(VARIABLES)}")
+            raise ValueError(f"{name} is unknown; unset it, or correct its name: {hint}")
     for name, meaning in _NEEDED.items():
         if not ours.get(name):
-            raise ValueError(f"{SCHEDULE}={ours.get(SCHEDULE)} needs {name}; set it to {meaning}")
+            given = next((f"{other}={value}" for other, value in ours.items() if value), "install")
+            raise ValueError(f"{given} needs {name}; set it to {meaning}")
     read = {}
     for name, value in ours.items():
         argument, reader = VARIABLES[name]
@@ -112,12 +113,17 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
     return read
 
 
+def _ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are about a schedule, or are meant to be."""
+    return {name: value for name, value in environment.items() if name.startswith(_PREFIX) and name != _CACHE}
+
+
 def refuse_beside_flags() -> None:
     """Raise ValueError where both doors are open: the environment's and that of ``--pipeline-schedule``."""
-    if SCHEDULE in os.environ:
+    for name, value in _ours(os.environ).items():
         raise ValueError(
-            f"{SCHEDULE}={os.environ[SCHEDULE]} is for programs that are started without megatron_pp_ext; "
-            "unset it, and give --pipeline-schedule"
+            f"{name}={value} is for programs that are started without megatron_pp_ext; unset it, and give "
+            "--pipeline-schedule"
         )
 
 
@@ -127,22 +133,28 @@ def watch() -> None:
 
 
 class _AfterCore:
-    """A finder of ``megatron.core`` alone, which finds it where others do and has the last word about it."""
+    """A finder of ``megatron.core`` alone, which finds it where others do and has the last word about it.
+
+    It stays until an import has worked: some programs look for the package without importing it, and some
+    import it again after an import that failed.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != "megatron.core":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_install(module: ModuleType) -> None:
             execute(module)
-            _install()
+            if self in sys.meta_path:
+                _install()
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec

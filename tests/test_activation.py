@@ -68,10 +68,14 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
             {"MEGATRON_PP_RANKS": ""},
             "MEGATRON_PP_SCHEDULE=v-half needs MEGATRON_PP_RANKS; set it to the pipe",
         ),
+        (
+            {"MEGATRON_PP_SCHEDULE": ""},
+            "MEGATRON_PP_RANKS=4 needs MEGATRON_PP_SCHEDULE; set it to a schedule of mpp list",
+        ),
         ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
         (
             {"MEGATRON_PP_RANK": "4"},
-            "MEGATRON_PP_RANK is unknown; unset it, or set one of MEGATRON_PP_SCHEDULE",
+            "MEGATRON_PP_RANK is unknown; unset it, or correct its name: did you mean 'MEGATRON_PP_RANKS'?",
         ),
     ],
 )
@@ -81,6 +85,51 @@ def test_what_cannot_be_read_ends_the_process_in_one_line(tmp_path, given, said)
     assert printed[0] == "core"
     assert printed[1].startswith(f"megatron_pp_ext: {said}")
     assert len(printed) == 2
+
+
+@pytest.mark.parametrize("name", ["MEGATRON_PP_SHEDULE", "MEGATRON_PP_EXT_SCHEDULE"])
+def test_a_misspelled_schedule_does_not_leave_stock_in_force(tmp_path: Path, name: str) -> None:
+    activation.activate()
+    given = {name: "v-half", "MEGATRON_PP_RANKS": "4", "MEGATRON_PP_MICROBATCHES": "32"}
+    printed = run(tmp_path, "import megatron.core; print('never')", **given).splitlines()
+    line = f"megatron_pp_ext: {name} is unknown; unset it, or correct its name: did you mean"
+    assert printed[0] == "core" and printed[1].startswith(line) and len(printed) == 2
+
+
+FAILING = """
+class Failing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.core":
+            raise ImportError("for now")
+sys.meta_path.insert({at}, Failing())
+try:
+    import megatron.core
+except ImportError as error:
+    print(error)
+del sys.meta_path[{at}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("import importlib.util; importlib.util.find_spec('megatron.core')", ""),
+        (FAILING.format(at=0), "for now\n"),
+        (FAILING.format(at=1), "for now\n"),
+        (
+            "sys.stdout = object()\n"
+            "try: import megatron.core\nexcept AttributeError: sys.stdout = sys.__stdout__",
+            "",
+        ),
+        ("import megatron.core, importlib; importlib.reload(megatron.core)", "core\nINSTALLED\n"),
+    ],
+    ids=["looked up", "not found", "found by none", "failed", "imported again"],
+)
+def test_a_look_or_an_import_that_fails_does_not_lose_the_schedule(tmp_path, before, said) -> None:
+    activation.activate()
+    install = "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print('INSTALLED')\n"
+    printed = run(tmp_path, f"{install}{before}\nimport megatron.core", **ASKED)
+    assert printed == said + "core\n" + ("" if "INSTALLED" in said else "INSTALLED\n")
 
 
 def test_all_arguments_are_read() -> None:

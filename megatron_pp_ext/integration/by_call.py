@@ -5,6 +5,7 @@ are built while it is: their chunks are placed by it, and their steps run by it 
 """
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
@@ -52,52 +55,75 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of a call, to tell whether another one asks for the same."""
+class _Asked:
+    """What a call asks for, with the contents of its files, to tell whether another one asks for the same."""
 
-    schedule: str
-    ranks: int
-    microbatches: int
-    chunks: int | None = None
-    memory_limit: float | str | None = None
-    costs: GivenCosts | None = None
-    vocabulary: str | None = None
-    trace: str | Path | None = None
-    timeout: float | timedelta | None = None
-    offload: float | str | None = None
+    request: Request
+    costs: Costs | None
+    trace: Path | None
+    timeout: timedelta | None
 
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
         """Return what the call requests; ValueError, in one line, if it cannot be."""
-        if self.trace is not None:
-            require_writable("trace", Path(self.trace))
-        given = None if self.costs is None else call.read_costs(self.costs)
-        chunks = self.chunks
-        if given is not None and chunks is None and catalog.abilities(self.schedule).is_compiled:
-            chunks = max(1, len(given.stages) // self.ranks)
-        limit = self.memory_limit
-        if given is None and isinstance(limit, (int, float)) and limit > LARGEST_FRACTION:
+        request, costs_of = self.request, partial(_costs, self.costs, self.request.ranks)
+        try:
+            source = Source(request, costs_of)
+        except InfeasibleLimit as error:
+            if self.costs is not None or not catalog.abilities(request.schedule).takes_limit:
+                raise
+            # The compiler advises an amount, and without costs a call can only give a fraction.
             raise ValueError(
-                f"memory_limit is {self.memory_limit}, an amount in the unit of costs, and none are given; "
-                "give costs, or a fraction of 1F1B's peak, such as 0.5"
-            )
-        sizes = self.ranks, self.microbatches, chunks
-        request = call.requested(self.schedule, *sizes, self.memory_limit, self.vocabulary, self.offload)
-        costs_of = partial(_costs, given, self.ranks)
-        source = Source(request, costs_of)
+                f"memory_limit is {request.limit}, which no schedule of {request.ranks} ranks can keep; give "
+                f"at least {_least_fraction(request, costs_of(request.finest.stages, False)):.3f}"
+            ) from error
+        settings = Settings() if self.timeout is None else Settings(timeout=self.timeout)
         pipeline = requested.Pipeline(
-            request,
-            source,
-            Settings() if self.timeout is None else Settings(timeout=_patience(self.timeout)),
-            trace=None if self.trace is None else Path(self.trace),
-            is_per_model=True,
-            costs=given,
+            request, source, settings, trace=self.trace, is_per_model=True, costs=self.costs
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
         timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
-        found = InForce(source.name, source.placement, self.microbatches, peak, bubble, line)
+        found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
         return replace(pipeline, summary=line), found
+
+
+def _asked(
+    schedule: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    memory_limit: float | str | None = None,
+    costs: GivenCosts | None = None,
+    vocabulary: str | None = None,
+    trace: str | Path | None = None,
+    timeout: float | timedelta | None = None,
+    offload: float | str | None = None,
+) -> _Asked:
+    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read."""
+    file = None
+    if trace is not None:
+        if not isinstance(trace, (str, Path)):
+            raise ValueError(f"trace is {trace!r}; give the path of a file")
+        file = Path(trace)
+        require_writable("trace", file)
+    given = None if costs is None else call.read_costs(costs)
+    if given is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
+        raise ValueError(
+            f"memory_limit is {memory_limit}, an amount in the unit of costs, and none are given; "
+            "give costs, or a fraction of 1F1B's peak, such as 0.5"
+        )
+    stages = None if given is None else len(given.stages)
+    request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, vocabulary, offload, stages)
+    return _Asked(request, given, file, None if timeout is None else _patience(timeout))
+
+
+def _least_fraction(request: Request, costs: Costs) -> float:
+    """Return the least fraction of 1F1B's peak, rounded up, that some schedule keeps."""
+    whole = kept_by_1f1b(request.ranks, request.microbatches, costs)
+    least = min(max(least_limits(costs, placement)) for placement in request.placements)
+    return math.ceil(1000 * least / whole) / 1000
 
 
 def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool) -> Costs:
@@ -118,14 +144,18 @@ def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool
 
 
 def _patience(timeout: float | timedelta) -> timedelta:
-    with suppress(TypeError, ValueError, OverflowError):
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
+        raise ValueError(
+            f"timeout is {timeout!r}, but must be a number or a timedelta; give minutes, such as 10"
+        )
+    with suppress(ValueError, OverflowError):
         patience = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
         if patience > timedelta(0):
             return patience
     raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
 
 
-_installed: tuple[_Call, requested.Pipeline, InForce] | None = None
+_installed: tuple[_Asked, requested.Pipeline, InForce] | None = None
 """What ``install`` has put in force."""
 
 _kept: int | None = None
@@ -159,13 +189,23 @@ def install(
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
 
-    The same call again does nothing.  Another one replaces the schedule, unless a model was built for it.
+    The same call again, with the same contents of its files, does nothing.  Another one replaces the
+    schedule, unless a model was built for it.
 
     ValueError, in one line, for what cannot be.
     """
     global _installed
-    asked = _Call(
-        schedule, ranks, microbatches, chunks, memory_limit, costs, vocabulary, trace, timeout, offload
+    asked = _asked(
+        schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        memory_limit=memory_limit,
+        costs=costs,
+        vocabulary=vocabulary,
+        trace=trace,
+        timeout=timeout,
+        offload=offload,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]
@@ -186,7 +226,7 @@ def installed(schedule: str, **about: Any) -> Iterator[InForce]:
     there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
     context or outside of it.
     """
-    pipeline, found = _Call(schedule, **about).pipeline()
+    pipeline, found = _asked(schedule, **about).pipeline()
     _patch()
     with requested.using(pipeline):
         yield found

@@ -21,10 +21,12 @@ def requested(
     limit: float | str | None = None,
     vocabulary: str | None = None,
     offload: float | str | None = None,
+    stages: int | None = None,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
-    The arguments are those of ``megatron_pp_ext.install``.
+    The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
+    for.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -36,6 +38,8 @@ def requested(
     if vocabulary not in (None, SHARED, AUTO):
         raise ValueError(f"vocabulary is {vocabulary!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
     can = catalog.abilities(schedule)
+    if stages is not None and chunks is None and can.is_compiled:
+        chunks = max(1, stages // ranks)
     if not can.flushes:
         raise ValueError(
             f"{schedule} never flushes: its stages update their weights within a step, each at its own time, "
@@ -88,8 +92,9 @@ def read_costs(given: str | Path | Costs | Sequence[float]) -> Costs:
         except OSError as error:
             raise ValueError(f"costs: {error}; give the path of a file with costs") from error
     try:
-        return Costs(tuple(StageCosts(number, number, number) for number in given))
-    except TypeError:
+        seconds = [float(number) for number in given]
+    except (TypeError, ValueError):
         raise ValueError(
             f"costs are {given!r}; give the path of a file, Costs, or a number for each stage"
         ) from None
+    return Costs(tuple(StageCosts(number, number, number) for number in seconds))

@@ -5,19 +5,28 @@ What the numbers mean is said in ``compiler.limits.requested_budget``.
 
 import math
 from contextlib import suppress
+from typing import NamedTuple
 
 from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 
-BY_FLAG = "--pipeline-memory-limit", "--pipeline-model-parallel-size"
-BY_CALL = "memory_limit", "ranks"
-"""The names under which the limit and the number of ranks are given."""
+
+class Names(NamedTuple):
+    """The names under which the limit and the number of ranks are given, and what an amount of memory is."""
+
+    limit: str
+    ranks: str
+    amount: str
 
 
-def read(given: float | str, ranks: int, names: tuple[str, str] = BY_FLAG) -> Limit:
+BY_FLAG = Names("--pipeline-memory-limit", "--pipeline-model-parallel-size", "bytes, such as 40GB,")
+BY_CALL = Names("memory_limit", "ranks", "an amount in the unit of costs,")
+
+
+def read(given: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
     """Return the limit that ``given`` is on ``ranks`` pipeline ranks; ValueError if it cannot be."""
-    name, size = names
-    found = numbers(given, name)
+    name, size, amount = names
+    found = numbers(given, names)
     if len(found) == 1:
         return found[0]
     if len(found) != ranks:
@@ -27,22 +36,22 @@ def read(given: float | str, ranks: int, names: tuple[str, str] = BY_FLAG) -> Li
         )
     if min(found) <= LARGEST_FRACTION < max(found):
         raise ValueError(
-            f"{name} {given} mixes fractions, which are up to {LARGEST_FRACTION:g}, and bytes; give all "
-            "ranks fractions, or all bytes"
+            f"{name} {given} mixes fractions, which are up to {LARGEST_FRACTION:g}, and others; give each "
+            f"rank a fraction, or each {amount}"
         )
     return found
 
 
-def numbers(given: float | str, name: str = BY_FLAG[0]) -> tuple[float, ...]:
+def numbers(given: float | str, names: Names = BY_FLAG) -> tuple[float, ...]:
     """Return the numbers in ``given``, one or several; ValueError unless all are above 0."""
     found: tuple[float, ...] = ()
     for parts in ([given], str(given).split("-")):  # 1e-3 is one number, too
-        with suppress(ValueError, OverflowError):
+        with suppress(TypeError, ValueError, OverflowError):
             found = found or tuple(map(amounts.number, parts))
     if not found or not all(0 < number < math.inf for number in found):
         raise ValueError(
-            f"{name} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such as 0.5, "
-            "or a number of bytes, such as 40GB, for all ranks or, as in 0.9-0.8, for each"
+            f"{names.limit} is {given}, but must be a number above 0; give a fraction of 1F1B's peak, such "
+            f"as 0.5, or {names.amount} for all ranks or, as in 0.9-0.8, for each"
         )
     return found
 

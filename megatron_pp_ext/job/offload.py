@@ -12,7 +12,7 @@ def requested(
     given: float | str,
     limit: float | str | None,
     name: str = "--pipeline-offload",
-    limit_names: tuple[str, str] = memory_limit.BY_FLAG,
+    limit_names: memory_limit.Names = memory_limit.BY_FLAG,
 ) -> Request:
     """Return ``request`` with what is ``given`` as ``name``, and with the ``limit`` that copies have to keep.
 
@@ -24,7 +24,7 @@ def requested(
         return replace(request, offload=AUTO)
     try:
         share = float(given or 0)
-    except ValueError:
+    except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:
         raise ValueError(

@@ -73,6 +73,7 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.is_closed = False
         here = ranks.index(dist.get_rank())
         # The groups' own methods are called below: torch's isend and irecv look the peer up every time.
         self._peers = [dist.get_group_rank(down, rank) for rank in ranks]
@@ -134,6 +135,7 @@ class Channels:
             self._finish_oldest()
         if self._posted:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
+        self.is_closed = True
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.

@@ -164,3 +164,12 @@ def test_gradients_are_added_where_they_are_kept() -> None:
             data_parallel.add_gradient(parameter, torch.full((2,), value))
     assert plain.grad is not None and plain.grad.tolist() == [3.0, 3.0]
     assert buffered.grad is None and buffered.main_grad.tolist() == [3.0, 3.0]
+
+
+def test_a_gradient_has_the_dtype_of_its_weight() -> None:
+    """Under autocast a product of weights in fp32 is in bf16, and autograd would cast what it brings."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    for _ in range(2):
+        data_parallel.add_gradient(weight, torch.ones(3, dtype=torch.bfloat16))
+    assert weight.grad is not None
+    assert (weight.grad.dtype, weight.grad.tolist()) == (torch.float32, [2.0] * 3)

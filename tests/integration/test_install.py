@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import activation
-from tests.support.own_loop import CHUNKS, COUNTS, TIED, Record
+from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
 from tests.support.training import since
 
@@ -27,24 +27,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     assert run.returncode == 0, run.stderr[-4000:]
     ranks: list[dict] = pickle.loads(file.read_bytes())
     return ranks
-
-
-def whole(ranks: list[Record], what: str) -> dict[str, torch.Tensor]:
-    """Return the gradients or weights of all ranks by name."""
-    merged: dict[str, torch.Tensor] = {}
-    for record in ranks:
-        merged.update(getattr(record, what))
-    return merged
-
-
-def assert_same(ranks: list[Record], stock: list[Record]) -> None:
-    """The losses of each step are where the caller looks, on the last rank; all numbers are stock's."""
-    assert stock[-1].losses and all(stock[-1].losses)
-    assert [record.losses for record in ranks] == [record.losses for record in stock]
-    for what in ("gradients", "weights"):
-        expected, actual = whole(stock, what), whole(ranks, what)
-        assert expected.keys() == actual.keys()
-        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -147,6 +129,10 @@ def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> N
         ("left", "a model that was built for v-half is still there, and Megatron's own schedule would"),
         ("ranks", "zb-h1 was installed for 4 pipeline ranks, and this model's pipeline has 2; give"),
         ("config", "1f1b does not support delay_wgrad_compute: schedules split the backward themselves"),
+        (
+            "data parallelism",
+            "1f1b does not support use_megatron_fsdp: FSDP reduces gradients by its",
+        ),
         ("one config", "this config has a model for v-half and is to have one for Megatron's own schedule"),
     ],
 )

@@ -41,6 +41,7 @@ def stage(forwards: Forwards, forward_only: bool = False) -> ModelStage:
     inputs = StepInputs(
         forward_step_func=None,
         group=None,
+        groups=None,
         shape=(),
         model=[None, None],
         iterators=[None, None],

@@ -13,8 +13,10 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron_pp_ext.compiler import source
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources
+from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.runners import choose, flushed, pipeline_runner, sources, transport
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -39,31 +41,97 @@ def contract(**changed):
 def test_distillation_is_refused(pipeline):
     runner = stock_schedules.get_forward_backward_func()
     assert isinstance(runner.steps, flushed.FlushedSteps)
-    with pytest.raises(ValueError, match="does not support modelopt's distillation"):
+    with pytest.raises(ValueError, match="do not support modelopt's distillation"):
         runner(**contract(adjust_tensor_shapes_fn=lambda *shapes: shapes))
 
 
 def test_several_modules_are_refused(pipeline):
     modules = MultiModuleProcessGroupCollection.__new__(MultiModuleProcessGroupCollection)
-    with pytest.raises(ValueError, match="does not support MIMO"):
+    with pytest.raises(ValueError, match="do not support MIMO"):
         stock_schedules.get_forward_backward_func(2, None, modules)
-    with pytest.raises(ValueError, match="does not support MIMO"):
+    with pytest.raises(ValueError, match="do not support MIMO"):
         stock_schedules.get_forward_backward_func()(**contract(pg_collection=modules))
 
 
-def compare(rank: int) -> str:
-    """Ranks 0 and 1 are one pipeline, 2 and 3 another, with another schedule by the same name."""
+def compare(rank: int) -> dict[str, str]:
+    """Return how ranks are refused; 0 and 1 are one pipeline, 2 and 3 another, of which two share experts."""
     dist.init_process_group("gloo")
-    flushed.require_same_on_all(catalog.build("1f1b", 2, 4))
-    order = catalog.build("1f1b" if rank < 2 else "gpipe", 2, 4)
-    with pytest.raises(RuntimeError) as error:
-        flushed.require_same_on_all(replace(order, name="mine"))
-    return str(error.value)
+
+    def group(*members):
+        made = [dist.new_group(ranks) for ranks in members]
+        return next(one for one, ranks in zip(made, members, strict=True) if rank in ranks)
+
+    alone = SimpleNamespace(pp=group([0, 1], [2, 3]), tp=None)
+    sharing = SimpleNamespace(pp=alone.pp, ep=group([0, 2], [1, 3]))
+
+    def refused(groups, in_job=False, orders=("1f1b",) * 4, counts=(4,) * 4) -> str:
+        schedule = replace(catalog.build(orders[rank], 2, counts[rank]), name="mine")
+        try:
+            flushed.require_same_schedule(schedule, groups, in_job)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    others = ("1f1b", "1f1b", "gpipe", "gpipe")
+    return {
+        "same": refused(sharing, in_job=True),
+        "other replicas": refused(alone, orders=others),
+        "other replicas first": refused(alone, in_job=True, orders=others),
+        "other counts": refused(alone, in_job=True, counts=(4, 4, 3, 3)),
+        "counts of experts": refused(sharing, in_job=True, counts=(4, 4, 3, 3)),
+        "counts in a pipeline": refused(alone, counts=(4, 3, 4, 4)),
+        "one rank": refused(sharing, orders=("1f1b", "1f1b", "1f1b", "gpipe")),
+    }
 
 
-def test_all_pipelines_of_a_job_run_one_schedule() -> None:
-    for error in run_ranks(compare, 4):
-        assert "ranks 0 and 2 of this job built different schedules for 'mine'" in error
+def test_ranks_that_meet_in_a_step_run_one_schedule() -> None:
+    """Replicas may differ in their number of microbatches, unless they share experts."""
+    built = "of this job built different schedules for 'mine'"
+    for rank, found in enumerate(run_ranks(compare, 4)):
+        assert [found.pop(name) for name in ("same", "other replicas", "other counts")] == [""] * 3
+        assert f"ranks 0 and 2 {built}" in found.pop("other replicas first")
+        assert "rank 0 has 4 microbatches in this step and rank 2 has 3" in found.pop("counts of experts")
+        where = "rank 0 has 4 microbatches in this step and rank 1 has 3; give all ranks of a pipeline"
+        assert found.pop("counts in a pipeline").startswith(where if rank < 2 else "")
+        assert f"ranks 0 and 3 {built}" in found.pop("one rank")
+
+
+@pytest.mark.parametrize(("given", "words"), [(iter([]), "one iterator"), ([None] * 3, "a list of 3")])
+def test_each_chunk_has_a_data_iterator(step, given, words) -> None:
+    runner = Noting()
+    with pytest.raises(ValueError, match=f"^data_iterator is {words}, and this model has 2 chunks on a rank"):
+        runner(**contract(model=[torch.nn.Linear(1, 1)] * 2, data_iterator=given))
+    assert runner.done == []
+
+
+def fail(rank: int) -> list[str]:
+    """Return how a step ends in which rank 0 fails after a message, and how the next one does."""
+    dist.init_process_group("gloo")
+    groups = transport.ProcessGroups(Settings())
+    inputs = SimpleNamespace(
+        group=dist.group.WORLD, shape=(1,), config=SimpleNamespace(pipeline_dtype=torch.float)
+    )
+    found = []
+    for is_ended in (True, False, True):
+        try:
+            channels = groups.channels(inputs)
+            if rank == 0:
+                channels.send(1, torch.ones(1))
+            if is_ended:
+                if rank == 1:
+                    channels.post(0, "message")
+                    channels.receive(0, "message")
+                channels.close()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_no_step_follows_one_that_failed() -> None:
+    for first, second, third in run_ranks(fail, 2):
+        assert (first, second) == ("", "")
+        assert third.startswith("no step can follow one that failed: its messages may be on their way")
 
 
 class Noting(PipelineRunner):
@@ -169,23 +237,23 @@ def test_a_step_knows_its_context_parallel_size(step) -> None:
 
 
 def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations have an order of their own; each number of microbatches has a schedule, built once."""
-    built = []
+    """It is asked once.  Evaluations have an order of their own; each number has a schedule, built once."""
+    built, measured = [], []
 
     def make(request: Request, costs):
-        built.append((request.microbatches, request.free is not None))
+        built.append((request.microbatches, request.free))
         return source.Made(catalog.build("1f1b", 2, request.microbatches))
 
-    monkeypatch.setattr(flushed, "require_same_on_all", lambda schedule: None)
+    monkeypatch.setattr(flushed, "require_same_schedule", lambda schedule, groups, in_job: None)
+    monkeypatch.setattr(sources, "free_bytes_by_rank", lambda: measured.append(1) or [1.0, 1.0])
     group = SimpleNamespace(rank=lambda: 0)
     monkeypatch.setattr(source, "make", make)
-    monkeypatch.setattr(sources, "free_bytes_by_rank", lambda: [1.0, 1.0])
     pipeline = requested.Pipeline(named("auto", 2, 4), source.Source(named("auto", 2, 4), Costs.unit))
     monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
     steps = choose.runner(pipeline).steps
 
     def plan(microbatches: int, forward_only: bool = False, training_steps: int = 0):
-        about = {"forward_only": forward_only, "training_steps": training_steps, "model": []}
+        about = {"forward_only": forward_only, "training_steps": training_steps, "model": [], "groups": None}
         return steps.plan(SimpleNamespace(group=group, microbatches=microbatches, **about))
 
     first, evaluation = plan(4), plan(4, forward_only=True)
@@ -194,4 +262,12 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
     assert plan(4) is first
     for microbatches in (4, 4, 6, 4):
         plan(microbatches, training_steps=1)
-    assert built == [(4, False), (4, True), (6, True)]
+    assert built == [(4, None), (4, (1.0, 1.0)), (6, (1.0, 1.0))]
+    assert len(measured) == 1, "replicas may come to later numbers of microbatches alone"
+
+
+def test_a_model_for_stock_s_schedule_keeps_it_whatever_is_installed(pipeline) -> None:
+    chunk = torch.nn.Linear(1, 1)
+    chunk_pipelines.remember(chunk, None)
+    assert chunk_pipelines.of_model([chunk]) is None
+    assert chunk_pipelines.of_model([torch.nn.Linear(1, 1)]) is pipeline

@@ -5,9 +5,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megatron_pp_ext
+from megatron_pp_ext.integration import by_call
 from megatron_pp_ext.job import call, model_config
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
@@ -42,6 +44,18 @@ from megatron_pp_ext.schedule.placement import loop
         ({"costs": ["a"] * 8}, "give the path of a file, Costs, or a number for each stage"),
         ({"trace": "/"}, "trace / is a folder; give a file in it"),
         ({"timeout": float("nan")}, "timeout is nan, but must be above 0; give minutes, such as 10"),
+        ({"timeout": "10"}, "timeout is '10', but must be a number or a timedelta; give minutes, such as 10"),
+        ({"offload": [1]}, "offload is [1], but must be a share above 0"),
+        ({"schedule": "flex", "memory_limit": [0.5]}, "memory_limit is [0.5], but must be a number above 0"),
+        (
+            {"schedule": "flex", "memory_limit": "half"},
+            "0.5, or an amount in the unit of costs, for all ranks",
+        ),
+        (
+            {"schedule": "flex", "memory_limit": 0.1},
+            "memory_limit is 0.1, which no schedule of 4 ranks can keep",
+        ),
+        ({"trace": 5}, "trace is 5; give the path of a file"),
         ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),
         ({"timeout": timedelta(0)}, "but must be above 0; give minutes, such as 10"),
     ],
@@ -55,6 +69,49 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
         megatron_pp_ext.install(given.pop("schedule"), **given)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_advised_memory_limit_can_be_given() -> None:
+    sizes = {"ranks": 10, "microbatches": 12}
+    with pytest.raises(ValueError) as error:
+        by_call._asked("flex", **sizes, memory_limit=0.01).pipeline()
+    advised = float(str(error.value).rpartition(" ")[2])
+    assert 0 < advised <= 1
+    assert by_call._asked("flex", **sizes, memory_limit=advised).pipeline()[1].peak <= advised * 10 + 1e-2
+    with pytest.raises(ValueError):
+        by_call._asked("flex", **sizes, memory_limit=advised - 0.002).pipeline()
+
+
+def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path: Path) -> None:
+    from megatron_pp_ext.schedule import costs_file
+
+    def asked(costs=None, schedule="v-half", **about):
+        return by_call._asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
+
+    costs, file, order = [1.0] * 4, tmp_path / "costs.json", tmp_path / "mine.csv"
+    costs_file.write(Costs.unit(loop(2, 2)), file)
+    megatron_pp_ext.write_csv(megatron_pp_ext.build("v-half", 2, 4), order)
+    before = [
+        asked(costs),
+        asked(file),
+        asked(np.array(costs)),
+        asked(schedule=f"csv:{order}"),
+        asked(timeout=5),
+    ]
+    again = [asked([1.0] * 4), asked(str(file)), asked(np.ones(4)), asked(schedule=f"csv:{order}")]
+    assert [*again, asked(timeout=timedelta(minutes=5))] == before
+    costs[0] = 2.0
+    costs_file.write(Costs.unit(loop(2, 1)), file)
+    megatron_pp_ext.write_csv(megatron_pp_ext.build("v-min", 2, 4), order)
+    after = [
+        asked(costs),
+        asked(file),
+        asked(np.array(costs)),
+        asked(schedule=f"csv:{order}"),
+        asked(timeout=6),
+    ]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False] * 5
+    assert asked(offload=0.5) != asked() != asked(memory_limit=0.5, offload="auto")
 
 
 def test_nothing_heavy_is_imported_for_a_refusal() -> None:

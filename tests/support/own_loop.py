@@ -97,9 +97,13 @@ def build(
     tied: bool = False,
     config: TransformerConfig | None = None,
     model_class: Callable[..., Any] = gpt,
+    overlaps: bool = False,
     **more: Any,
 ) -> list[DistributedDataParallel]:
-    """Build the chunks of this rank, with weights that follow from their names."""
+    """Build the chunks of this rank, with weights that follow from their names.
+
+    With ``overlaps`` gradients are reduced over replicas during the step.
+    """
     config = config or config_of(chunks, **more)
     model = []
     for chunk in range(chunks):
@@ -120,7 +124,7 @@ def build(
         first, rows = getattr(parameter, "vocabulary_rows", (0, len(parameter)))
         drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
         parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, use_distributed_optimizer=False)
     return [DistributedDataParallel(config=config, ddp_config=settings, module=part) for part in model]
 
 
@@ -165,10 +169,14 @@ def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -
 
 
 def train(
-    model: list[Any], counts: tuple[int, ...], lengths: tuple[int, ...] = (LENGTH,), **about: Any
+    model: list[Any],
+    counts: tuple[int, ...],
+    lengths: tuple[int, ...] = (LENGTH,),
+    seed: int = 7,
+    **about: Any,
 ) -> Record:
     """Train by one step for each of ``counts``, which are numbers of microbatches."""
-    record, iterators = Record(), [batches(lengths) for _ in model]
+    record, iterators = Record(), [batches(lengths, seed) for _ in model]
     optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=1e-2)
     for count in counts:
         for chunk in model:
@@ -183,3 +191,21 @@ def train(
         optimizer.zero_grad()
     record.weights = {name: one.detach().clone() for name, one in global_parameters(model)}
     return record
+
+
+def _whole(ranks: list[Record], what: str) -> dict[str, torch.Tensor]:
+    """Return the gradients or weights of all ranks by name."""
+    merged: dict[str, torch.Tensor] = {}
+    for record in ranks:
+        merged.update(getattr(record, what))
+    return merged
+
+
+def assert_same(ranks: list[Record], stock: list[Record]) -> None:
+    """The losses of each step are where the caller looks, on the last rank; all numbers are stock's."""
+    assert stock[-1].losses and all(stock[-1].losses)
+    assert [record.losses for record in ranks] == [record.losses for record in stock]
+    for what in ("gradients", "weights"):
+        expected, actual = _whole(stock, what), _whole(ranks, what)
+        assert expected.keys() == actual.keys()
+        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []

@@ -219,7 +219,8 @@ def _refused() -> dict[str, str]:
     megatron_pp_ext.install("zb-h1", ranks=4, microbatches=8)
     found["ranks"] = _error(lambda: own_loop.build(1))
     megatron_pp_ext.install("1f1b", ranks=2, microbatches=8)
-    found["config"] = _with_a_setting_that_cannot_be()
+    found["config"] = _with_a_setting_that_cannot_be("config", "delay_wgrad_compute")
+    found["data parallelism"] = _with_a_setting_that_cannot_be("ddp_config", "use_megatron_fsdp")
     gc.collect()
     megatron_pp_ext.uninstall()
     found["one config"] = _one_config_for_two_models()
@@ -246,9 +247,9 @@ def _built_under_v_half() -> dict[str, str]:
     return found
 
 
-def _with_a_setting_that_cannot_be() -> str:
+def _with_a_setting_that_cannot_be(of: str, setting: str) -> str:
     model = own_loop.build(1)
-    model[0].config.delay_wgrad_compute = True
+    setattr(getattr(model[0], of), setting, True)
     return _step(model)
 
 

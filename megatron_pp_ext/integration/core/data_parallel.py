@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.placement import Placement
 
 
 @hook(
@@ -115,7 +115,7 @@ def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.dtype)  # as autograd does under autocast
     else:
         parameter.grad.add_(gradient)
 
@@ -135,11 +135,17 @@ class LastActions(NamedTuple):
     weight: Action
 
 
-def last_actions(plan: RankPlan) -> dict[int, LastActions]:
-    """Return the last actions of every stage in ``plan``; none for an evaluation."""
-    inputs = {action.stage: action for action in plan.actions if action.kind in (Kind.I, Kind.B)}
-    weights = {action.stage: action for action in plan.actions if action.kind in (Kind.W, Kind.B)}
+def last_actions(actions: Sequence[Action]) -> dict[int, LastActions]:
+    """Return the last actions of every stage among a rank's ``actions``; none for an evaluation."""
+    inputs = {action.stage: action for action in actions if action.kind in (Kind.I, Kind.B)}
+    weights = {action.stage: action for action in actions if action.kind in (Kind.W, Kind.B)}
     return {stage: LastActions(inputs[stage], weights[stage]) for stage in inputs}
+
+
+def _ends_of_gradients(actions: Sequence[Action]) -> list[tuple[int, Kind]]:
+    """Return (stage, kind) of the actions behind which more of the gradients is complete, in their order."""
+    last = {action for pair in last_actions(actions).values() for action in pair}
+    return [(action.stage, action.kind) for action in actions if action in last]
 
 
 class DataParallel:
@@ -164,6 +170,27 @@ class DataParallel:
         self._uncounted = [ExitStack() for _ in model]
         # Behind the last of these a chunk's gradients are complete: its last W, and its part of a vocabulary.
         self._unfinished = [1 for _ in model]
+        self._waiting: list[int] | None = None
+        self._is_forced = force_all_reduce
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced while the step goes on."""
+        settings = (getattr(chunk, "ddp_config", None) for chunk in self._model)
+        is_counted = any(getattr(one, "overlap_grad_reduce", False) for one in settings)
+        return not self._is_forced and (self._reduce is not None or is_counted)
+
+    def reduce_as(self, ordinary: Sequence[Action], actions: Sequence[Action], placement: Placement) -> None:
+        """Reduce the chunks in the order in which they are complete in an ``ordinary`` step.
+
+        ``actions`` are those of this step.  Where they complete gradients in another order than the ordinary
+        ones do, each chunk is reduced as a whole.
+        """
+        ends = _ends_of_gradients(ordinary)
+        self._waiting = [placement.chunk_of(stage) for stage, kind in ends if kind in (Kind.W, Kind.B)]
+        if self._reduce is None and ends != _ends_of_gradients(actions):
+            chunks: Sequence[Any] = self._model
+            self._reduce = [chunk.start_grad_sync for chunk in chunks]
 
     def expect_part(self, chunk: int) -> None:
         """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a shared vocabulary."""
@@ -212,8 +239,12 @@ class DataParallel:
 
     def _finish(self, chunk: int) -> None:
         self._unfinished[chunk] -= 1
-        if self._reduce is not None and not self._unfinished[chunk]:
-            self._reduce[chunk](self._model[chunk].parameters())
+        if self._reduce is None or self._unfinished[chunk]:
+            return
+        waiting = [chunk] if self._waiting is None else self._waiting
+        while waiting and not self._unfinished[waiting[0]]:
+            first = waiting.pop(0)
+            self._reduce[first](self._model[first].parameters())
 
     def _stop_counting(self, chunk: int) -> None:
         if self._no_sync is not None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.around import bound
@@ -120,6 +121,13 @@ def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None
         raise ValueError(
             f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline "
             f"has {ranks}; give megatron_pp_ext.install ranks={ranks}"
+        )
+    needs_global_groups = placement.is_mirrored(1) or placement.shares_vocabulary
+    if needs_global_groups and not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            f"{pipeline.name} needs Megatron's global process groups (parallel_state), and this model has "
+            "groups of its own alone; leave use_decentralized_pg out, or choose a schedule with one chunk a "
+            "rank, such as 1f1b or zb-h1"
         )
     built = config.virtual_pipeline_model_parallel_size or 1
     if built != placement.chunks:

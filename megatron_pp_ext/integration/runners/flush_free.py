@@ -136,7 +136,7 @@ class _RunningPipeline:
         self.done += 1
         is_last = self.done == self.total
         plan, stage = self._place.plan(step, flushes=is_last), self._place.stage
-        self._stage.inputs, self._stage.last = inputs, last_actions(plan)[stage]
+        self._stage.inputs, self._stage.last = inputs, last_actions(plan.actions)[stage]
         execute(plan, Rank({stage: self._versioned}, self._channels, recorder))
         self._require_constant_buffers()
         self._versions.update_follows(self._kept_after(update=self.done) if not is_last else ())

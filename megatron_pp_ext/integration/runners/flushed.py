@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -38,7 +39,6 @@ class FlushedSteps:
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
         plan, placement = self.plan(inputs), self._placement
-        channels = self._transport.channels(inputs)
         vocabulary = None
         if plan.shares_vocabulary:
             vocabulary = ModelVocabulary(inputs, placement, plan, self._transport.exchanges(inputs))
@@ -51,21 +51,33 @@ class FlushedSteps:
             make = vocabulary.make_stage if vocabulary else ModelStage
             stages = model_stages(inputs, placement, plan, make)
         away = self._host.before(plan)
+        self._reduce_as_replicas(inputs, plan)
+        channels = self._transport.channels(inputs)
         with self._offload.step(self._kind(inputs), plan, inputs):
             execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, away))
         self._host.behind(plan)
 
     def plan(self, inputs: StepInputs) -> RankPlan:
-        """Return what this rank does in the step; collective over the job."""
+        """Return what this rank does in the step; collective over the pipeline, and first over the job."""
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
                 schedule = make(evaluation(self._placement, inputs.microbatches)).schedule
             else:
                 schedule = self._source.schedule(inputs)
-            require_same_on_all(schedule)
+            require_same_schedule(schedule, inputs.groups, in_job=not self._plans)
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
+
+    def _reduce_as_replicas(self, inputs: StepInputs, plan: RankPlan) -> None:
+        """Let gradients be reduced in one order in all replicas, whatever the numbers of their microbatches.
+
+        A collective has no name: one that is launched as the second here would meet another's first.
+        """
+        in_step = inputs.data_parallel.overlaps and not inputs.forward_only
+        ordinary = self._source.ordinary(inputs) if in_step else None
+        if ordinary is not None:
+            inputs.data_parallel.reduce_as(ordinary.orders[plan.rank], plan.actions, self._placement)
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
         """Return what all steps of one plan have in common."""
@@ -73,17 +85,43 @@ class FlushedSteps:
         return inputs.microbatches, inputs.forward_only, phase
 
 
-def require_same_on_all(schedule: Schedule) -> None:
-    """Raise RuntimeError unless all ranks of the job have built this schedule; collective.
+_GROUPS = "pp", "tp", "cp", "ep", "expt_tp", "gtp_remat", "expt_gtp_remat"
+"""Megatron's names of the groups that communicate within a step: of a pipeline, and of shared experts."""
 
-    Ranks of one pipeline with different schedules would wait for each other for ever.  So would ranks of
-    different pipelines that share experts, a context or a reduction.
+
+type _Ranks = dict[tuple[int, str], int]
+"""(microbatches, digest of a schedule) -> a rank that has built it."""
+
+
+def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False) -> None:
+    """Raise RuntimeError unless all ranks that meet in a step have built this schedule; collective.
+
+    These are the ranks of a pipeline and of pipelines that share experts, as ``groups`` has them
+    (``ProcessGroupCollection``): with different schedules they would wait for each other for ever.  With
+    ``in_job`` all ranks of the job call this, and those with as many microbatches have to agree too.
     """
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, schedule.digest)
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
+    found = {(schedule.microbatches, schedule.digest): dist.get_rank()}
+    if in_job:
+        told = _first_ranks(found, dist.group.WORLD)
+        found = {one: rank for one, rank in told.items() if one[0] == schedule.microbatches}
+    for group in filter(None, (getattr(groups, name, None) for name in _GROUPS)):
+        found = _first_ranks(found, group)  # what one group has found travels on through the next
+    if len(found) == 1:
+        return
+    (first, rank), (second, other), *_ = sorted(found.items(), key=lambda one: one[1])
+    if first[0] != second[0]:
         raise RuntimeError(
-            f"ranks 0 and {other} of this job built different schedules for {schedule.name!r} ({digests[0]} "
-            f"and {digests[other]}); all must run the same megatron_pp_ext with the same flags and files"
+            f"rank {rank} has {first[0]} microbatches in this step and rank {other} has {second[0]}; give "
+            "all ranks of a pipeline, and pipelines that share experts, the same num_microbatches"
         )
+    raise RuntimeError(
+        f"ranks {rank} and {other} of this job built different schedules for {schedule.name!r} ({first[1]} "
+        f"and {second[1]}); all must run the same megatron_pp_ext with the same flags and files"
+    )
+
+
+def _first_ranks(found: _Ranks, group: Any) -> _Ranks:
+    """Return the lowest rank that ``group`` knows for each schedule; collective over it."""
+    told = [found] * group.size()
+    dist.all_gather_object(told, found, group=group)
+    return {one: min(each[one] for each in told if one in each) for one in set().union(*told)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, last_actions
 from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
@@ -25,12 +26,13 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``group`` is the pipeline's, and ``shape`` that of its messages.  ``training_steps`` is the number of
-    training steps that this process has run before.
+    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages.
+    ``training_steps`` is the number of training steps that this process has run before.
     """
 
     forward_step_func: ForwardStep
     group: dist.ProcessGroup
+    groups: ProcessGroupCollection
     shape: Any
     model: list[torch.nn.Module]
     iterators: list[Any]
@@ -50,7 +52,7 @@ def model_stages[S: ModelStage](
     inputs: StepInputs, placement: Placement, plan: RankPlan, make: Callable[..., S]
 ) -> dict[int, S]:
     """Return the stages of this rank, by number, for one step; ``make`` takes what ``ModelStage`` takes."""
-    last = last_actions(plan)
+    last = last_actions(plan.actions)
     return {
         stage: make(
             inputs,

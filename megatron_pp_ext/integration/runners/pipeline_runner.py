@@ -98,15 +98,23 @@ class PipelineRunner:
         Returns the loss store, one entry a microbatch, on the last pipeline rank, where Megatron
         looks for it, and an empty list elsewhere.  ``p2p_communicator`` is not used.
 
-        ValueError for what no schedule supports: distillation, MIMO, some settings of the model's config.
+        ValueError, before any message, for what no schedule supports: distillation, MIMO, some settings of
+        the model's config; and unless there is one data iterator for each chunk.
         """
         if adjust_tensor_shapes_fn is not None:
             raise ValueError(
-                "--pipeline-schedule does not support modelopt's distillation, which adjusts the shapes of "
-                "messages; leave one of the two out"
+                "schedules of megatron_pp_ext do not support modelopt's distillation, which adjusts shapes "
+                "of messages (adjust_tensor_shapes_fn); leave it out, or train under Megatron's own schedule"
             )
         refuse_multimodule(p2p_communicator, pg_collection)
         model = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(model):
+            given = f"a list of {len(iterators)}" if isinstance(data_iterator, list) else "one iterator"
+            raise ValueError(
+                f"data_iterator is {given}, and this model has {len(model)} chunks on a rank; give a list of "
+                "one iterator for each chunk"
+            )
         config = get_model_config(model[0])
         refuse_config(config)
         if not self._is_split:
@@ -128,9 +136,10 @@ class PipelineRunner:
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             group=groups.pp,
+            groups=groups,
             shape=shape,
             model=model,
-            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            iterators=iterators,
             microbatches=num_microbatches,
             config=config,
             cp_size=groups.cp.size(),
@@ -161,6 +170,6 @@ def refuse_multimodule(*given: Any) -> None:
     """Raise ValueError for MIMO: stock's schedule carries messages between the pipelines of its modules."""
     if any(type(one).__name__.startswith("MultiModule") for one in given):
         raise ValueError(
-            "--pipeline-schedule does not support MIMO, whose modules have pipelines of their own; leave one "
-            "of the two out"
+            "schedules of megatron_pp_ext do not support MIMO, whose modules have pipelines of their own; "
+            "train it under Megatron's own schedule"
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.integration.runners.flushed import require_same_on_all
+from megatron_pp_ext.integration.runners.flushed import require_same_schedule
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
@@ -50,7 +50,6 @@ class ProfileGuide(Requested):
         self._measured_steps = 0
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
-        self._requested: dict[tuple[int, bool], Schedule] = {}
         self._has_warned = False
         self._durations = _StepDurations()
 
@@ -96,13 +95,9 @@ class ProfileGuide(Requested):
 
     def schedule(self, inputs: StepInputs) -> Schedule:
         """See ``sources.Source``."""
-        # Kept, since auto would build another one at a moment with another amount of free memory.
-        key = inputs.microbatches, inputs.training_steps > 0
-        if key not in self._requested:
-            self._requested[key] = super().schedule(inputs)
-        schedule = self._requested[key]
+        schedule = super().schedule(inputs)
         if self._costs is not None:
-            return self._shorter(schedule, self._costs)
+            return self._shorter(schedule, self._costs, inputs)
         return schedule.with_halved_backwards if self._current_step(inputs) in self._steps else schedule
 
     def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
@@ -135,7 +130,7 @@ class ProfileGuide(Requested):
         advice, free = self._settings.advice, min(free_bytes_by_rank())
         if dist.get_rank() > 0 or advice is None:
             return
-        schedule = next(iter(self._requested.values()))
+        schedule = self._source.ordinary
         try:
             found = advice(costs, schedule, self._pipeline.name, free)
         except ValueError:  # any model may train, also one that the estimate does not know
@@ -148,7 +143,7 @@ class ProfileGuide(Requested):
                 f"simulation ({1e3 * times.before:.4g} to {1e3 * times.makespan:.4g} ms)"
             )
 
-    def _shorter(self, current: Schedule, costs: Costs) -> Schedule:
+    def _shorter(self, current: Schedule, costs: Costs, inputs: StepInputs) -> Schedule:
         """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""
         source = self._source
         before = simulate(current, costs).makespan
@@ -163,7 +158,7 @@ class ProfileGuide(Requested):
         if after >= before:
             print_rank_0(f"{about}: {source.name} stays, predicted to take {1e3 * before:.4g} ms")
             return current
-        require_same_on_all(found)
+        require_same_schedule(found, inputs.groups)
         print_rank_0(
             f"{about}: predicted {1e3 * before:.4g} ms with {source.name}, {1e3 * after:.4g} ms with the "
             f"compiled schedule ({_change(before, after)}), which runs from now on"

@@ -1,6 +1,6 @@
 """Sources of schedules: which one the next step runs."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from megatron_pp_ext.integration import requested
@@ -14,8 +14,8 @@ from megatron_pp_ext.schedule.actions import Schedule
 class Source(Protocol):
     """Gives the schedules of training steps.
 
-    All ranks of the job ask in the same steps and in the same order, so it may communicate, as long as it
-    does so on every rank.
+    All ranks of a pipeline ask in the same steps and in the same order, so it may communicate, as long as it
+    does so on every rank.  Pipelines may have other numbers of microbatches than their replicas.
     """
 
     def phase(self, inputs: StepInputs) -> Hashable:
@@ -24,8 +24,14 @@ class Source(Protocol):
     def schedule(self, inputs: StepInputs) -> Schedule:
         """Return the schedule of the step that is about to run, with the pipeline's placement.
 
-        It must be the same on all ranks of the job, which compare digests.  Called once for each number of
-        microbatches and ``phase``.
+        It must be the same on all ranks of the pipeline, which compare digests.  Called once for each number
+        of microbatches and ``phase``.
+        """
+
+    def ordinary(self, inputs: StepInputs) -> Schedule | None:
+        """Return the schedule of a step with the ordinary number of microbatches; None if this step has it.
+
+        It is the same on all ranks of the job, whatever number each of them runs.
         """
 
 
@@ -36,6 +42,8 @@ class Requested:
         assert pipeline.source is not None
         self._source = pipeline.source
         self._measures_memory = catalog.abilities(pipeline.source.name).measures_memory
+        self._ordinary = pipeline.request.microbatches
+        self._free_bytes: Sequence[float] = ()
 
     def phase(self, inputs: StepInputs) -> Hashable:
         """See ``Source``."""
@@ -43,5 +51,21 @@ class Requested:
 
     def schedule(self, inputs: StepInputs) -> Schedule:
         """See ``Source``."""
-        free = free_bytes_by_rank() if self._measures_memory and inputs.training_steps else None
-        return self._source.schedule(inputs.microbatches, free, has_frozen_output(inputs.model))
+        return self._schedule(inputs.microbatches, inputs)
+
+    def ordinary(self, inputs: StepInputs) -> Schedule | None:
+        """See ``Source``."""
+        return None if inputs.microbatches == self._ordinary else self._schedule(self._ordinary, inputs)
+
+    def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
+        free = self._measured_once() if self._measures_memory and inputs.training_steps else None
+        return self._source.schedule(microbatches, free, has_frozen_output(inputs.model))
+
+    def _measured_once(self) -> Sequence[float]:
+        """Return the free bytes of each pipeline rank, measured in the second training step.
+
+        All ranks of the job build a schedule in that step.  In later ones replicas may come alone, with a
+        number of microbatches that others have not or know already.
+        """
+        self._free_bytes = self._free_bytes or free_bytes_by_rank()
+        return self._free_bytes

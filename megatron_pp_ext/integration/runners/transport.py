@@ -45,6 +45,7 @@ class ProcessGroups:
         self._settings = settings
         self._directions: Directions | None = None
         self._exchanges: Exchanges | None = None
+        self._last: Channels | None = None
 
     def directions(self, group: dist.ProcessGroup) -> Directions:
         """Return the process groups, down and up, of the messages in ``group``."""
@@ -53,9 +54,15 @@ class ProcessGroups:
         return self._directions
 
     def channels(self, inputs: StepInputs) -> Channels:
-        """See ``Transport``."""
+        """See ``Transport``; RuntimeError where the step before failed, whose messages are still there."""
+        if self._last is not None and not self._last.is_closed:
+            raise RuntimeError(
+                "no step can follow one that failed: its messages may be on their way, and this step would "
+                "take them for its own; end all ranks, and go on from a checkpoint"
+            )
         ranks = dist.get_process_group_ranks(inputs.group)
-        return message_channels(ranks, self.directions(inputs.group), inputs)
+        self._last = message_channels(ranks, self.directions(inputs.group), inputs)
+        return self._last
 
     def exchanges(self, inputs: StepInputs) -> Exchanges:
         """See ``Transport``; all ranks with rows are those of the other tensor-parallel ranks too."""
