@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,18 +46,21 @@ def models() -> None:
 
 
 def described(
-    flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
+    flags: Sequence[str] | None,
+    model: str | None,
+    sizes: Mapping[str, int | None] | None = None,
+    settled: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[Asked, list[str]]:
     """Return what is asked of the described model, with its vocabulary, and its flags.
 
-    See ``planner.described.read``.
+    See ``planner.described.read``, and ``Described.counted`` for what is ``settled``.
     """
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner import tokenizer_vocabulary
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
-    asked = job.counted()
+    asked = job.counted(settled)
     if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.vocab_size:

@@ -36,7 +36,9 @@ class Job:
     def described(self) -> tuple[Asked, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
         sizes = {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
-        asked, words = described(self.flags, self.model, sizes)
+        from megatron_pp_ext.planner.search.candidate import ALWAYS
+
+        asked, words = described(self.flags, self.model, sizes, ALWAYS)
         if not asked.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
         if asked.pipeline_replicas is not None:

@@ -148,8 +148,10 @@ class Candidate:
 SETTLED = tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 """The arguments that a candidate sets."""
 
-_OURS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-"""The arguments that a candidate sets whatever the user gives; it keeps the user's ``global_batch_size``."""
+ALWAYS = dict.fromkeys(
+    ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+)
+"""The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:
@@ -157,7 +159,7 @@ def settled_in(words: Sequence[str]) -> frozenset[str]:
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     if "recompute_activations" in given:
         given.add("recompute_granularity")
-    return frozenset(given & set(SETTLED) - {*_OURS, "global_batch_size"})
+    return frozenset(given & set(SETTLED) - {*ALWAYS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
