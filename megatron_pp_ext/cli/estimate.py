@@ -68,6 +68,7 @@ def estimate(
         words, asked, chosen = with_layout(words, asked, gpus)
         request = for_world(asked, gpus)
         estimated = estimate_request(asked.job, machine, request, margin)
+    estimated.require_possible(machine.name)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > fewest_ranks(asked.job) and world_size is None:
         ways = asked.job.parallel.expert_ranks
@@ -75,7 +76,9 @@ def estimate(
     sizes = entries(asked.job)
     if sizes:
         whole, active = (sizes[name] / 1e9 for name in ("parameters", "active_parameters"))
-        console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
+        console.print(
+            f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
+        )
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -89,6 +92,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
+            "precision": asked.job.precision.words,
             **sizes,
             **asdict(estimated),
             "not_counted": without,

@@ -52,6 +52,7 @@ def search(*, job: Job, machines: Machines, tried: Tried, outputs: Outputs, meas
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.memory or (1 - HEADROOM) * system.memory_bytes
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
+    best.best[0].estimate.require_possible(system.name)
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     report = Report(best, all_words, system, machines.gpus, limit, measuring.script, filled_in, without)

@@ -3,9 +3,8 @@
 All of it becomes one line of Megatron's flags.  Later words win: flags behind ``--`` over the model's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from megatron_pp_ext.job import flag_table, flag_words
 from megatron_pp_ext.job.rules import all_rules
@@ -27,16 +26,16 @@ class Described:
     asked: Asked
     notes: Sequence[str] = ()
 
-    def counted(self, settled: Mapping[str, object] = MappingProxyType({})) -> Asked:
+    def counted(self, settle: Callable[[Asked], Asked] = lambda asked: asked) -> Asked:
         """Return ``asked``; ValueError for a model whose costs are not known, and for what cannot be trained.
 
-        ``settled`` are arguments that are yet to get these values, as all candidates of a search have.
+        ``settle`` sets what is not known yet, as a search does for its candidates.
 
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
         asked = self.asked
         require_complete(asked.args, "the model")
-        all_rules.refuse_to_plan(asked.changed(**settled))
+        all_rules.refuse_to_plan(settle(asked))
         require_vocabulary(asked)
         return asked.changed(vocab_size=asked.vocab_size or asked.padded_vocab_size)
 

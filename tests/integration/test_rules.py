@@ -195,7 +195,7 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-trace: a rank that runs": "--pipeline-trace x.json",
         "--pipeline-profile-steps: ranks are": "--pipeline-profile-steps 2-3",
         "--profile-pipeline: it measures": "--profile-pipeline x.json",
-        "its messages have two lengths; put the m": f"{LAYOUT} Et|tm|L",
+        "its messages have two lengths; put the m": f"{LAYOUT} Et*7|tm|L --mtp-num-layers 1",
     },
     f"Beside `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
         "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device"

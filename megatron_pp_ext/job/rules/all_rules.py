@@ -34,7 +34,7 @@ def refuse(asked: Asked) -> None:
 
 def refuse_to_plan(asked: Asked) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (*START, *unknown_costs.not_counted(), *TOPICS["stock"]))
+    refuse_by(asked, (*unknown_costs.not_counted(), *START, *TOPICS["stock"]))
 
 
 def refuse_to_predict(asked: Asked) -> None:

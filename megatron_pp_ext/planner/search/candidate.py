@@ -7,6 +7,7 @@ from typing import Any, Self
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -148,10 +149,23 @@ class Candidate:
 SETTLED = tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 """The arguments that a candidate sets."""
 
-ALWAYS = dict.fromkeys(
+_OURS = dict.fromkeys(
     ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
 )
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
+
+
+def settled(asked: Asked) -> Asked:
+    """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
+
+    Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
+    """
+    sizes: dict[str, object] = (
+        {"pipeline_model_parallel_size": 2} if asked.pipeline_model_parallel_size == 1 else {}
+    )
+    if asked.expert_tensor_parallel_size is None:
+        sizes["expert_tensor_parallel_size"] = 1
+    return asked.changed(**_OURS, **sizes)
 
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:
@@ -159,7 +173,7 @@ def settled_in(words: Sequence[str]) -> frozenset[str]:
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     if "recompute_activations" in given:
         given.add("recompute_granularity")
-    return frozenset(given & set(SETTLED) - {*ALWAYS, "global_batch_size"})
+    return frozenset(given & set(SETTLED) - {*_OURS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
