@@ -20,7 +20,8 @@ DENSE = TABLE["models"]["dense"]
 DELIBERATE = {
     "costs that are not modelled": "the planner does not support ",
     "models that Megatron starts and cannot train": "--transformer-impl local does not support ",
-    "sizes of 0, which are no sizes, of parts that the model may lack": "the model has --.* 0, but it must be ",
+    "sizes of 0 of parts that the model may lack": "the model has --.* 0, but it must be ",
+    "more layers on the first or last rank than there are": "make [0-9]+ layers, but --num-layers is",
     "state in fewer bits, which Megatron refuses when it makes the optimizer": (
         "--(exp-avg|exp-avg-sq|main-params|main-grads)-dtype is for --use-precision-aware-optimizer"
     ),

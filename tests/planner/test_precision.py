@@ -63,6 +63,6 @@ def test_a_utilisation_above_1_is_no_estimate() -> None:
     found = estimated("--bf16")
     found.require_possible("h100")
     with pytest.raises(
-        ValueError, match="would be an MFU of 120.0%, which no machine has: correct the rates"
+        ValueError, match=r"would be an MFU of 120\.0%, which no machine has: correct the rates"
     ):
         replace(found, utilisation=1.2).require_possible("h100")
