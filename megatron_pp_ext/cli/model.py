@@ -66,8 +66,6 @@ def described(
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     asked = job.counted(settle)
-    if not asked.job.precision.is_half:
-        _notify([_FULL_PRECISION])
     if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.vocab_size:
@@ -78,6 +76,8 @@ def described(
             from megatron_pp_ext.integration.trainer.model_costs import vocabulary
 
             asked = asked.changed(vocab_size=vocabulary(asked))
+    if not asked.job.precision.is_half:
+        _notify([_FULL_PRECISION])
     return asked, job.words
 
 
