@@ -7,12 +7,17 @@ import re
 from pathlib import Path
 
 from megatron_pp_ext.job.rules import unknown_costs
-from megatron_pp_ext.job.rules.all_rules import CONFIG, TOPICS
+from megatron_pp_ext.job.rules.all_rules import CONFIG, START, TOPICS
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 _ORDER = "schedules", "stock", "pairs_and_vocabulary", "activations_on_host", "without_flush", "measuring"
 
-TABLE = (*(rules for topic in _ORDER for rules in TOPICS[topic]), *unknown_costs.not_counted(), *CONFIG)
+TABLE = (
+    *(rules for topic in _ORDER for rules in TOPICS[topic]),
+    *unknown_costs.not_counted(),
+    *START,
+    *CONFIG,
+)
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"
 

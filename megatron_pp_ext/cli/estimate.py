@@ -81,6 +81,7 @@ def estimate(
         request = for_world(asked, gpus)
         require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
+    estimated.require_possible(machine.name)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > fewest_ranks(asked.job) and world_size is None:
         ways = asked.job.parallel.expert_ranks
@@ -88,7 +89,9 @@ def estimate(
     counted = entries(asked.job)
     if counted:
         whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
-        console.print(f"{whole:.4g}B parameters, of which a token uses {active:.4g}B")
+        console.print(
+            f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
+        )
     show(estimated, request, machine, gpus)
     without = not_counted(asked)
     show_not_counted(without)
@@ -102,6 +105,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
+            "precision": asked.job.precision.words,
             **counted,
             **asdict(estimated),
             "not_counted": without,

@@ -1,6 +1,6 @@
 """The model that a planner's command describes: by name, by file, by flags behind ``--``, or all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +33,12 @@ PrintFlags = Annotated[
 ]
 
 
+_FULL_PRECISION = (
+    "Warning: all is computed in fp32, without fused attention, since no flag says otherwise: add --bf16 if "
+    "you train in half precision"
+)
+
+
 @app.command()
 def models() -> None:
     """List the models that --model knows by name."""
@@ -47,18 +53,21 @@ def models() -> None:
 
 
 def described(
-    flags: Sequence[str] | None, model: str | None, sizes: Mapping[str, int | None] | None = None
+    flags: Sequence[str] | None,
+    model: str | None,
+    sizes: Mapping[str, int | None] | None = None,
+    settle: Callable[[Asked], Asked] = lambda asked: asked,
 ) -> tuple[Asked, list[str]]:
     """Return what is asked of the described model, with its vocabulary, and its flags.
 
-    See ``planner.described.read``.
+    See ``planner.described.read``, and ``Described.counted`` for ``settle``.
     """
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner import tokenizer_vocabulary
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
-    asked = job.counted()
+    asked = job.counted(settle)
     if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.vocab_size:
@@ -69,6 +78,8 @@ def described(
             from megatron_pp_ext.integration.trainer.model_costs import vocabulary
 
             asked = asked.changed(vocab_size=vocabulary(asked))
+    if not asked.job.precision.is_half:
+        _notify([_FULL_PRECISION])
     return asked, job.words
 
 

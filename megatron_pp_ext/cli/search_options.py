@@ -53,7 +53,9 @@ class Job:
 
     def described(self) -> tuple[Asked, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
-        asked, words = described(self.flags, self.model, self.sizes)
+        from megatron_pp_ext.planner.search.candidate import settled
+
+        asked, words = described(self.flags, self.model, self.sizes, settled)
         if not asked.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
         if asked.pipeline_replicas is not None:

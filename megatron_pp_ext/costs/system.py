@@ -40,6 +40,9 @@ _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 DTYPES = ("bf16", "fp32", "fp8", "fp8_block")
 """The number formats of ``matrix_rates``; fp16 counts as bf16, and FP8 has scales of tensors or of blocks."""
 
+_CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
+"""The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
+
 _LOST_AT_THE_END = 0.8
 """What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
 ``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
@@ -93,8 +96,9 @@ class System:
     ``sustained`` has the share of these rates that training keeps up, 1 where it is
     left out: "clock" of products and attention, whose clock is lower under load than in the short
     measurement of one alone, "copy" of small kernels, which device memory bounds, and "network".
-    ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for each field
-    where it was read or how it was measured.
+    ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
+    but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
+    each field where it was read or how it was measured.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -120,6 +124,7 @@ class System:
     all_reduce: Sequence[_Collective] = ()
     gather: Sequence[_Collective] = ()
     all_to_all: Sequence[_Collective] = ()
+    fp8_recipes: Sequence[str] | None = None
     sources: Mapping[_Text, _Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,6 +183,25 @@ class System:
             each = tiles / self.processors
             filled = each / max(1.0, each + _LOST_AT_THE_END)
         return self.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)
+
+    def require_fp8(self, recipe: str) -> None:
+        """Raise ValueError unless products run in FP8 with --fp8-recipe ``recipe``."""
+        known = (
+            [name for name in _CAPABILITY if name != "mxfp8"]
+            if self.fp8_recipes is None
+            else self.fp8_recipes
+        )
+        if recipe in known:
+            return
+        fix = f"choose {' or '.join(known)}" if known else "leave --fp8-format out"
+        why = f"Transformer Engine has it from compute capability {_CAPABILITY.get(recipe, 'unknown')} on"
+        if self.fp8_recipes is not None and recipe == "blockwise" and known:
+            why = "no rate of its products is known"
+        elif self.fp8_recipes is None:
+            fix += f', or add "fp8_recipes" to the file, where {recipe} runs'
+        raise ValueError(
+            f"--fp8-recipe {recipe} is not for system {self.name}: {why}; {fix}, or another --system"
+        )
 
     @property
     def half(self) -> str:

@@ -79,6 +79,8 @@ class SystemKernelSeconds(KernelSeconds):
         precision, parallel = job.precision, job.parallel
         self._half = "bf16" if precision.is_half else "fp32"
         self._is_fp8 = bool(precision.fp8) and precision.is_half
+        if self._is_fp8:
+            system.require_fp8(precision.fp8_recipe)
         of_recipe = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
         self._dtype = of_recipe if self._is_fp8 else self._half
         self._bytes = precision.weight_size

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import batched, pairwise
 from typing import Any
 
+from megatron_pp_ext.job.layout_of_model import require_same
 from megatron_pp_ext.job.layout_text import spelled, stages_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
@@ -23,7 +24,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 SPREAD = (*ENDS, "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """The flags beside which Megatron builds no model from a layout: they spread layers in another way."""
 
-_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 
 
 def spread(job: Job) -> int:
@@ -36,10 +37,14 @@ def spread(job: Job) -> int:
 def layout(job: Job) -> tuple[str, ...] | None:
     """The stages of --pipeline-model-parallel-layout, a letter a layer; None without the flag.
 
-    ValueError for a layout that Megatron cannot read.
+    ValueError for a layout that Megatron cannot read, and for that of another model.
     """
     given = job.pipeline.pipeline_model_parallel_layout
-    return None if given is None else stages_of(given)
+    if given is None:
+        return None
+    stages = stages_of(given)
+    require_same(given, stages, job.model.layers, job.model.mtp_num_layers)
+    return stages
 
 
 def _value(job: Job, flag: str) -> Any:
@@ -188,7 +193,7 @@ def _ends_fix(job: Job) -> str:
 
 def _in_place(job: Job) -> str:
     """The flags of ``job`` that a layout takes the place of, in words."""
-    given = [flag for flag in (*SPREAD, *_CHUNKS) if _value(job, flag)]
+    given = [flag for flag in (*SPREAD, *CHUNKS) if _value(job, flag)]
     return f" in place of {' and '.join(given)}" if given else ""
 
 

@@ -246,8 +246,17 @@ class Precision:
 
     @property
     def is_unfused(self) -> bool:
-        """Whether attention is computed in single products, which keep its probabilities."""
-        return self.transformer_impl == "local" or "unfused" in self.attention_backend
+        """Whether attention is computed in single products, which keep its probabilities.
+
+        Transformer Engine has no fused kernel for fp32.
+        """
+        return self.transformer_impl == "local" or "unfused" in self.attention_backend or not self.is_half
+
+    @property
+    def words(self) -> str:
+        """The formats of weights and of products, such as ``bf16 with FP8 (delayed)``."""
+        whole = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        return f"{whole} with FP8 ({self.fp8_recipe})" if self.uses_fp8 else whole
 
 
 @dataclass(frozen=True)

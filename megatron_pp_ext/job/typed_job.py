@@ -105,8 +105,11 @@ def settled(given: Mapping[str, Any]) -> dict[str, Any]:
         pattern += f"/{predicting}" * (found["mtp_num_layers"] or 0)
     if "/" in pattern:
         found.update(hybrid_layer_pattern=pattern, mtp_num_layers=pattern.count("/"))
-    if given.get("recompute_activations") and found["recompute_granularity"] is None:
+    if given.get("recompute_activations"):
         found["recompute_granularity"] = "selective"
+    how = found["recompute_granularity"], found["recompute_method"], found["recompute_num_layers"]
+    if how == ("full", "block", 0):  # the first 0 layers of each stage
+        found["recompute_granularity"] = None
     if given.get("use_rotary_position_embeddings"):
         found["position_embedding_type"] = "rope"
     if found["tensor_model_parallel_size"] == 1:

@@ -3,7 +3,7 @@
 All of it becomes one line of Megatron's flags.  Later words win: flags behind ``--`` over the model's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.job import flag_table, flag_words
@@ -26,14 +26,16 @@ class Described:
     asked: Asked
     notes: Sequence[str] = ()
 
-    def counted(self) -> Asked:
+    def counted(self, settle: Callable[[Asked], Asked] = lambda asked: asked) -> Asked:
         """Return ``asked``; ValueError for a model whose costs are not known, and for what cannot be trained.
+
+        ``settle`` sets what is not known yet, as a search does for its candidates.
 
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
         asked = self.asked
         require_complete(asked.args, "the model")
-        all_rules.refuse_to_plan(asked)
+        all_rules.refuse_to_plan(settle(asked))
         require_vocabulary(asked)
         return asked.changed(vocab_size=asked.vocab_size or asked.padded_vocab_size)
 

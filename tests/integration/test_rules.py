@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp_ext.job import flag_table, our_flags
-from megatron_pp_ext.job.rules.all_rules import TABLE, refuse, refuse_config
+from megatron_pp_ext.job.rules.all_rules import START, TABLE, refuse, refuse_config
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.rules.condition import holds
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
@@ -187,7 +187,7 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-trace: a rank that runs": "--pipeline-trace x.json",
         "--pipeline-profile-steps: ranks are": "--pipeline-profile-steps 2-3",
         "--profile-pipeline: it measures": "--profile-pipeline x.json",
-        "its messages have two lengths; put the m": f"{LAYOUT} Et|tm|L",
+        "its messages have two lengths; put the m": f"{LAYOUT} Et*7|tm|L --mtp-num-layers 1",
     },
     f"Beside `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
         "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device"
@@ -274,7 +274,8 @@ def test_conditions_are_about_what_there_is() -> None:
     """A name that nothing has is None, and its rule would never hold."""
     flags = {row["dest"] for rows in flag_table.by_release().values() for row in rows}
     known = flags | set(our_flags.names()) | set(dir(Asked))
-    conditions = [rules.when for rules in TABLE] + [rule.asked for rules in TABLE for rule in rules.rows]
+    table = (*TABLE, *START)
+    conditions = [rules.when for rules in table] + [rule.asked for rules in table for rule in rules.rows]
     parts = {part.removeprefix("not ") for condition in conditions for part in condition.split(", ") if part}
     names = {part.split()[0] for part in parts}
     assert {name.split(".")[0] for name in names} <= known

@@ -26,7 +26,7 @@ LATENT = (
 )
 MODELS = {
     "dense": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --fp8-format hybrid --use-distributed-optimizer "
-    "--sequence-parallel --num-query-groups 2",
+    "--sequence-parallel --num-query-groups 2 --overlap-grad-reduce --use-precision-aware-optimizer",
     "plain": f"{SIZES} --padded-vocab-size 1000 --pipeline-model-parallel-size 2 --fp16 "
     "--group-query-attention --transformer-impl local --attention-dropout 0 --hidden-dropout 0",
     "experts": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --num-experts 16 --moe-ffn-hidden-size 256 "
@@ -48,13 +48,14 @@ MODELS = {
     "of encoders": "--encoder-num-layers 8 --encoder-seq-length 1024 --hidden-size 512 "
     "--num-attention-heads 8 --micro-batch-size 2 --step-batch-size-schedule 0:64 --vocab-size 1000",
     "hybrid": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --hybrid-layer-pattern M-*-M-M- "
-    "--mtp-num-layers 2 --optimizer muon --use-distributed-optimizer --swiglu",
+    "--mtp-num-layers 2 --optimizer muon --use-distributed-optimizer --swiglu "
+    "--position-embedding-type none",
     "latent": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
     "--moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512 --moe-latent-size 1024 "
     "--squared-relu --disable-bias-linear --global-batch-size 64 --optimizer-cpu-offload "
-    "--optimizer-offload-fraction 0.5",
+    "--optimizer-offload-fraction 0.5 --use-distributed-optimizer --use-precision-aware-optimizer",
     "gated experts": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
-    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64",
+    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64 --disable-bias-linear",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""

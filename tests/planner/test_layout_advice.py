@@ -117,5 +117,5 @@ def test_models_that_no_layout_is_advised_for(changed):
     took = [(4, 4, 4)] * 3 + [(9, 9, 9)]
     if "mtp_num_layers" in changed:  # beside the loss it is known what it takes
         assert advice("1f1b", 4, 1, took, **changed)[1] is not None
-        changed = {**changed, "pipeline_model_parallel_layout": "Ettttt|ttttt|tttttm|tL"}
+        changed = {**changed, "pipeline_model_parallel_layout": "Ettttt|ttttt|ttttttm|L"}
     assert advice("1f1b", 4, 1, took, **changed)[1] is None

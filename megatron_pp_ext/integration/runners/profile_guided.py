@@ -147,7 +147,7 @@ class ProfileGuide(Requested):
         """Return the schedule to go on with, a compiled one or ``current``, and log which; collective."""
         source = self._source
         before = simulate(current, costs).makespan
-        free = free_bytes_by_rank() if self._measures_memory else ()
+        free = self._measured_once() if self._measures_memory else ()
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
             found = source.shorter(current, costs, free)

@@ -19,6 +19,9 @@ TABLE = tuple(rules for topic in TOPICS.values() for rules in topic)
 CONFIG = read("config")
 """The rules about settings without a flag."""
 
+START = read("start")
+"""The rules about what Megatron itself refuses when it starts, for what is planned."""
+
 _BY_TITLE = {rules.title: rules for rules in TABLE}
 
 _FLAG = re.compile(r"--([a-z0-9-]+)")
@@ -31,7 +34,7 @@ def refuse(asked: Asked) -> None:
 
 def refuse_to_plan(asked: Asked) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (*unknown_costs.not_counted(), *TOPICS["stock"]))
+    refuse_by(asked, (*unknown_costs.not_counted(), *START, *TOPICS["stock"]))
 
 
 def refuse_to_predict(asked: Asked) -> None:

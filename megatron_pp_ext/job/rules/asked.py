@@ -1,5 +1,6 @@
 """What was asked, as the rules look at it."""
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,18 @@ from megatron_pp_ext.schedule.placement import Placement
 
 ENGINE = "transformer-engine"
 """The name of the package whose layers run on GPUs."""
+
+MODULES = (
+    "core_attn",
+    "moe_act",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "gdn_norm_out",
+)
+"""The modules that Megatron can recompute (``TransformerConfig.recompute_modules``)."""
 
 FIRST_ENGINE = "2.3"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
@@ -190,3 +203,160 @@ class Asked:
     def has_own_layers(self) -> bool:
         """Whether --spec names layers that are not Megatron's."""
         return self.spec is not None and not self.spec[0].startswith("megatron.core.")
+
+    @property
+    def gives_two_depths(self) -> bool:
+        """Whether two flags give different numbers of layers."""
+        return self.encoder_num_layers not in (None, self.num_layers)
+
+    @property
+    def gives_two_lengths(self) -> bool:
+        """Whether two flags give different lengths of sequences."""
+        return self.encoder_seq_length not in (None, self.seq_length)
+
+    @property
+    def gives_two_patterns(self) -> bool:
+        """Whether two flags give different layers of a hybrid model."""
+        own = (self.hybrid_layer_pattern or "").partition("/")[0]
+        return (self.hybrid_override_pattern or own).partition("/")[0] != own
+
+    @property
+    def lacks_positions(self) -> bool:
+        """Whether sequences are longer than there are positions."""
+        positions = self.max_position_embeddings
+        return positions is not None and positions < self.job.model.seq_length
+
+    @property
+    def has_other_activation(self) -> bool:
+        """Whether a flag asks for another activation than SwiGLU."""
+        return bool(self.squared_relu or self.quick_geglu)
+
+    @property
+    def has_uneven_no_rope(self) -> bool:
+        """Whether every so many layers have no rotary positions, but no whole number of times."""
+        every = self.no_rope_freq
+        return isinstance(every, int) and every > 0 and self.job.model.layers % every > 0
+
+    @property
+    def has_cut_biases(self) -> bool:
+        """Whether tensor-parallel ranks share experts that have biases."""
+        own = self.job
+        return bool(own.model.num_experts and own.model.add_bias_linear and own.parallel.expert_tensor > 1)
+
+    @property
+    def has_uneven_groups(self) -> bool:
+        """Whether groups of experts, among which routers choose, are not equally large."""
+        groups = self.moe_router_num_groups if self.moe_router_group_topk else 0
+        return bool(groups and self.job.model.num_experts % groups)
+
+    @property
+    def has_too_few_groups(self) -> bool:
+        """Whether a router is to choose more groups of experts than there are."""
+        return (self.moe_router_group_topk or 0) > (
+            self.moe_router_num_groups or self.moe_router_group_topk or 0
+        )
+
+    @property
+    def has_zero_gradient(self) -> bool:
+        """Whether a score of one expert alone would be normalized to 1."""
+        is_softmax = self.moe_router_score_function in (None, "softmax")
+        is_sinkhorn = "sinkhorn" in str(self.moe_router_load_balancing_type)
+        return is_softmax and not is_sinkhorn and not self.moe_router_pre_softmax
+
+    @property
+    def has_single_group(self) -> bool:
+        """Whether weights or biases of all experts are one tensor."""
+        return bool(self.moe_single_grouped_weight or self.moe_single_grouped_bias)
+
+    @property
+    def pads_routing(self) -> bool:
+        """Whether each expert's tokens are padded for products in FP8."""
+        return bool(self.moe_router_padding_for_fp8 or self.moe_router_padding_for_quantization)
+
+    @property
+    def can_pad_routing(self) -> bool:
+        """Whether there is something to pad tokens for, and a dispatcher that does."""
+        return bool(self.fp8 or self.fp4) and self.moe_token_dispatcher_type in ("alltoall", "flex")
+
+    @property
+    def unknown_modules(self) -> str:
+        """The modules to be recomputed that Megatron does not have, in words; empty without one."""
+        return " ".join(sorted({*(self.recompute_modules or ())} - set(MODULES)))
+
+    @property
+    def known_modules(self) -> str:
+        """The modules that can be recomputed, in words."""
+        return ", ".join(MODULES)
+
+    @property
+    def can_distribute(self) -> bool:
+        """Whether tensor-parallel ranks can each save a part of the input of recomputed layers."""
+        is_shared = self.job.parallel.tensor_model_parallel_size > 1 and not self.sequence_parallel
+        return is_shared and self.recompute_granularity == "full"
+
+    @property
+    def has_mxfp8(self) -> bool:
+        """Whether products are computed in MXFP8."""
+        return bool(self.fp8) and self.fp8_recipe == "mxfp8"
+
+    @property
+    def fuses_bias(self) -> bool:
+        """Whether the activation is fused with the bias before it, by Megatron's own kernels."""
+        return bool(
+            self.bias_swiglu_fusion if self.swiglu else self.bias_gelu_fusion and self.add_bias_linear
+        )
+
+    @property
+    def fuses_rope(self) -> bool:
+        """Whether rotary positions are applied by one kernel."""
+        return bool(self.apply_rope_fusion) and self.position_embedding_type == "rope"
+
+    @property
+    def chunk_flag(self) -> str:
+        """The flag by which Megatron cuts a rank's layers into chunks, if one does."""
+        return next(filter(self.is_set, layers.CHUNKS), "")
+
+    @property
+    def has_chunk_flag(self) -> bool:
+        """Whether a flag gives a rank several chunks."""
+        chunks = layers.chunks_requested(self.job)
+        return chunks is not None and chunks > 1
+
+    @property
+    def has_other_hierarchy(self) -> bool:
+        """Whether the sizes of levels do not make the context-parallel size."""
+        levels = self.hierarchical_context_parallel_sizes
+        return bool(levels) and math.prod(levels) != self.job.parallel.context_parallel_size
+
+    @property
+    def can_be_precision_aware(self) -> bool:
+        """Whether the optimizer is one whose state may have fewer bits."""
+        return self.job.memory.optimizer == "adam" and self.job.memory.use_distributed_optimizer
+
+    @property
+    def short_state(self) -> str:
+        """The flag that gives the optimizer's state fewer bits; empty without one."""
+        names = "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"
+        return next((flag for flag in names if self[flag[2:].replace("-", "_")] not in (None, "fp32")), "")
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the first or the last rank has a number of layers of its own."""
+        return bool(layers.given_ends(self.job))
+
+    @property
+    def split_flag(self) -> str:
+        """The flag by which an end of the model counts as a layer; empty without one."""
+        return next(filter(self.is_set, layers.SPREAD[len(layers.ENDS) :]), "")
+
+    @property
+    def described_twice(self) -> str:
+        """The flag that spreads layers over stages in another way than a pattern; empty without one."""
+        others = (*layers.SPREAD[len(layers.ENDS) :], *layers.CHUNKS, layers.LAYOUT)
+        return next(filter(self.is_set, others), "")
+
+    @property
+    def ends_alone(self) -> str:
+        """The flag that gives an end of a pipeline its layers where there is none; empty without one."""
+        is_alone = self.job.parallel.pipeline_model_parallel_size == 1
+        return next(iter(layers.given_ends(self.job)), "") if is_alone else ""

@@ -8,6 +8,7 @@ from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -160,8 +161,23 @@ class Candidate:
 SETTLED = tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 """The arguments that a candidate sets."""
 
-_OURS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-"""The arguments that a candidate sets whatever the user gives; it keeps the user's ``global_batch_size``."""
+_OURS = dict.fromkeys(
+    ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+)
+"""The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
+
+
+def settled(asked: Asked) -> Asked:
+    """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
+
+    Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
+    """
+    sizes: dict[str, object] = (
+        {"pipeline_model_parallel_size": 2} if asked.pipeline_model_parallel_size == 1 else {}
+    )
+    if asked.expert_tensor_parallel_size is None:
+        sizes["expert_tensor_parallel_size"] = 1
+    return asked.changed(**_OURS, **sizes)
 
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:

@@ -17,11 +17,15 @@ from megatron_pp_ext.json_input import did_you_mean, is_number
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 _FROM_ZERO = {
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "mtp_num_layers",
+    "no_rope_freq",
+    "num_experts",
     "pipeline_update_interval",
+    "recompute_num_layers",
 }
-"""Arguments that are whole numbers, and not sizes of 1 or more."""
+"""Arguments for which 0 means none, as Megatron takes them, and not sizes of 1 or more."""
 
 
 _MORE_CHOICES = {"main_params_dtype"}
@@ -103,7 +107,7 @@ def _rule(action: Action, value: Any, args: Namespace) -> str:
         rule = "a share above 0 and at most 1, or auto"
     elif action.type is flag_table.pattern:
         is_left_out = action.dest == "moe_layer_freq" and not args.num_experts
-        is_right = is_left_out or _is_frequency(value, args.num_layers)
+        is_right = is_left_out or _is_none(action, value, args) or _is_frequency(value, args.num_layers)
         rule = "a whole number of 1 or more, or a list of 0 and 1, one a layer"
     elif action.nargs == 0:
         is_right, rule = isinstance(value, bool), "true or false"
@@ -112,13 +116,19 @@ def _rule(action: Action, value: Any, args: Namespace) -> str:
     elif action.choices and action.dest not in _MORE_CHOICES:
         is_right, rule = value in action.choices, f"one of {', '.join(map(str, action.choices))}"
     elif action.type is int:
-        is_right = _is_size(value) or action.dest in _FROM_ZERO
+        is_right = _is_size(value) or _is_none(action, value, args)
         rule = "a whole number of 1 or more"
     elif action.type is float:
         is_right, rule = is_number(value), "a finite number"
     else:
         is_right, rule = isinstance(value, str) or action.type not in (None, str), "a text"
     return "" if is_right else rule
+
+
+def _is_none(action: Action, value: object, args: Namespace) -> bool:
+    """Whether ``value`` is a 0 that means none."""
+    is_unread = action.dest == "num_query_groups" and not args.group_query_attention
+    return value == 0 and not isinstance(value, bool) and (is_unread or action.dest in _FROM_ZERO)
 
 
 def _is_size(value: object) -> bool:
