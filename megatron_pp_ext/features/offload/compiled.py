@@ -15,14 +15,21 @@ from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 
+from megatron_pp_ext.compiler.compile import kept
+from megatron_pp_ext.compiler.search import cache
+from megatron_pp_ext.compiler.turns import in_turn
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.longer_plans import within_limits
 from megatron_pp_ext.schedule.offload import least_copies, timed
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.rank_copies import ROUNDING
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+VERSION = 1
+"""Raised with every change that lets the same inputs give another plan, so that no cached one is used."""
 
 type _Tried = tuple[float, int, list[int], Timeline]
 """A makespan alone, the order's number, how many weight gradients wait on each rank, and the step alone."""
@@ -33,6 +40,28 @@ def published_orders(placements: Sequence[Placement], microbatches: int) -> list
     from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
 
     return [schedule for where in placements for schedule in published(where, microbatches)]
+
+
+def planned(
+    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
+) -> Timeline | None:
+    """Return ``shortest_within`` of all published orders; one process of a machine plans, the others read."""
+    cuts = [(placement, costs.merged(placement.stages)) for placement in placements]
+    spelled = [cache.spelled(*cut) for cut in cuts]
+    name = cache.key(["copies", VERSION, catalog.NAMES, microbatches, limits, spelled])
+
+    def read() -> Timeline | None:
+        found = kept(name, cuts, microbatches, limits)
+        return found and found[0]
+
+    def made() -> Timeline | None:
+        found = shortest_within(published_orders(placements, microbatches), costs, limits)
+        if found is not None:
+            check(found.schedule)
+            cache.store(name, found.schedule, found.schedule.name)
+        return found
+
+    return cache.in_cache(name, in_turn, read, made)
 
 
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:
