@@ -8,9 +8,9 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
@@ -29,9 +29,6 @@ VERSION = 11
 
 TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
-
-Turn = Callable[[str], AbstractContextManager[object]]
-"""Returns the context in which the schedule of this name in the cache is compiled, maybe one at a time."""
 
 
 class InfeasibleLimit(ValueError):
@@ -60,7 +57,7 @@ def compile_schedule(
     *,
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
-    turn: Turn = nullcontext,
+    turn: cache.Turn = nullcontext,
 ) -> Compiled:
     """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 
@@ -101,19 +98,18 @@ def compile_schedule(
         bounds.append(lower_bound(placement, microbatches, cut, rooms))
         least_times.append(lower_bound(placement, microbatches, cut, rooms, paired=True))
         problems.append(problem_of(placement, microbatches, cut, rooms))
-    spelled = [_as_json(*cut) for cut in feasible]
+    spelled = [cache.spelled(*cut) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
-    found = _kept(name, feasible, microbatches, limits)
-    if found is None:
-        with turn(name):
-            found = _kept(name, feasible, microbatches, limits)  # somebody may have compiled it meanwhile
-            if found is None:
-                found = _shortest(feasible, problems, bounds, limits, trials)
-                if costs.pair < 1:
-                    found = _with_pairs(found, feasible, microbatches, limits)
-                check(found[0].schedule)
-                cache.store(name, found[0].schedule, found[1])
-    timeline, origin = found
+
+    def made() -> tuple[Timeline, str]:
+        found = _shortest(feasible, problems, bounds, limits, trials)
+        if costs.pair < 1:
+            found = _with_pairs(found, feasible, microbatches, limits)
+        check(found[0].schedule)
+        cache.store(name, found[0].schedule, found[1])
+        return found
+
+    timeline, origin = cache.in_cache(name, turn, lambda: kept(name, feasible, microbatches, limits), made)
     return Compiled(timeline, min(*least_times, timeline.makespan), origin)
 
 
@@ -171,15 +167,7 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
     )
 
 
-def _as_json(placement: Placement, costs: Costs) -> list[object]:
-    """Return the inputs in a form, for JSON, that is equal exactly when they are."""
-    stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
-    pair = [costs.pair] if costs.pair < 1 else []
-    shared = [float(value).hex() for value in (costs.hop, costs.message, *pair)]
-    return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
-
-
-def _kept(
+def kept(
     name: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float]
 ) -> tuple[Timeline, str] | None:
     """Return the schedule in the cache and its origin; None if there is none that fits what is asked for."""

@@ -17,6 +17,13 @@ from megatron_pp_ext.schedule.names import FLEX, SHARED
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 
+_FEWER = 8
+"""The part of the trials that a compiled schedule has for another number of microbatches than the ordinary.
+
+Batches of lengths that vary have a new number at every other step, and all ranks wait for its schedule.  It
+depends on the request alone, as that of an ordinary step does, so that all ranks have the same one.
+"""
+
 
 class Source:
     """Makes the schedules of ``request``, each once.
@@ -85,8 +92,13 @@ class Source:
         kept = None if free is None else tuple(free)
         key = microbatches, kept, output_is_frozen
         if key not in self._made:
+            trials = self.request.trials
             request = replace(
-                self._settled, microbatches=microbatches, free=kept, output_is_frozen=output_is_frozen
+                self._settled,
+                microbatches=microbatches,
+                free=kept,
+                output_is_frozen=output_is_frozen,
+                trials=trials if microbatches == self.request.microbatches else trials // _FEWER,
             )
             self._made[key] = make(request, self._costs).schedule
         return self._made[key]

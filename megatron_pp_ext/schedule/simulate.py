@@ -6,7 +6,7 @@ as the inputs of both of its actions have arrived, and takes a part of their sum
 of both leave at its end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -149,21 +149,22 @@ class Timeline:
         A rank does one thing at a time, so what an action gave back at its end is gone when a
         forward starts at that very moment.
         """
-        changes = [
-            (start if kept > 0 else end, kept)
-            for action, start, end in self.events[rank]
-            if (kept := self.costs.kept(action))
-        ]
+        changes = self.changes(rank)
         if self.copies:
-            for stage, _, _, given_up, launched, _ in self.copies[rank]:
-                kept = self.costs.stages[stage].activation
-                changes += [(given_up, -kept), (launched, kept)]
-            changes.sort()
+            changes = sorted([*changes, *changes_by(self.copies[rank], self.costs)])
         live = 0.0
         yield self.start, live
         for time, kept in changes:
             live += kept
             yield time, live
+
+    def changes(self, rank: int) -> list[tuple[float, float]]:
+        """Return (time, activations that are kept from then on), or given back, by the rank's actions."""
+        return [
+            (start if kept > 0 else end, kept)
+            for action, start, end in self.events[rank]
+            if (kept := self.costs.kept(action))
+        ]
 
     @cached_property
     def _busy(self) -> float:
@@ -172,6 +173,14 @@ class Timeline:
         return sum(
             end - start for events in self.events for action, start, end in events if action not in paired
         )
+
+
+def changes_by(copies: Iterable[Copied], costs: Costs) -> Iterator[tuple[float, float]]:
+    """Yield (time, activations that are kept from then on), or given up, by ``copies``."""
+    for stage, _, _, given_up, launched, _ in copies:
+        kept = costs.stages[stage].activation
+        yield given_up, -kept
+        yield launched, kept
 
 
 def peak_messages(schedule: Schedule) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ import pytest
 from megatron_pp_ext.compiler import compile as compiling
 from megatron_pp_ext.compiler.compile import Compiled, compile_schedule
 from megatron_pp_ext.compiler.search import cache
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 
@@ -129,6 +131,15 @@ def test_a_link_is_replaced_and_not_followed(folder: Path, tmp_path: Path) -> No
     assert compiled() == first
     assert mine.read_text() == "mine"
     assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+def test_copies_that_cannot_be_made_are_not_read(folder: Path) -> None:
+    """A copy back behind its backward, with the digest of just that."""
+    schedule = compiled().timeline.schedule
+    for before, is_read in ((Kind.I, True), (Kind.W, False)):
+        away = replace(schedule, copies=Copies({(0, 0): Action(0, before, 0)}))
+        cache.store("away", away, "")
+        assert cache.load("away") == ((away, "") if is_read else None)
 
 
 STAGE = StageCosts(3, 4, 2, 2, 1)

@@ -1,5 +1,7 @@
 """Compiled schedules on disk: the order as CSV, the rest as JSON, named by a digest of the inputs.
 
+The rest are the copies to the host, and where the order comes from.
+
 No file is trusted: one that is missing, cut off, of another version or without the digest that it should
 have counts as absent, and so does what is no file at all.  The schedule is then compiled again, and takes the
 place of what was there.
@@ -9,14 +11,24 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import astuple, replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.files import read_text, user_folder, write_whole
 from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.copies import Copies
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.placement import Placement
+
+Turn = Callable[[str], AbstractContextManager[object]]
+"""Returns the context in which the schedule of this name in the cache is compiled, maybe one at a time."""
 
 
 def directory() -> Path:
@@ -32,12 +44,35 @@ def key(inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def spelled(placement: Placement, costs: Costs) -> list[object]:
+    """Return the inputs in a form, for ``key``, that is equal exactly when they are."""
+    stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
+    pair = [costs.pair] if costs.pair < 1 else []
+    shared = [float(value).hex() for value in (costs.hop, costs.message, *pair)]
+    return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
+
+
+def in_cache[Found](
+    name: str, turn: Turn, kept: Callable[[], Found | None], made: Callable[[], Found]
+) -> Found:
+    """Return what is ``kept`` under ``name``, or else what is ``made``, and stored, in a turn."""
+    found = kept()
+    if found is None:
+        with turn(name):
+            found = kept()  # somebody may have compiled it meanwhile
+            if found is None:
+                found = made()
+    return found
+
+
 def load(name: str) -> tuple[Schedule, str] | None:
     """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files."""
     rows, about = _files(name)
     try:
         notes = json.loads(read_text(about))
-        schedule = replace(csv_file.read(rows), name=FLEX)
+        schedule = replace(csv_file.read(rows), name=FLEX, copies=_copies(notes["copies"]))
+        if schedule.copies:  # the order is checked where it is read
+            check(schedule)
         if (notes["key"], notes["digest"]) != (name, schedule.digest):
             return None
         return schedule, str(notes["origin"])
@@ -51,7 +86,9 @@ def store(name: str, schedule: Schedule, origin: str) -> None:
     Each file appears whole or not at all, and the notes, without which nothing is read, come last.
     """
     rows, about = _files(name)
-    notes = {"key": name, "digest": schedule.digest, "origin": origin}
+    away, gone = schedule.copies.back, schedule.copies.gone
+    copies = [[*kept, *away[kept], *gone.get(kept, ())] for kept in sorted(away)]
+    notes = {"key": name, "digest": schedule.digest, "origin": origin, "copies": copies}
     try:
         rows.parent.mkdir(parents=True, exist_ok=True)
         for path in (rows, about):
@@ -64,6 +101,18 @@ def store(name: str, schedule: Schedule, origin: str) -> None:
 
 def _files(name: str) -> tuple[Path, Path]:
     return directory() / f"{name}.csv", directory() / f"{name}.json"
+
+
+def _copies(rows: list[list[Any]]) -> Copies:
+    """Return the copies of rows of stage, microbatch, and the actions at which it is back and gone."""
+    actions = {
+        (stage, of): [Action(at, Kind(kind), number) for at, kind, number in batched(rest, 3)]
+        for stage, of, *rest in rows
+    }
+    return Copies(
+        {kept: back for kept, (back, *_) in actions.items()},
+        {kept: gone for kept, (_, *found) in actions.items() for gone in found},
+    )
 
 
 def _make_way(path: Path) -> None:

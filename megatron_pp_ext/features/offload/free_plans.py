@@ -46,8 +46,18 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timelin
     unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
     """
     alone = without_copies(schedule, costs)
-    rooms = beside_messages(alone, limits)
-    return timed(alone, [RankCopies(alone, rank).least(room) for rank, room in enumerate(rooms)])
+    return timed(alone, least_copies(alone, limits)[0])
+
+
+def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Return]], list[int]]:
+    """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
+    copies, above = [], []
+    for rank, room in enumerate(beside_messages(step, limits)):
+        own = RankCopies(step, rank)
+        copies.append(own.least(room))
+        if own.peak(copies[rank]) > room * (1 + ROUNDING):
+            above.append(rank)
+    return copies, above
 
 
 def beside_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:

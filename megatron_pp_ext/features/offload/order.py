@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.offload.compiled import published_orders, shortest_within
+from megatron_pp_ext.features.offload.compiled import planned
 from megatron_pp_ext.features.offload.free_plans import with_share, within, without_copies
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
 from megatron_pp_ext.schedule.actions import Schedule
@@ -99,8 +99,7 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     known = with_copy_seconds(costs(request.finest.stages, request.shares_vocabulary))
     budget = request.budget(known)
     counted = budget.counted(known)
-    orders = published_orders(request.placements, request.microbatches)
-    found = shortest_within(orders, counted, budget.ranks)
+    found = planned(request.placements, request.microbatches, counted, budget.ranks)
     trials = request.trials if found is None else request.trials // _FEWER
     if found is None:
         return Made(before(replace(request, trials=trials)).schedule)

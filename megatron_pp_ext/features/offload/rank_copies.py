@@ -15,15 +15,15 @@
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from statistics import mean
+from operator import attrgetter
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Kind, together
 from megatron_pp_ext.schedule.copies import Kept
-from megatron_pp_ext.schedule.simulate import Copied, Timeline
+from megatron_pp_ext.schedule.simulate import Copied, Timeline, changes_by
 
 ROUNDING = 1e-9
 """The part of a step or of a limit that rounding may add up to."""
@@ -66,7 +66,7 @@ class RankCopies:
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
-        self._timeline, self._rank = timeline, rank
+        self._timeline, self._changes = timeline, timeline.changes(rank)
         order, events = timeline.schedule.orders[rank], timeline.events[rank]
         self.launches = list(together(order, timeline.schedule.paired))
         begins = [0, *accumulate(map(len, self.launches))][:-1]
@@ -88,18 +88,18 @@ class RankCopies:
         """Return so many copies, or fewer where not all are of use, with which the rank keeps little."""
         waits = self.waits
         best = self._useful(waits, count)
+        peak, moment = self._peak(best)
         for _ in range(_TRIES):
-            peak, moment = self._peak(best)
             early = [one.times[:2] for one in best if one.times.launched <= moment < one.times.back[1]]
-            fewer = [[wait for wait in waits if wait.kept not in some] for some in (early[:1], early)]
-            lower = [
-                (found, left)
-                for left in fewer
-                if self._peak(found := self._useful(left, count))[0] < peak * (1 - ROUNDING)
-            ]
-            if not lower:
+            for some in (early[:1], early):
+                left = [wait for wait in waits if wait.kept not in some]
+                found = self._useful(left, count)
+                lower, at = self._peak(found)
+                if lower < peak * (1 - ROUNDING):
+                    best, waits, peak, moment = found, left, lower, at
+                    break
+            else:
                 break
-            best, waits = lower[0]
         return best
 
     def late(self, count: int) -> list[Return]:
@@ -118,33 +118,42 @@ class RankCopies:
     def least(self, limit: float) -> list[Return]:
         """Return as few copies as keep the rank within ``limit``, or all that are of use."""
         limit *= 1 + ROUNDING
+        if self.peak([]) <= limit:
+            return []
         low, high = 0, len(self.waits)
         choose: Callable[[int], list[Return]] = partial(self._useful, self.waits)
         best = choose(high)
-        if self._peak(best)[0] > limit:
+        if self.peak(best) > limit:
             choose = self.copies
             best = choose(high)
-        while low < high and self._peak(best)[0] <= limit:
+            if self.peak(best) > limit:
+                return best
+        while low < high:
             middle = (low + high) // 2
             found = choose(middle)
-            if self._peak(found)[0] <= limit:
+            if self.peak(found) <= limit:
                 best, high = found, middle
             else:
                 low = middle + 1
         return best
 
+    def peak(self, copies: Iterable[Return]) -> float:
+        """Return the most that the rank keeps at one time with ``copies``, in the unit of activations."""
+        return self._peak(copies)[0]
+
     def _peak(self, copies: Iterable[Return]) -> tuple[float, float]:
         """Return the most that the rank keeps at one time, and when it first does."""
-        own = [()] * self._rank + [tuple(one.times for one in copies)]
-        curve = replace(self._timeline, copies=tuple(own)).memory(self._rank)
-        moment, peak = max(curve, key=lambda step: step[1])
-        return peak, moment
+        by_copies = changes_by((one.times for one in copies), self._timeline.costs)
+        changes = sorted([*self._changes, *by_copies])
+        live = list(accumulate(kept for _, kept in changes))
+        peak = max(live, default=0.0)
+        return peak, changes[live.index(peak)][0] if changes else self._timeline.start
 
     def _placed(self, waits: Sequence[Wait]) -> list[Return]:
         """Return the copies of ``waits``, which are in the order of their backwards."""
         out: dict[Kept, tuple[float, float]] = {}
         free = 0.0
-        for wait in sorted(waits, key=lambda wait: wait.since):
+        for wait in sorted(waits, key=attrgetter("since")):
             start = max(free, wait.since)
             free = start + wait.seconds
             out[wait.kept] = start, free
@@ -178,7 +187,7 @@ def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
     for wait in waits:
         of_stage[wait.kept[0]].append(wait)
     chosen: set[Kept] = set()
-    for stage in sorted(of_stage, key=lambda stage: -mean(one.until - one.since for one in of_stage[stage])):
+    for stage in sorted(of_stage, key=lambda stage: -fmean(one.until - one.since for one in of_stage[stage])):
         own = of_stage[stage]
         some = min(count - len(chosen), len(own))
         chosen |= {own[(2 * at + 1) * len(own) // (2 * some)].kept for at in range(some)}

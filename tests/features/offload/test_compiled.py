@@ -1,10 +1,17 @@
 """Orders within limits that they keep with copies to the host alone."""
 
-from megatron_pp_ext.features.offload.compiled import shortest_within
+import json
+
+import pytest
+
+from megatron_pp_ext.compiler.compile import placements_of
+from megatron_pp_ext.features.offload import compiled
+from megatron_pp_ext.features.offload.compiled import planned, published_orders, shortest_within
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.conftest import CACHE
 
 
 def costs(copy):
@@ -27,3 +34,48 @@ def test_an_order_that_keeps_the_limit_by_itself_stays_as_it_is():
 
 def test_nothing_keeps_less_than_a_forward_alone():
     assert shortest_within([catalog.build("v-half", 8, 32)], costs(0.5), [0.4] * 8) is None
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The orders whose copies are planned."""
+    seen, plan = [], compiled.least_copies
+    monkeypatch.setattr(compiled, "least_copies", lambda *step: seen.append(step[0].schedule) or plan(*step))
+    return seen
+
+
+@pytest.mark.parametrize("limit", [2.0, 3.2])
+def test_few_orders_are_planned_for_what_all_of_them_have(limit, plans):
+    """Of twelve families the shortest alone comes first, with no more W waiting than copies can keep."""
+    families = published_orders(placements_of(8, costs(0.3)), 32)
+    found = shortest_within(families, costs(0.3), [limit] * 8)
+    assert len(plans) <= 4
+    alone = [shortest_within([family], costs(0.3), [limit] * 8) for family in families]
+    assert found.makespan == min(one.makespan for one in alone if one)
+
+
+DAMAGES = {
+    "none": {},
+    "no copies": {"copies": []},
+    "fewer": {"copies": [[0, 0, 0, "I", 0, 0, "I", 0]]},
+    "text": {"copies": "0"},
+    "a kind that is none": {"copies": [[0, 0, 0, "X", 0]]},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_process_plans_and_the_others_read_the_same_copies(damage, plans, monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    four, placements = Costs.per_rank(4, 2).copied_at(0.5), placements_of(4, Costs.per_rank(4, 2))
+    first = planned(placements, 8, four, [1.5] * 4)
+    (notes,) = tmp_path.glob("*.json")
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | DAMAGES[damage]))
+    plans.clear()
+    again = planned(placements, 8, four, [1.5] * 4)
+    assert first.copies and again.copies == first.copies
+    assert again.schedule.digest == first.schedule.digest
+    assert bool(plans) == (damage != "none")
+    for other, limit in ((four.copied_at(0.4), 1.5), (four, 1.75)):  # what was kept is no answer to these
+        plans.clear()
+        planned(placements, 8, other, [limit] * 4)
+        assert plans

@@ -1,0 +1,36 @@
+"""Schedules of steps with another number of microbatches than the ordinary one."""
+
+from dataclasses import replace
+
+from megatron_pp_ext.compiler import compile as compiler
+from megatron_pp_ext.compiler.limits import at_most
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+from megatron_pp_ext.schedule.simulate import simulate
+from tests.conftest import CACHE
+
+COSTS = Costs.uniform(v(4), forward=10, input_gradient=11, weight_gradient=7, hop=1)
+
+
+def test_another_number_of_microbatches_takes_a_fraction_of_the_trials(monkeypatch, tmp_path) -> None:
+    """Each is searched for once, with one result for all ranks, and no family within the limit is shorter."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    searched, search = [], compiler._shortest
+    monkeypatch.setattr(compiler, "_shortest", lambda *inputs: searched.append(inputs[-1]) or search(*inputs))
+    request = replace(named("flex", 4, 8, limit=0.75), placements=(v(4),), trials=80)
+    source = Source(request, lambda stages, is_shared: COSTS)
+    limits = request.budget(COSTS).ranks
+    for microbatches in (7, 9, 7, 8, 23):
+        found = simulate(source.schedule(microbatches), COSTS)
+        assert all(map(at_most, found.peak_memory, limits))
+        for family in ("v-min", "v-half", "v-zb"):
+            published = simulate(catalog.build(family, 4, microbatches), COSTS)
+            if all(map(at_most, published.peak_memory, limits)):
+                assert found.makespan <= published.makespan
+    assert searched == [80, 10, 10, 10]
+    monkeypatch.setenv(CACHE, str(tmp_path / "of another rank"))
+    other = Source(request, lambda stages, is_shared: COSTS)
+    assert other.schedule(9).digest == source.schedule(9).digest
