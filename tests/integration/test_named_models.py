@@ -62,7 +62,8 @@ LINES = (
     "--recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear --swiglu",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --sequence-parallel",
     "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --moe-grouped-gemm",
-    "--num-experts 4 --moe-router-topk 1 --moe-layer-freq 2 --bf16 --fp8-format hybrid --mock-data",
+    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 --bf16 "
+    "--fp8-format hybrid --mock-data",
     "--optimizer sgd --normalization RMSNorm --position-embedding-type rope --transformer-impl local",
 )
 

@@ -207,7 +207,8 @@ def test_a_search_needs_no_other_reading() -> None:
 
 
 def test_a_search_leaves_out_what_training_refuses() -> None:
-    asked = read_by_commands(cpu.with_cpu_flags([*MODEL, "--tp-comm-overlap"]))
+    overlaps = "--tp-comm-overlap", "--tensor-model-parallel-size", "2", "--sequence-parallel"
+    asked = read_by_commands(cpu.with_cpu_flags([*MODEL, *overlaps]))
     assert permitted(asked, catalog.NAMES) == [
         name for name in catalog.NAMES if not catalog.entry(name).splits_backward
     ]

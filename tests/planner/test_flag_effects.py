@@ -55,7 +55,8 @@ MODELS = {
     "--squared-relu --disable-bias-linear --global-batch-size 64 --optimizer-cpu-offload "
     "--optimizer-offload-fraction 0.5 --use-distributed-optimizer --use-precision-aware-optimizer",
     "gated experts": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
-    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64 --disable-bias-linear",
+    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64",
+    "gated without biases": f"{SIZES} --vocab-size 1000 --bf16 --quick-geglu --disable-bias-linear",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""

@@ -22,7 +22,6 @@ _FROM_ZERO = {
     "mtp_num_layers",
     "no_rope_freq",
     "num_experts",
-    "pipeline_update_interval",
     "recompute_num_layers",
 }
 """Arguments for which 0 means none, as Megatron takes them, and not sizes of 1 or more."""
@@ -116,7 +115,8 @@ def _rule(action: Action, value: Any, args: Namespace) -> str:
     elif action.choices and action.dest not in _MORE_CHOICES:
         is_right, rule = value in action.choices, f"one of {', '.join(map(str, action.choices))}"
     elif action.type is int:
-        is_right = _is_size(value) or _is_none(action, value, args)
+        has_own_rule = action.dest == "pipeline_update_interval"  # with an error of its own
+        is_right = _is_size(value) or _is_none(action, value, args) or has_own_rule
         rule = "a whole number of 1 or more"
     elif action.type is float:
         is_right, rule = is_number(value), "a finite number"
