@@ -72,7 +72,7 @@ BELOW: dict[str, set[str]] = {
     },
     "data_split": set(),
     "launch_errors": {"files"},
-    "activation": {"__init__", "files", "launch_errors"},
+    "activation": {"__init__", "files", "json_input", "launch_errors"},
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
