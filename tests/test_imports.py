@@ -257,3 +257,59 @@ def test_imports_are_found_wherever_they_are() -> None:
         f"{PACKAGE}.integration.__init__",
     }
     assert "torch.nn" in _named(ast.parse(source))
+
+
+MADE_IN = {
+    "compiler.make",
+    "compiler.compile",
+    "compiler.search.proposals",
+    "schedule.catalog",
+    "features.__init__",
+    "features.offload.order",
+    "features.offload.compiled",
+    "features.offload.longer_plans",
+    "features.vocabulary.order",
+}
+"""The maker, the catalogue and the compiler that it asks, and the passes of features."""
+
+MAKES = {
+    "compiler.compile": {"compile_schedule"},
+    "compiler.search.pairing": {"in_pairs"},
+    "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
+    "features.offload.free_plans": {"with_share", "within"},
+    "features.offload.longer_plans": {"with_whole_share", "within_limits"},
+    "features.offload.order": {"offloaded"},
+    "features.vocabulary.order": {"shared", "without_frozen_weight"},
+    "features.vocabulary.share": {"share", "share_evaluation", "without_weight_gradients"},
+    "schedule.catalog": {"build", "forward_only"},
+    "schedule.families": {
+        "dualpipe_v",
+        "evaluation",
+        "gpipe",
+        "interleaved",
+        "one_f_one_b",
+        "one_f_one_b_v",
+        "v_shape",
+        "v_zero_bubble",
+        "zero_bubble",
+    },
+}
+"""What makes a schedule or adds to one, by the module that it is in."""
+
+
+def test_nobody_but_the_maker_puts_a_schedule_together() -> None:
+    """Training, commands, estimates and searches call ``compiler.make``; what is theirs alone is a request."""
+    for module, path in modules().items():
+        if module.removeprefix(f"{PACKAGE}.") in MADE_IN:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                home = node.module.removeprefix(f"{PACKAGE}.")
+                if home in MAKES and module != f"{PACKAGE}.__init__":
+                    taken = {alias.name for alias in node.names} & MAKES[home]
+                    assert not taken, f"{module} takes {taken} from {home}, but calls compiler.make"
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "catalog.build",
+                "catalog.forward_only",
+            ):
+                raise AssertionError(f"{module} builds a family itself, but calls compiler.make")
