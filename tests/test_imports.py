@@ -298,7 +298,7 @@ MAKES = {
 
 
 def test_nobody_but_the_maker_puts_a_schedule_together() -> None:
-    """Training, commands, estimates and searches call ``compiler.make``; what is theirs alone is a request."""
+    """Training, commands, estimates and searches call ``compiler.make``; theirs is a request."""
     for module, path in modules().items():
         if module.removeprefix(f"{PACKAGE}.") in MADE_IN:
             continue
