@@ -14,7 +14,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from megatron_pp_ext.files import whole
+from megatron_pp_ext.files import whole, write_whole
 
 SUFFIXES = (".svg", ".png", ".pdf")
 GREY = "#5a646e"
@@ -35,15 +35,16 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, path: Path, over: str = "") -> None:
     """Write ``figure`` into ``path``; ``over`` are elements that an SVG has above all others."""
+    if path.suffix.lower() == ".svg" and over:
+        text = StringIO()
+        figure.savefig(text, format="svg")
+        drawn, end, rest = text.getvalue().rpartition("</svg>")
+        write_whole(path, f"{drawn}{over}{end}{rest}")
+        return
     with whole(path) as unfinished:
         if path.suffix.lower() == ".png":
             # Boxes of one colour compress well at any level, and the default one takes as long as drawing.
             figure.savefig(unfinished, dpi=150, pil_kwargs={"compress_level": 2})
-        elif path.suffix.lower() == ".svg" and over:
-            text = StringIO()
-            figure.savefig(text, format="svg")
-            drawn, end, rest = text.getvalue().rpartition("</svg>")
-            unfinished.write_text(f"{drawn}{over}{end}{rest}", encoding="utf-8")
         else:
             figure.savefig(unfinished)
 

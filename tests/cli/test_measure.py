@@ -106,11 +106,9 @@ def test_a_search_ranks_its_best_by_measurement(mpp, tmp_path: Path, monkeypatch
     [
         (Where("cloud", 2, 8, None), "--submit got 'cloud', but takes local or slurm"),
         (Where("local", 4096, 8, None), "would run 4096 ranks here, where .* set --submit slurm"),
-        (Where("slurm", 2, 8, Path("train.py")), "install the project from its sources"),
     ],
 )
-def test_refusals(where: Where, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "BATCH_SCRIPT", str(tmp_path / "a wheel has none"))
+def test_refusals(where: Where, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         measure.run({"a": FLAGS}, where, tmp_path, 3, 60)
     with pytest.raises(ValueError, match="--steps wants 1 or more"):

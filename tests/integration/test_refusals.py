@@ -47,7 +47,7 @@ REFUSED = {
         rf"has 8 stages: ranks of \[2, 3, 3, 3\] layers cannot be cut into 2 chunks each; change {FIRST}"
     ),
     "v-half --account-for-loss-in-pipeline-split": (
-        f"set it to 7 or 15, or describe .* {LAYOUT} in place of --account-for-loss-in-pipeline-split$"
+        f"let {LAYOUT} auto in place of --account-for-loss-in-pipeline-split choose .*, or set it to 7 or 15$"
     ),
     "v-half --spec my.layers stack --hybrid-layer-pattern M*M*-M*-M*": (
         r"has 8 stages, .* a \|; write it as M\|\*\|M\|\*-\|M\|\*\|-\|M\*, for example"

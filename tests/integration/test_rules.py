@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.rules.all_rules import START, TABLE, refuse, refuse_config
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
@@ -53,6 +54,10 @@ CASES: dict[str, dict[str, str]] = {
         "fails at the first evaluation; leave it out and set --eval-iters, or": "--full-validation",
         "several sets as a whole alone; leave it": "--multiple-validation-sets",
         "put the m into stage ": f"{LAYOUT} Et|t|ttttttm|||||L --mtp-num-layers 1",
+    },
+    "Where zstandard is missing|--pipeline-model-parallel-size 1": {
+        "writes by zstandard": "--logits-save-dir a",
+        "reads by zstandard": "--logits-load-dir a",
     },
     f"Where the backward is split|{PP4} --pipeline-schedule zb-h1": {
         "install transformer-engine 2.3 or newer": "--transformer-impl transformer_engine",
@@ -254,6 +259,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("title", "excerpt"), FLAT)
 @pytest.mark.usefixtures("files")
 def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_zstandard", lambda: "0")
     name, _, base = title.partition("|")
     flags = f"{base} {CASES[title][excerpt]}"
     for flag in flags.split():
