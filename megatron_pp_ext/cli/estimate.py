@@ -81,7 +81,7 @@ def estimate(
         request = for_world(asked, gpus)
         require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
-    estimated.require_possible(machine.name)
+    estimated.require_possible(machine)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > fewest_ranks(asked.job) and world_size is None:
         ways = asked.job.parallel.expert_ranks

@@ -67,7 +67,7 @@ def search(
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - HEADROOM) * system.memory_bytes
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
-    best.best[0].estimate.require_possible(system.name)
+    best.best[0].estimate.require_possible(system)
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}

@@ -61,8 +61,10 @@ def test_a_recipe_runs_where_transformer_engine_has_it(machine: str) -> None:
 
 def test_a_utilisation_above_1_is_no_estimate() -> None:
     found = estimated("--bf16")
-    found.require_possible("h100")
+    h100 = system.read("h100")
+    found.require_possible(h100)
+    replace(found, utilisation=1.2).require_possible(replace(h100, peak_rates={}))
     with pytest.raises(
         ValueError, match=r"would be an MFU of 120\.0%, which no machine has: correct the rates"
     ):
-        replace(found, utilisation=1.2).require_possible("h100")
+        replace(found, utilisation=1.2).require_possible(h100)

@@ -99,12 +99,15 @@ class Estimate:
         """The seconds that the step takes beside the pipeline."""
         return self.step_seconds - self.pipeline_seconds
 
-    def require_possible(self, system: str) -> None:
-        """Raise ValueError for a step that is shorter than the peak rate of ``system`` allows."""
-        if (self.utilisation or 0) > 1:
+    def require_possible(self, system: System) -> None:
+        """Raise ValueError for a step that is shorter than the peak rates of the data sheet allow.
+
+        Without a data sheet the peak is the fastest product that was measured, and others may be faster.
+        """
+        if system.peak_rates and (self.utilisation or 0) > 1:
             raise ValueError(
                 f"a step of {self.step_seconds:.4g} s would be an MFU of {self.mfu}, which no machine has: "
-                f"correct the rates of --system {system}, or the seconds of --pipeline-costs"
+                f"correct the rates of --system {system.name}, or the seconds of --pipeline-costs"
             )
 
     @property
