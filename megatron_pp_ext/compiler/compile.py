@@ -30,6 +30,9 @@ VERSION = 11
 TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
+type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
+"""A placement with the costs of its stages, and what messages leave of each rank's limit for activations."""
+
 
 class InfeasibleLimit(ValueError):
     """A memory limit that no schedule can keep."""
@@ -86,18 +89,13 @@ def compile_schedule(
     for placement in placements:
         if placement.ranks != ranks:
             raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
-    cuts = [(placement, costs.merged(placement.stages)) for placement in placements]
-    least = [least_limits(costs, placement, microbatches) for placement in placements]
-    feasible = [cut for cut, needs in zip(cuts, least, strict=True) if all(map(at_most, needs, limits))]
-    if not feasible:
+    bounded = _feasible(placements, microbatches, costs, limits)
+    if not bounded:
+        least = [least_limits(costs, placement, microbatches) for placement in placements]
         raise InfeasibleLimit(_infeasible(least, limits, costs))
-
-    bounds, problems, least_times = [], [], []
-    for placement, cut in feasible:
-        rooms = rooms_beside_messages(placement, microbatches, cut, limits)
-        bounds.append(lower_bound(placement, microbatches, cut, rooms))
-        least_times.append(lower_bound(placement, microbatches, cut, rooms, paired=True))
-        problems.append(problem_of(placement, microbatches, cut, rooms))
+    feasible = [(placement, cut) for placement, cut, _ in bounded]
+    bounds = [lower_bound(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
+    problems = [problem_of(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
     spelled = [cache.spelled(*cut) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
 
@@ -110,7 +108,16 @@ def compile_schedule(
         return found
 
     timeline, origin = cache.in_cache(name, turn, lambda: kept(name, feasible, microbatches, limits), made)
-    return Compiled(timeline, min(*least_times, timeline.makespan), origin)
+    bound = min(_bounds_in_pairs(bounded, microbatches))
+    return Compiled(timeline, min(bound, timeline.makespan), origin)
+
+
+def least_makespan(
+    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
+) -> float:
+    """Return a makespan below which ``compile_schedule`` finds nothing; infinite where no order fits."""
+    bounded = _feasible(placements, microbatches, costs, limits)
+    return min(_bounds_in_pairs(bounded, microbatches), default=math.inf)
 
 
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
@@ -152,6 +159,25 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
                 "give it in the unit in which the costs count activations"
             )
     return limits
+
+
+def _feasible(
+    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
+) -> list[_Feasible]:
+    """Return the placements for which an order keeps ``limits``, of the finest cut's ``costs``."""
+    return [
+        (placement, cut, rooms_beside_messages(placement, microbatches, cut, limits))
+        for placement in placements
+        if all(map(at_most, least_limits(costs, placement, microbatches), limits))
+        for cut in [costs.merged(placement.stages)]
+    ]
+
+
+def _bounds_in_pairs(feasible: Sequence[_Feasible], microbatches: int) -> list[float]:
+    """Return the lower bound of each placement, whose orders may have pairs."""
+    return [
+        lower_bound(placement, microbatches, cut, rooms, paired=True) for placement, cut, rooms in feasible
+    ]
 
 
 def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> str:

@@ -126,7 +126,9 @@ def result(line: str, folder: Path) -> Any:
         except SystemExit as end:
             code = end.code
     if file.exists():
-        return json.loads(file.read_text())
+        # Pages of a search name the command, with this folder in it, and the minute at which it ran.
+        numbers = json.loads(file.read_text())
+        return {key: value for key, value in numbers.items() if key not in ("command", "date")}
     return {"exit": code, "told": " ".join(told.getvalue().split()).rpartition("mpp: ")[2]}
 
 

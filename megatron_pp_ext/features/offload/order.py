@@ -6,9 +6,10 @@ All ranks plan them from the same costs, so that they agree without a message.
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, least_makespan
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features.offload.compiled import planned
 from megatron_pp_ext.features.offload.free_plans import with_share, within, without_copies
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
@@ -93,8 +94,8 @@ def _timeline(schedule: Schedule, request: Request, costs: Costs) -> Timeline:
 def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     """Return the shortest step found within the limit where activations may wait on the host.
 
-    What is compiled without copies stays if nothing is shorter; where a published family keeps the limit with
-    them, fewer trials search for it.
+    What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
+    with them, fewer trials search for it, and none where its lower bound is above that family's step.
     """
     known = with_copy_seconds(costs(request.finest.stages, request.shares_vocabulary))
     budget = request.budget(known)
@@ -104,6 +105,9 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     if found is None:
         return Made(before(replace(request, trials=trials)).schedule)
     made = Made(replace(found.schedule, name=FLEX))
+    least = least_makespan(request.placements, request.microbatches, counted, budget.ranks)
+    if least > found.makespan * (1 + TOLERANCE):
+        return made
     with suppress(InfeasibleLimit):
         alone = before(replace(request, trials=trials))
         stages = alone.schedule.placement.stages

@@ -107,8 +107,8 @@ class Search:
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system)
-        offloads = space.job.pipeline.pipeline_offload is not None
-        self._replays = Replays(self._workloads, margin, space.is_uneven, offloads)
+        self._may_leave = space.job.pipeline.pipeline_offload is not None
+        self._replays = Replays(self._workloads, margin, space.is_uneven, self._may_leave)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
@@ -262,9 +262,11 @@ class Search:
         microbatches = candidate.microbatches
         if self._space.is_uneven and placement.ranks > 1:
             mean = self._workloads.mean(candidate, placement)
-            return mean.memory(microbatches, self._margin), partial(mean.bounds, microbatches)
+            least = mean.memory(microbatches, self._margin, may_leave=self._may_leave)
+            return least, partial(mean.bounds, microbatches)
         work = self._workloads.work(candidate, placement)
-        return least_memory(work, microbatches, self._margin), partial(bounds, work, microbatches)
+        least = least_memory(work, microbatches, self._margin, self._may_leave)
+        return least, partial(bounds, work, microbatches)
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""

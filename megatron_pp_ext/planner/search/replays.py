@@ -115,7 +115,8 @@ class Replays:
         even = CandidateCuts(candidate, stages, self.workloads, self.margin, limit).work(stages.start)
         paced = pace(even, order_of(candidate), *sizes)
         mean = self.workloads.mean(candidate, candidate.placement)
-        if mean.memory(candidate.microbatches, self.margin).total > room(paced.step_seconds * (1 - IMPROVED)):
+        mean_least = mean.memory(candidate.microbatches, self.margin, may_leave=True)
+        if mean_least.total > room(paced.step_seconds * (1 - IMPROVED)):
             return None
         left = parts_on_device(even, short, order_of(candidate, fewer))
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit, left)

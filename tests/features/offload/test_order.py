@@ -70,6 +70,23 @@ def test_the_compiler_chooses_by_itself():
     assert max(simulate(schedule, costs).peak_memory) <= 1.5
 
 
+@pytest.mark.parametrize(("limit", "is_compiled"), [(0.375, False), (1.0, True)])
+def test_an_order_without_copies_is_compiled_where_its_bound_is_no_longer_than_the_step(limit, is_compiled):
+    request = offload.requested(named("flex", RANKS, MICROBATCHES, limit=limit), "auto", limit)
+    made = []
+
+    def alone(request):
+        made.append(make(replace(request, offload=None), costs_of))
+        return made[-1]
+
+    def makespan(schedule):
+        return simulate(schedule, costs_of(2 * RANKS).merged(schedule.placement.stages)).makespan
+
+    found = order.offloaded(request, costs_of, alone).schedule
+    assert bool(made) == is_compiled != bool(found.copies)
+    assert is_compiled or makespan(found) < makespan(alone(request).schedule)
+
+
 def test_a_limit_that_no_copies_keep_is_refused():
     with pytest.raises(ValueError, match=r"^memory limit: rank 2 may keep 1, but keeps 4 under zb-h1"):
         built("zb-h1", pipeline_offload="auto", pipeline_memory_limit=0.25)
