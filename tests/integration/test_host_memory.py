@@ -11,6 +11,7 @@ import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda
 
 # isort: split
 from megatron_pp_ext.integration.core import host_memory
+from megatron_pp_ext.integration.runners import host_activations
 from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
@@ -112,7 +113,8 @@ def test_memory_for_a_plan_is_pinned_before_its_first_step() -> None:
         ),
     ],
 )
-def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, caplog, capsys):
+def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, caplog, capsys, monkeypatch):
+    monkeypatch.setattr(host_activations, "SMALLEST", 1 << 20)
     host = HostActivations(1e9, kept)
     for _ in range(2):
         moved = host.before(PLAN)

@@ -26,7 +26,6 @@ from tests.support.model_configs import (
     MIXTRAL,
     NEMOTRON_3_NANO,
     NEMOTRON_3_SUPER,
-    OLD_KEYS,
     PHI_3_MINI,
     QWEN2_7B,
     QWEN2_MOE,
@@ -37,6 +36,7 @@ from tests.support.model_configs import (
     QWEN35_MOE,
     SMOLLM3,
     Config,
+    old_keys,
 )
 
 LATENT = (
@@ -246,7 +246,7 @@ COPIES: list[Config] = [
     {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}},
     {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8_e4m3fn"},
     {"dtype": "float16", "use_cache": False, "eos_token_id": [1, 2], "initializer_range": 0.006},
-    OLD_KEYS,
+    old_keys,
     {"pretraining_tp": 8, "auto_map": {"AutoConfig": "a.B"}, "head_dim": None, "rope_scaling": None},
 ]
 

@@ -13,9 +13,9 @@ from tests.support.model_configs import (
     GLM_52,
     KIMI_K2,
     MIMO_7B,
-    OLD_KEYS,
     QWEN3_CODER_480B,
     QWEN36_27B,
+    old_keys,
 )
 
 ENDS_OF_GLM = 2 * 151552 * 5120
@@ -81,7 +81,7 @@ def test_a_token_uses_as_many_parameters_as_published(name, billions, rounding):
     [
         (DEEPSEEK_V2_LITE, 15.7, 2.4, 0.06),  # arXiv 2405.04434, appendix B
         # Model cards, in whole billions, or tens of them.
-        ({"model_type": "kimi_k25", "text_config": {**KIMI_K2, **OLD_KEYS}}, 1030, 32, 5),
+        ({"model_type": "kimi_k25", "text_config": {**KIMI_K2, **old_keys}}, 1030, 32, 5),
         (GLM_52, 744, 40, 1),  # GLM-5's; its layers that share a choice have no indexer
         (QWEN3_CODER_480B, 480, 35, 0.5),
         (MIMO_7B, 7.6, 7, 0.05),  # the sum of its tensors, without those of the prediction layer

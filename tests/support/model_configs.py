@@ -213,7 +213,7 @@ GPT_2: Config = {
     "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
     "n_inner": None, "vocab_size": 50257, "activation_function": "gelu_new", "summary_type": "cls_index",
 }  # fmt: skip
-OLD_KEYS: Config = {
+old_keys: Config = {
     "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
     "tf_legacy_loss": False,
 }  # fmt: skip
