@@ -122,8 +122,7 @@ def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None
             f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline "
             f"has {ranks}; give megatron_pp_ext.install ranks={ranks}"
         )
-    needs_global_groups = placement.is_mirrored(1) or placement.shares_vocabulary
-    if needs_global_groups and not parallel_state.model_parallel_is_initialized():
+    if pipeline.moves_stages and not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             f"{pipeline.name} needs Megatron's global process groups (parallel_state), and this model has "
             "groups of its own alone; leave use_decentralized_pg out, or choose a schedule with one chunk a "
