@@ -29,7 +29,7 @@ PAIRS = [
 
 
 def exchanged(folder: str) -> dict[tuple[str, str, str], str]:
-    """Return for each of ``PAIRS`` the line that refuses the load, or else whether it brought the "same" moments."""
+    """Return for each of ``PAIRS`` the line that refuses the load, or whether it brought the same moments."""
     saved: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     found = {}
     for form, name, other in PAIRS:
