@@ -103,7 +103,7 @@ def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
     parts = VocabularyCosts(1.0, 0.5, activation=50.0)
     costs = replace(Costs.unit(loop(2, 2)), vocabulary=parts)
     about = {"memory_limit": 1.0, "vocabulary": "shared", "costs": costs}
-    with pytest.raises(ValueError, match="raise memory_limit, or leave vocabulary out$"):
+    with pytest.raises(ValueError, match=r"raise memory_limit, or leave vocabulary out$"):
         megatron_pp_ext.install("flex", ranks=2, microbatches=4, **about)
 
 

@@ -1,17 +1,22 @@
 """Checkpoints that an own loop saves under one schedule and loads under another."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import megatron_pp_ext
 from tests.support import own_loop
 
 BY_RANK, BY_WEIGHT = "dp_reshardable", "fully_reshardable"
+
+SHARED_KEYS = "keys of state that goes by rank which a V shares with stock"
 
 SCHEDULES = {"stock": 1, "stock interleaved": 2, "v-half": 2, "v-min": 2, "interleaved": 2}
 """Schedules, of which two have the same placement, and their chunks a rank."""
@@ -28,17 +33,23 @@ PAIRS = [
 """The format, who saves and who loads."""
 
 
-def exchanged(folder: str) -> dict[tuple[str, str, str], str]:
-    """Return for each of ``PAIRS`` the line that refuses the load, or whether it brought the same moments."""
+def exchanged(folder: str) -> dict[Any, Any]:
+    """Return for each of ``PAIRS`` the line that refuses the load, or whether it brought the same moments.
+
+    With it come the ``SHARED_KEYS``.
+    """
     saved: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-    found = {}
+    found: dict[Any, Any] = {}
+    keys: dict[tuple[str, str], set[str]] = {}
     for form, name, other in PAIRS:
         path = Path(folder, f"{form} {name}")
         if (form, name) not in saved:
             path.mkdir(exist_ok=True)
             model, optimizer = _built(name)
             _update(model, optimizer, 1)
-            dist_checkpointing.save(_state(model, optimizer, form, is_loading=False), str(path))
+            state = _state(model, optimizer, form, is_loading=False)
+            keys[form, name] = {shard.key for shard in _shards(state["optimizer"])}
+            dist_checkpointing.save(state, str(path))
             saved[form, name] = _moments(model, optimizer)
         model, optimizer = _built(other)
         _update(model, optimizer, -1)
@@ -57,7 +68,12 @@ def exchanged(folder: str) -> dict[tuple[str, str, str], str]:
         common = now.keys() & before.keys()
         is_same = all(torch.equal(now[key], before[key]) for key in common)
         found[form, name, other] = "same" if common and is_same else "other"
+    found[SHARED_KEYS] = keys[BY_RANK, "v-half"] & keys[BY_RANK, "stock"]
     return found
+
+
+def _shards(state: Any) -> Iterator[ShardedBase]:
+    return (value for value in nested_values(state) if isinstance(value, ShardedBase))
 
 
 def _built(name: str) -> tuple[list[Any], Any]:

@@ -31,7 +31,6 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 
 import megatron_pp_ext  # noqa: E402
-from megatron_pp_ext import cpu  # noqa: E402
 from megatron_pp_ext.compiler.request import named  # noqa: E402
 from megatron_pp_ext.compiler.source import Source  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
@@ -41,7 +40,7 @@ from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
 from megatron_pp_ext.runtime.activations_away import ActivationsAway  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
-from tests.support import own_loop, own_loop_checkpoints  # noqa: E402
+from tests.support import own_loop  # noqa: E402
 from tests.support.few_trials import few_trials  # noqa: E402
 
 LENGTHS = (8, 5, 7, 3)
@@ -49,7 +48,6 @@ LENGTHS = (8, 5, 7, 3)
 
 def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     """Return what this rank found, by the names under which tests look for it."""
-    cpu.fork_checkpoint_writers(["--save", folder])
     own_loop.start()
     stock_names = _names()
     found: dict[Any, Any] = {}
@@ -90,7 +88,6 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     found["several"] = _several()
     found["refused"] = _refused()
     found["arrived"] = _arrived()
-    found["checkpoints"] = own_loop_checkpoints.exchanged(folder)
     return found
 
 
