@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_pp_ext.cli.report import require_few_actions
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, make
-from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
+from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -33,7 +32,6 @@ def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | 
             f"flex got {ranks} rank(s) with {2 if chunks is None else chunks} chunks each, but needs 2 and 1 "
             "or more: raise them"
         )
-    require_few_actions(ranks, ranks * (chunks or COMPILED_CHUNKS), microbatches, 3)
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 

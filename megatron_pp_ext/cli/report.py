@@ -25,9 +25,6 @@ console = Console(highlight=False, markup=False)
 _COLUMNS, _BETWEEN = 80, 2
 """The width of an ordinary terminal, and the space between two columns of a table of ranks."""
 
-LARGEST = 2_000_000
-"""The most actions that a command simulates: a million take one to two minutes and 0.7 GB."""
-
 
 def folding(*names: str) -> Table:
     """Return a table whose long cells are folded."""
@@ -74,25 +71,11 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
 
 def require_size(request: Request, files: Files | None = None) -> None:
     """Raise ValueError, before anything is built, for a schedule too large to be simulated or drawn here."""
-    ranks, stages = request.ranks, request.finest.stages
-    actions = require_few_actions(ranks, stages, request.microbatches, 3 if request.splits_backward else 2)
+    actions = request.require_few_actions()
     if files is not None and files.paths:
         from megatron_pp_ext.view import picture
 
-        picture.require_room(ranks, actions)
-
-
-def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:
-    """Return the actions of ``kinds`` kinds; ValueError for more than a command can simulate."""
-    each = stages * kinds
-    actions = each * microbatches
-    if actions > LARGEST:
-        fewer = f"{LARGEST // each:,} microbatches or fewer ranks" if each <= LARGEST else "fewer stages"
-        raise ValueError(
-            f"{ranks:,} ranks with {stages:,} stages and {microbatches:,} microbatches make {actions:,} "
-            f"actions, but at most {LARGEST:,}, which take minutes, are simulated: give {fewer}"
-        )
-    return actions
+        picture.require_room(request.ranks, actions)
 
 
 def report(

@@ -15,6 +15,9 @@ from megatron_pp_ext.schedule.updates import Updates
 COMPILED_CHUNKS = 2
 """The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
 
+LARGEST = 2_000_000
+"""The most actions that are simulated: a million take one to two minutes and 0.7 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -79,6 +82,11 @@ class Request:
         """Whether all ranks are to share the vocabulary; false where that is still to be chosen."""
         return self.vocabulary == SHARED
 
+    def require_few_actions(self) -> int:
+        """Return the number of actions; ValueError, before anything is built, for too many to simulate."""
+        kinds = 3 if self.splits_backward else 2
+        return require_few_actions(self.ranks, self.finest.stages, self.microbatches, kinds)
+
     def budget(self, costs: Costs) -> Budget:
         """Return what each rank may keep, where the finest stages have ``costs``.
 
@@ -91,6 +99,19 @@ class Request:
             return Budget(least if self.free is None else tuple(map(max, least, self.free)))
         assert self.limit is not None
         return requested_budget(self.limit, self.ranks, self.ordinary or self.microbatches, costs)
+
+
+def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:
+    """Return the actions of ``kinds`` kinds; ValueError for more than are simulated in minutes."""
+    each = stages * kinds
+    actions = each * microbatches
+    if actions > LARGEST:
+        fewer = f"{LARGEST // each:,} microbatches or fewer ranks" if each <= LARGEST else "fewer stages"
+        raise ValueError(
+            f"{ranks:,} ranks with {stages:,} stages and {microbatches:,} microbatches make {actions:,} "
+            f"actions, but at most {LARGEST:,}, which take minutes, are simulated: give {fewer}"
+        )
+    return actions
 
 
 def named(
@@ -111,6 +132,7 @@ def named(
                 f"{FLEX} needs a memory limit: give a fraction of 1F1B's peak, such as 0.5, or an amount"
             )
         finest = Placement(Shape.LOOP, ranks, chunks or COMPILED_CHUNKS)
+        require_few_actions(ranks, finest.stages, microbatches, 3)
         placements = placements_of(ranks, Costs.unit(finest))
         return Request(name, placements, microbatches, splits_backward=True, limit=limit)
     if can.measures_memory:

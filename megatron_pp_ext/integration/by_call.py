@@ -23,6 +23,7 @@ from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
 from megatron_pp_ext.job import call
+from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -63,6 +64,7 @@ class _Asked:
     trace: Path | None
     timeout: timedelta | None
 
+    @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
         """Return what the call requests; ValueError, in one line, if it cannot be."""
         request, costs_of = self.request, partial(_costs, self.costs, self.request.ranks)

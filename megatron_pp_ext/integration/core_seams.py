@@ -14,6 +14,7 @@ from megatron_pp_ext.integration.core import (
     offload_order,
     placed_functions,
     placed_models,
+    placed_optimizer_state,
     replicated_ranks,
     stage_optimizer,
 )
@@ -28,7 +29,7 @@ CORE = (
         choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, planned_stage
     ),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
-    *seams_of(stage_optimizer, checkpoint_copies),
+    *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),
 )

@@ -70,6 +70,11 @@ class Pipeline:
         """Whether the first rank holds the last stage too, as under a V; stock expects it on the last."""
         return self.source is not None and self.placement.rank_of(self.placement.stages - 1) == 0
 
+    @property
+    def moves_stages(self) -> bool:
+        """Whether a rank holds other parts of the model than under Megatron's own schedules."""
+        return self.is_mirrored(1) or self.placement.shares_vocabulary
+
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""
         return self.placement.is_mirrored(chunk)

@@ -55,6 +55,7 @@ def requested(
         request = named(schedule, ranks, microbatches, chunks, read)
     if offload is not None:
         request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
+    request.require_few_actions()
     return replace(request, vocabulary=vocabulary)
 
 

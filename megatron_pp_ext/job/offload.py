@@ -23,7 +23,7 @@ def requested(
             request = replace(request, limit=memory_limit.read(limit, request.ranks, limit_names))
         return replace(request, offload=AUTO)
     try:
-        share = float(given or 0)
+        share = 0.0 if isinstance(given, bool) else float(given or 0)
     except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:

@@ -147,7 +147,7 @@ def _pinned(size: int) -> torch.Tensor:
         if code := int(runtime.cudaHostRegister(address, size, 0)):
             raise MemoryError(
                 f"the system pins no {size} bytes more for activations on the host (error {code}): lower "
-                "--pipeline-offload-host-bytes, or raise the limit of locked memory (ulimit -l)"
+                "--pipeline-offload, or raise the limit of locked memory (ulimit -l)"
             )
         weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return memory

@@ -98,6 +98,11 @@ def test_the_vocabulary_is_shared(found) -> None:
         assert actual == pytest.approx(expected, rel=of_losses(len(COUNTS)))
 
 
+def test_errors_of_a_step_name_the_argument(found) -> None:
+    for rank in found:
+        assert rank["collecting"].startswith('vocabulary="shared" cannot collect other data than losses')
+
+
 def test_activations_wait_on_the_host_and_a_trace_is_written(found) -> None:
     records, sent = zip(*(rank["offloaded"] for rank in found), strict=True)
     assert_same(list(records), [rank["stock", False] for rank in found])

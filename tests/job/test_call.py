@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 import megatron_pp_ext
 from megatron_pp_ext.integration import by_call
-from megatron_pp_ext.job import call, model_config
+from megatron_pp_ext.job import call, call_words, model_config
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_pp_ext.schedule.placement import loop
 
 
@@ -55,6 +56,14 @@ from megatron_pp_ext.schedule.placement import loop
             {"schedule": "flex", "memory_limit": 0.1},
             "memory_limit is 0.1, which no schedule of 4 ranks can keep",
         ),
+        ({"offload": True}, "offload is True, but must be a share above 0 and at most 1, or auto; give one"),
+        ({"schedule": "flex", "memory_limit": True}, "memory_limit is True, but must be a number above 0"),
+        ({"ranks": 10**9}, "but at most 2,000,000, which take minutes, are simulated: give fewer stages"),
+        (
+            {"schedule": "flex", "memory_limit": 0.5, "ranks": 10**9},
+            "are simulated: give fewer stages",
+        ),
+        ({"schedule": "auto", "microbatches": 10**9}, "are simulated: give 83,333 microbatches or fewer"),
         ({"trace": 5}, "trace is 5; give the path of a file"),
         ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),
         ({"timeout": timedelta(0)}, "but must be above 0; give minutes, such as 10"),
@@ -69,6 +78,33 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
         megatron_pp_ext.install(given.pop("schedule"), **given)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--pipeline-vocabulary shared needs labels; leave it out",
+            'vocabulary="shared" needs labels; leave it out',
+        ),
+        ("raise --pipeline-memory-limit, or give --pipeline-costs", "raise memory_limit, or give costs"),
+        ("lower --pipeline-offload-host-bytes", "lower --pipeline-offload-host-bytes"),
+    ],
+)
+def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: str, words: str) -> None:
+    """What is no argument of a call keeps its name."""
+    with pytest.raises(kind) as error, call_words.in_words_of_call():
+        raise kind(line)
+    assert str(error.value) == getattr(error.value, "code", words) == words
+
+
+def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
+    parts = VocabularyCosts(1.0, 0.5, activation=50.0)
+    costs = replace(Costs.unit(loop(2, 2)), vocabulary=parts)
+    about = {"memory_limit": 1.0, "vocabulary": "shared", "costs": costs}
+    with pytest.raises(ValueError, match=r"raise memory_limit, or leave vocabulary out$"):
+        megatron_pp_ext.install("flex", ranks=2, microbatches=4, **about)
 
 
 def test_the_advised_memory_limit_can_be_given() -> None:

@@ -98,11 +98,13 @@ def build(
     config: TransformerConfig | None = None,
     model_class: Callable[..., Any] = gpt,
     overlaps: bool = False,
+    is_distributed: bool = False,
     **more: Any,
 ) -> list[DistributedDataParallel]:
     """Build the chunks of this rank, with weights that follow from their names.
 
-    With ``overlaps`` gradients are reduced over replicas during the step.
+    With ``overlaps`` gradients are reduced over replicas during the step; ``is_distributed`` says whether the
+    optimizer is.
     """
     config = config or config_of(chunks, **more)
     model = []
@@ -124,7 +126,9 @@ def build(
         first, rows = getattr(parameter, "vocabulary_rows", (0, len(parameter)))
         drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
         parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, use_distributed_optimizer=False)
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlaps, use_distributed_optimizer=is_distributed
+    )
     return [DistributedDataParallel(config=config, ddp_config=settings, module=part) for part in model]
 
 

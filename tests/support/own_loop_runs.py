@@ -81,7 +81,9 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     gc.collect()
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
-        found["shared"] = own_loop.train(own_loop.build(1, tied=True), own_loop.COUNTS)
+        model = own_loop.build(1, tied=True)
+        found["shared"] = own_loop.train(model, own_loop.COUNTS)
+        found["collecting"] = _step(model, forward_only=True, collect_non_loss_data=True)
     found["offloaded"] = _offloaded()
     found["several"] = _several()
     found["refused"] = _refused()
@@ -227,8 +229,8 @@ def _refused() -> dict[str, str]:
     return found
 
 
-def _step(model: list[Any]) -> str:
-    return _error(lambda: own_loop.run_step(model, [own_loop.batches() for _ in model], 2))
+def _step(model: list[Any], **about: Any) -> str:
+    return _error(lambda: own_loop.run_step(model, [own_loop.batches() for _ in model], 2, **about))
 
 
 def _built_before() -> str:

@@ -172,7 +172,7 @@ def forget() -> None:
     ValueError while one is left whose layers are not where that schedule expects them.
     """
     for pipeline in _chunks.values():
-        if pipeline is not None and (pipeline.is_mirrored(1) or pipeline.placement.shares_vocabulary):
+        if pipeline is not None and pipeline.moves_stages:
             raise ValueError(
                 f"a model that was built for {pipeline.name} is still there, and Megatron's own schedule "
                 "would train it wrongly; delete it and what refers to it first"

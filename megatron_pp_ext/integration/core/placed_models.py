@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.core.vocabulary_parts import deal_out
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_20
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.job.call_words import in_words_of_call
 
 _unfinished: list[torch.nn.Module] = []
 """The chunks of the model that is being built."""
@@ -98,6 +99,7 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     _collect(model, chunk or 0, pipeline)
 
 
+@in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     """Do behind the last chunk of a rank what needs all of them; they are built in order."""
     if chunk == 0:
@@ -122,8 +124,7 @@ def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None
             f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline "
             f"has {ranks}; give megatron_pp_ext.install ranks={ranks}"
         )
-    needs_global_groups = placement.is_mirrored(1) or placement.shares_vocabulary
-    if needs_global_groups and not parallel_state.model_parallel_is_initialized():
+    if pipeline.moves_stages and not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             f"{pipeline.name} needs Megatron's global process groups (parallel_state), and this model has "
             "groups of its own alone; leave use_decentralized_pg out, or choose a schedule with one chunk a "

@@ -26,6 +26,7 @@ from megatron_pp_ext.integration.runners.sources import Requested
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 
@@ -60,7 +61,7 @@ def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         pipeline = chunk_pipelines.of_model(chunks)
         if pipeline is None:
             return stock()(model=model, **kwargs)
-        with requested.using(pipeline):
+        with requested.using(pipeline), in_words_of_call():
             if chunks[0] not in _runners:
                 _runners[chunks[0]] = _first_runner(pipeline, chunks, **kwargs)
             return _runners[chunks[0]](model=model, **kwargs)

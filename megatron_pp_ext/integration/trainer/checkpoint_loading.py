@@ -14,6 +14,7 @@ from megatron.training.checkpointing import CheckpointType
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
+from megatron_pp_ext.integration.core.placed_optimizer_state import describe
 from megatron_pp_ext.integration.mends import damaged_checkpoint
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
@@ -86,13 +87,6 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
         f"megatron_pp_ext: the checkpoint in {load_dir} keeps the state of experts that were on {before} "
         f"rank(s), but this run has --expert-model-parallel-size {now}; go on with {before}, or {fix}"
     )
-
-
-def describe(placement: Placement) -> str:
-    """Return a placement in words that a checkpoint can keep and a person can read."""
-    shared = " and a shared vocabulary" if placement.shares_vocabulary else ""
-    chunks = f"{placement.chunks} chunk(s) on each of {placement.ranks} ranks"
-    return f"{placement.shape} placement with {chunks}{shared}"
 
 
 def _placement(args: Namespace) -> str:

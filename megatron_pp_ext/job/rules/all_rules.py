@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from megatron_pp_ext.job.call_words import by_call
 from megatron_pp_ext.job.rules import unknown_costs
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.rules.rule import Refused, read
@@ -52,7 +53,7 @@ def refuse_model(asked: Asked) -> None:
     try:
         refuse_by(asked, (*TOPICS["schedules"], *TOPICS["pairs_and_vocabulary"]))
     except Refused as error:
-        line = _FLAG.sub(lambda found: found[1].replace("-", "_"), str(error))
+        line = _FLAG.sub(lambda found: found[1].replace("-", "_"), by_call(str(error)))
         raise Refused(line.replace("pipeline_schedule ", ""), error.rule) from None
 
 

@@ -1,0 +1,30 @@
+"""Errors in the words of ``megatron_pp_ext.install``, whose caller has arguments where a job has flags."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FLAG = re.compile(r"--pipeline-(memory-limit|costs|vocabulary|trace|offload)(?![\w-])(?: (shared|auto)\b)?")
+"""The flags that are arguments of a call, with a value that is a word."""
+
+
+def by_call(line: str) -> str:
+    """Return ``line`` with the arguments of a call for the flags that mean the same."""
+    return _FLAG.sub(_argument, line)
+
+
+@contextmanager
+def in_words_of_call() -> Iterator[None]:
+    """Let errors that leave the context say what a call can change."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        error.args = tuple(by_call(part) if isinstance(part, str) else part for part in error.args)
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            error.code = by_call(error.code)  # which is what Python prints
+        raise
+
+
+def _argument(flag: re.Match[str]) -> str:
+    name, value = flag[1].replace("-", "_"), flag[2]
+    return f'{name}="{value}"' if value else name
