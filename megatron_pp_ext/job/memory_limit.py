@@ -45,8 +45,8 @@ def read(given: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
 def numbers(given: float | str, names: Names = BY_FLAG) -> tuple[float, ...]:
     """Return the numbers in ``given``, one or several; ValueError unless all are above 0."""
     found: tuple[float, ...] = ()
-    readings = [] if isinstance(given, bool) else [[given], str(given).split("-")]  # 1e-3 is one number, too
-    for parts in readings:
+    readings = ([given], str(given).split("-"))  # 1e-3 is one number, too
+    for parts in () if isinstance(given, bool) else readings:
         with suppress(TypeError, ValueError, OverflowError):
             found = found or tuple(map(amounts.number, parts))
     if not found or not all(0 < number < math.inf for number in found):

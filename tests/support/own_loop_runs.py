@@ -81,9 +81,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     gc.collect()
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
-        model = own_loop.build(1, tied=True)
-        found["shared"] = own_loop.train(model, own_loop.COUNTS)
-        found["collecting"] = _step(model, forward_only=True, collect_non_loss_data=True)
+        found["shared"], found["collecting"] = _shared()
     found["offloaded"] = _offloaded()
     found["several"] = _several()
     found["refused"] = _refused()
@@ -168,6 +166,13 @@ def _passes(model: list[Any]) -> list[Any]:
     losses = own_loop.run_step(model, iterators, 3, forward_only=True)
     collected = own_loop.run_step(model, iterators, 2, forward_only=True, collect_non_loss_data=True)
     return [[float(one["loss"]) for one in losses], collected]
+
+
+def _shared() -> tuple[own_loop.Record, str]:
+    """Train with a shared vocabulary; return the line that refuses to collect other data than losses, too."""
+    model = own_loop.build(1, tied=True)
+    record = own_loop.train(model, own_loop.COUNTS)
+    return record, _step(model, forward_only=True, collect_non_loss_data=True)
 
 
 def _offloaded() -> tuple[own_loop.Record, list[int]]:
