@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_pp_ext.schedule.simulate import Timeline
 
 POINTS = 72
-"""Of matplotlib's SVG, an inch."""
+"""The points that an inch has in matplotlib's SVG."""
 
 
 def of_actions(

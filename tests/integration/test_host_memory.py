@@ -89,7 +89,7 @@ KEPT = (7e8, 2e8)
 
 
 def test_memory_for_a_plan_is_pinned_before_its_first_step() -> None:
-    """Of six microbatches three are on the host, all of them at once."""
+    """Three of six microbatches are on the host at once."""
     for limit, pinned in ((1e9, 6e8), (5e8, 5e8)):
         moved = HostActivations(limit, KEPT).before(PLAN)
         assert moved is not None and moved.buffers.pinned_bytes == pinned

@@ -46,7 +46,7 @@ def plans(monkeypatch):
 
 @pytest.mark.parametrize("limit", [2.0, 3.2])
 def test_few_orders_are_planned_for_what_all_of_them_have(limit, plans):
-    """Of twelve families the shortest alone comes first, with no more W waiting than copies can keep."""
+    """The shortest of twelve families comes first, with no more W waiting than copies can keep."""
     families = published_orders(placements_of(8, costs(0.3)), 32)
     found = shortest_within(families, costs(0.3), [limit] * 8)
     assert len(plans) <= 4
