@@ -108,16 +108,24 @@ def compile_schedule(
         return found
 
     timeline, origin = cache.in_cache(name, turn, lambda: kept(name, feasible, microbatches, limits), made)
-    bound = min(_bounds_in_pairs(bounded, microbatches))
+    bound = least_makespan(placements, microbatches, costs, limits)
     return Compiled(timeline, min(bound, timeline.makespan), origin)
 
 
 def least_makespan(
     placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
 ) -> float:
-    """Return a makespan below which ``compile_schedule`` finds nothing; infinite where no order fits."""
-    bounded = _feasible(placements, microbatches, costs, limits)
-    return min(_bounds_in_pairs(bounded, microbatches), default=math.inf)
+    """Return a makespan below which ``compile_schedule`` finds nothing, infinite where no order fits.
+
+    The arguments are the same, with a limit for each rank; the bound is one for orders in pairs, too.
+    """
+    return min(
+        (
+            lower_bound(placement, microbatches, cut, rooms, paired=True)
+            for placement, cut, rooms in _feasible(placements, microbatches, costs, limits)
+        ),
+        default=math.inf,
+    )
 
 
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
@@ -170,13 +178,6 @@ def _feasible(
         for placement in placements
         if all(map(at_most, least_limits(costs, placement, microbatches), limits))
         for cut in [costs.merged(placement.stages)]
-    ]
-
-
-def _bounds_in_pairs(feasible: Sequence[_Feasible], microbatches: int) -> list[float]:
-    """Return the lower bound of each placement, whose orders may have pairs."""
-    return [
-        lower_bound(placement, microbatches, cut, rooms, paired=True) for placement, cut, rooms in feasible
     ]
 
 
