@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from megatron_pp_ext.compiler.limits import Budget
-from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -74,9 +74,9 @@ class Source:
         return self._first.schedule
 
     @property
-    def made(self) -> Made:
-        """The ordinary schedule, with what people should know of it."""
-        return self._first
+    def note(self) -> str:
+        """What people should know of the ordinary schedule; empty for nothing."""
+        return self._first.note
 
     def schedule(
         self, microbatches: int, free: Sequence[float] | None = None, output_is_frozen: bool = False

@@ -71,8 +71,8 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
 
 
 def _about_vocabulary(pipeline: Pipeline) -> str:
-    if pipeline.source is not None and pipeline.source.made.note:
-        return f"; {pipeline.source.made.note}"
+    if pipeline.source is not None and pipeline.source.note:
+        return f"; {pipeline.source.note}"
     return "; vocabulary shared by all ranks" if pipeline.placement.shares_vocabulary else ""
 
 

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 
 from megatron_pp_ext.compiler import source
+from megatron_pp_ext.compiler.make import Made
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
@@ -242,7 +243,7 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
 
     def make(request: Request, costs):
         built.append((request.microbatches, request.free))
-        return source.Made(catalog.build("1f1b", 2, request.microbatches))
+        return Made(catalog.build("1f1b", 2, request.microbatches))
 
     monkeypatch.setattr(flushed, "require_same_schedule", lambda schedule, groups, in_job: None)
     monkeypatch.setattr(sources, "free_bytes_by_rank", lambda: measured.append(1) or [1.0, 1.0])

@@ -69,7 +69,7 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
     pipeline = read(monkeypatch, flags)
     assert pipeline is not None and pipeline.source is not None
     assert not pipeline.placement.shares_vocabulary
-    assert pipeline.source.made.note == "vocabulary not shared: the memory limit has no room for its parts"
+    assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
 
 
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):

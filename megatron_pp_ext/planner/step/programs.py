@@ -44,20 +44,6 @@ def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = F
     return replace(catalog.entry(name).placement(ranks, chunks), shares_vocabulary=shares_vocabulary)
 
 
-def scheduled(
-    name: str, ranks: int, microbatches: int, chunks: int, shares_vocabulary: bool, is_paired: bool
-) -> Schedule:
-    """Return schedule ``name``; ValueError for sizes that it cannot be built for.
-
-    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; with ``is_paired``
-    forwards and backwards run in pairs, for schedules that have them.  The schedule is not checked: the tests
-    have proved every one of the catalogue.
-    """
-    sizes = name, ranks, microbatches, chunks
-    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, is_paired=is_paired)
-    return make(request, is_proved=True).schedule
-
-
 def _prepared(
     name: str,
     ranks: int,
@@ -67,9 +53,14 @@ def _prepared(
     is_paired: bool = False,
     is_repeated: bool = True,
 ) -> Prepared:
-    """Return schedule ``name``, prepared; the rest is as for ``scheduled``."""
-    order = scheduled(name, ranks, microbatches, chunks, shares_vocabulary, is_paired)
-    return Prepared(order, is_repeated)
+    """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for.
+
+    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; with ``is_paired``
+    forwards and backwards run in pairs, for schedules that have them.
+    """
+    sizes = name, ranks, microbatches, chunks
+    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, is_paired=is_paired)
+    return Prepared(make(request, is_proved=True).schedule, is_repeated)
 
 
 program = lru_cache(maxsize=512)(partial(_prepared, is_repeated=False))
