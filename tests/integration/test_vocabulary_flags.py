@@ -7,8 +7,8 @@ import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.vocabulary import order
+from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration.trainer.validation import _costs, read_flags
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule.simulate import simulate

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from megatron_pp_ext.features.pairs.runtime.operations import PairRunner
 from megatron_pp_ext.runtime import plan
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.rank import Rank
@@ -53,8 +54,8 @@ def test_torchs_profiler_shows_every_action_by_its_name(runs_pairs: bool) -> Non
     names = ("forward", "backward", "backward_input", "backward_weight")
     stage = SimpleNamespace(**dict.fromkeys(names, lambda *about: tensor))
     stages = dict.fromkeys(schedule.placement.stages_of(0), stage)
-    pairs = (lambda *about: (tensor, tensor)) if runs_pairs else None
-    rank, planned = Rank(stages, channels, pairs=pairs), plan.plan_rank(schedule, 0)
+    pairs = [PairRunner(lambda *about: (tensor, tensor))] if runs_pairs else []
+    rank, planned = Rank(stages, channels, parts=pairs), plan.plan_rank(schedule, 0)
     execute(planned, rank)  # without a profiler there is nothing to name
     with torch.profiler.profile() as profile:
         execute(planned, rank)

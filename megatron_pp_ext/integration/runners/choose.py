@@ -11,12 +11,10 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
-from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
-from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
@@ -125,7 +123,7 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    flushed = functools.partial(FlushedSteps, pipeline.placement, host=_host_activations(pipeline))
+    flushed = functools.partial(FlushedSteps, pipeline)
     if pipeline.rehearsal is not None:
         source, others = Requested(pipeline), MadeUp()
         return PipelineRunner(flushed(source, others), Rehearsal(pipeline, source, others), MadeUpLosses())
@@ -137,11 +135,3 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
         guide = ProfileGuide(pipeline)
         return PipelineRunner(flushed(guide, transport), guide, losses)
     return PipelineRunner(flushed(Requested(pipeline), transport), Tracing(), losses)
-
-
-def _host_activations(pipeline: requested.Pipeline) -> HostActivations:
-    """Return what moves activations to the host; collective over the job where they are to leave."""
-    is_counted = pipeline.request.offload is not None and pipeline.rehearsal is None
-    free = counted_host_bytes() if is_counted else host_bytes()
-    kept = pipeline.source.kept_bytes if pipeline.source else ()
-    return HostActivations(usable_bytes(pipeline.settings.offload_host_bytes, free), kept)
