@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron_pp_ext.job.rules.condition import holds
 
 from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules.all_rules import START, TABLE, refuse, refuse_config
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
-from megatron_pp_ext.job.rules.condition import holds
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -279,14 +279,14 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
 def test_conditions_are_about_what_there_is() -> None:
     """A name that nothing has is None, and its rule would never hold."""
     flags = {row["dest"] for rows in flag_table.by_release().values() for row in rows}
-    known = flags | set(our_flags.names()) | set(dir(Asked))
+    known = flags | set(our_flags.names()) | set(dir(RequestedJob))
     table = (*TABLE, *START)
     conditions = [rules.when for rules in table] + [rule.asked for rules in table for rule in rules.rows]
     parts = {part.removeprefix("not ") for condition in conditions for part in condition.split(", ") if part}
     names = {part.split()[0] for part in parts}
     assert {name.split(".")[0] for name in names} <= known
     schedule = catalog.build("v-half", 4, 8)
-    asked = Asked(arguments(PP4), placement=schedule.placement, from_file=schedule)
+    asked = RequestedJob(arguments(PP4), placement=schedule.placement, from_file=schedule)
     for name in names:
         if "." in name:
             operator.attrgetter(name)(asked)
@@ -296,7 +296,7 @@ def test_conditions_are_about_what_there_is() -> None:
 
 def test_an_error_within_a_property_is_told() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'startswith'"):
-        holds("has_own_layers", Asked(Namespace(spec=[1])))
+        holds("has_own_layers", RequestedJob(Namespace(spec=[1])))
 
 
 def test_every_rule_has_a_case() -> None:
@@ -377,8 +377,8 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
     args = arguments(f"{PP2} --pipeline-schedule zb-h1 --transformer-impl transformer_engine")
     releases = {} if version is None else {ENGINE: version}
     placement = Placement(Shape.LINEAR, 2)
-    refuse(Asked(args, releases, placement, splits=False))
-    asked = Asked(args, releases, placement, splits=True)
+    refuse(RequestedJob(args, releases, placement, splits=False))
+    asked = RequestedJob(args, releases, placement, splits=True)
     if not is_refused:
         refuse(asked)
         return

@@ -1,0 +1,1 @@
+"""Forwards and backwards that run together, in pairs."""
