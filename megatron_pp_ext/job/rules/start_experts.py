@@ -8,10 +8,10 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule
 
 
-def has_dense_layers_between(job: RequestedJob) -> bool:
-    """Whether only every so many layers were to have experts."""
+def has_layers_without_experts(job: RequestedJob) -> bool:
+    """Whether --moe-layer-freq says that some layers have no experts."""
     every = job.model.moe_layer_freq
-    return not isinstance(every, tuple) and every > 1
+    return 0 in every if isinstance(every, tuple) else every > 1
 
 
 def has_cut_biases(job: RequestedJob) -> bool:
@@ -60,7 +60,9 @@ ROWS = (
     Rule(
         "--moe-ffn-hidden-size",
         when=lambda job: (
-            job.model.moe_ffn_hidden_size and not job.model.num_experts and not has_dense_layers_between(job)
+            job.model.moe_ffn_hidden_size
+            and not job.model.num_experts
+            and not has_layers_without_experts(job)
         ),
         why="is for a model with experts",
         fix="add --num-experts, or leave it out",

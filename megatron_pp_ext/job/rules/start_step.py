@@ -231,7 +231,7 @@ ROWS = (
     # Exchanges.
     Rule(
         "--tp-comm-overlap",
-        when=lambda job: job.parallel.tp_comm_overlap and not job.parallel.sequence_parallel,
+        when=lambda job: job.parallel.tp_comm_overlap and not job.is_set("--sequence-parallel"),
         why="is for --sequence-parallel",
         fix="add it with a --tensor-model-parallel-size above 1",
     ),
