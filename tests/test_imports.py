@@ -84,9 +84,9 @@ BELOW |= {
 
 _SEAMS = {"releases", "patching"}
 
-REGISTERS = {(f"{PACKAGE}.compiler.__init__", "features"), (f"{PACKAGE}.job.rules.__init__", "features")}
-"""The arrows upwards: who imports the compiler gets the passes of features, and who imports the rules gets
-theirs; features register by them."""
+REGISTERS = {(f"{PACKAGE}.compiler.__init__", "features"), (f"{PACKAGE}.job.rules.table", "features")}
+"""The arrows upwards, by which features register: who imports the compiler gets their passes, and who imports
+the table of rules gets their rules."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),

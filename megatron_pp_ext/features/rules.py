@@ -4,7 +4,7 @@ from megatron_pp_ext.features.guided import rules as guided
 from megatron_pp_ext.features.offload import rules as offload
 from megatron_pp_ext.features.pairs import rules as pairs
 from megatron_pp_ext.features.vocabulary import rules as vocabulary
-from megatron_pp_ext.job.rules.table import Topic, register
+from megatron_pp_ext.job.rules.registry import Topic, register
 
 register(Topic("guided", guided.RULES), after="measuring")
 register(Topic("vocabulary", vocabulary.RULES, is_of_models=True), after="schedules")

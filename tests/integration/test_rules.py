@@ -15,7 +15,7 @@ from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.flags import Flags
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
-from megatron_pp_ext.job.rules import start, table, unknown_costs
+from megatron_pp_ext.job.rules import registry, start, table, unknown_costs
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog, csv_file
@@ -316,7 +316,7 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
 def test_topics_have_names_of_their_own_and_follow_one_that_there_is(name: str, after: str) -> None:
     before = table.topics()
     with pytest.raises(ValueError, match=f"rules about '{name}' after '{after}'"):
-        table.register(table.Topic(name, ()), after)
+        registry.register(registry.Topic(name, ()), after)
     assert table.topics() == before
 
 

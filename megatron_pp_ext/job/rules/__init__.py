@@ -1,8 +1,6 @@
 """What cannot be combined: one table, which training and every command read before anything starts.
 
 A refusal is one row in one file: the flag, when it is refused, the reason, the fix and the releases that it
-concerns.  Values that cannot be read, and sizes that do not divide each other, are errors of whoever
-reads them.  Whoever imports a module of this package gets the rules of features, which register here.
+concerns.  Values that cannot be read, and sizes that do not divide each other, are errors of whoever reads
+them.
 """
-
-import megatron_pp_ext.features.rules  # noqa: F401

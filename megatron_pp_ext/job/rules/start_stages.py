@@ -43,7 +43,6 @@ def ends_alone(job: RequestedJob) -> str:
 
 
 ROWS = (
-    # The batch and the stages.
     Rule(
         "--step-batch-size-schedule",
         when=lambda job: (

@@ -64,7 +64,7 @@ RULES = (
         title="In every pipeline, Megatron's own too",
         when=lambda job: job.parallel.pipeline_model_parallel_size > 1,
         subject="Megatron in a pipeline",
-        why=("it looks for the output layer on every rank of the pipeline, and only one rank has it"),
+        why="it looks for the output layer on every rank of the pipeline, and only one rank has it",
         fix="set --pipeline-model-parallel-size 1, or leave it out",
         rows=(
             Rule("--logits-save-dir"),
