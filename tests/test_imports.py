@@ -89,6 +89,7 @@ _SEAMS = {"releases", "patching"}
 REGISTERS = {
     (f"{PACKAGE}.compiler.__init__", "features"),
     (f"{PACKAGE}.job.__init__", "features"),
+    (f"{PACKAGE}.job.rules.table", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
     (f"{PACKAGE}.integration.core_seams", "features.megatron"),
 }

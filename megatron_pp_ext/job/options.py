@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 
-Read = Callable[[Asked, Request], Request]
+Read = Callable[[RequestedJob, Request], Request]
 """Adds to a request what the flags of a feature say (``Request.with_option``).
 
 ValueError, in one line, if that cannot be.
@@ -20,7 +20,7 @@ def register(read: Read) -> None:
         _registered.append(read)
 
 
-def read(asked: Asked, request: Request) -> Request:
+def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with the options of all features."""
     for one in _registered:
         request = one(asked, request)
