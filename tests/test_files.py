@@ -13,8 +13,8 @@ import pytest
 from megatron_pp_ext import files
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.files import whole, write_whole
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.pipedream.partition import profile_file
+from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs

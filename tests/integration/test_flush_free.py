@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.runners import flush_free, free_memory
+from megatron_pp_ext.integration.runners import free_memory
 from megatron_pp_ext.job import updates
+from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas

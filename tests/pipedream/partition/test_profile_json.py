@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.pipedream.partition import profile_file
+from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 
 LAYER = {
     "name": "a",

@@ -11,8 +11,12 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.data_parallel import last_actions
 from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
 from megatron_pp_ext.integration.runners import free_memory
+from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.runners.tracing import Tracing
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
@@ -26,6 +30,13 @@ from megatron_pp_ext.schedule.updates import Updates
 
 RECORDED_UPDATES = 10
 """The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
+
+
+def runner(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
+    """Return the runner of a pipeline that never flushes; its losses are brought over ``transport``."""
+    steps = FlushFreeSteps(pipeline)
+    losses = LossesOnLastRank(pipeline.placement, transport)
+    return PipelineRunner(steps, Tracing(steps.part_of_trace), losses)
 
 
 class FlushFreeSteps:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.partition import antichains
-from megatron_pp_ext.partition.cost_formulas import FORMULAS
-from megatron_pp_ext.partition.partitioner import partition
-from megatron_pp_ext.partition.profile import Layer, Profile
-from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.pipedream.partition import antichains
+from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
+from megatron_pp_ext.pipedream.partition.partitioner import partition
+from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
+from megatron_pp_ext.pipedream.partition.recurrence import Level
 from tests.support.every_pipeline import Oracle
 
 numbers = st.integers(0, 9).map(float)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import naming
-from megatron_pp_ext.partition import graph_txt
-from megatron_pp_ext.partition.profile import Profile, read_json
+from megatron_pp_ext.pipedream.partition import graph_txt
+from megatron_pp_ext.pipedream.partition.profile import Profile, read_json
 
 
 def read(path: str | Path) -> Profile:

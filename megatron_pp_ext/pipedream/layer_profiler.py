@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.tracing import is_first_pipeline
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
 

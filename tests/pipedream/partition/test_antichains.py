@@ -5,10 +5,10 @@ from itertools import chain, pairwise
 
 import pytest
 
-from megatron_pp_ext.partition import antichains
-from megatron_pp_ext.partition.antichains import states_of
-from megatron_pp_ext.partition.branches import groups_of
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.pipedream.partition import antichains
+from megatron_pp_ext.pipedream.partition.antichains import states_of
+from megatron_pp_ext.pipedream.partition.branches import groups_of
+from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 
 
 def layer(name: str, size: float = 1) -> Layer:
