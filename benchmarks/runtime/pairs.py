@@ -51,9 +51,10 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.launch import install
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 
 MESSAGES = stages.Times(0.0, 0.0, 0.0, 4096)

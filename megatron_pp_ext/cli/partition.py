@@ -17,8 +17,8 @@ from megatron_pp_ext.files import write_json
 
 if TYPE_CHECKING:
     from megatron_pp_ext.pipedream.partition.partitioner import Partition
-    from megatron_pp_ext.pipedream.partition.profile import Profile
     from megatron_pp_ext.pipedream.partition.recurrence import Level
+    from megatron_pp_ext.schedule.formats.profile import Profile
 
 
 @app.command()
@@ -74,9 +74,9 @@ def partition(
     """
     if layout and flags:
         raise ValueError("--layout and --flags print different parts of one answer: leave one of them out")
-    from megatron_pp_ext.pipedream.partition import profile_file
     from megatron_pp_ext.pipedream.partition.layout import layout_of, replicas_flag, training_flags
     from megatron_pp_ext.pipedream.partition.partitioner import partition as best_partition
+    from megatron_pp_ext.schedule.formats import profile_file
 
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else amounts.read(memory, "--memory")

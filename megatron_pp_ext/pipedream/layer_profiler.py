@@ -27,9 +27,10 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.tracing import is_first_pipeline
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
+from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 
 _profiler: "StageProfiler | None" = None
 """The profiler of this rank, from the first profiled step on."""
@@ -57,7 +58,7 @@ def profiling(group: dist.ProcessGroup, model: list[torch.nn.Module], forward_on
     if stages is not None:
         in_order = sorted(itertools.chain(*stages), key=operator.itemgetter(0))
         with going_on_without(path):
-            Profile.chain(layer for _, layer in in_order).write(path)
+            profile_file.write(Profile.chain(layer for _, layer in in_order), path)
 
 
 @dataclass

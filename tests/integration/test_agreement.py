@@ -14,7 +14,8 @@ import megatron_pp_ext
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration.trainer import agreement, same_request
 from megatron_pp_ext.integration.trainer.validation import read_flags
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 from tests.support.flags import arguments
 from tests.support.ranks import run_ranks
 from tests.support.tiers import first

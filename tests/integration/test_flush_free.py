@@ -12,7 +12,7 @@ from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.view import trace_reading
+from megatron_pp_ext.schedule.formats import trace_reading
 from tests.support import frozen, rounding
 from tests.support.ranks import RankError
 from tests.support.tiers import first

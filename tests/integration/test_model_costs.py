@@ -17,9 +17,10 @@ from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import traced
 from tests.support.flags import PP4, arguments, assert_refused, read

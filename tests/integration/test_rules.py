@@ -16,7 +16,8 @@ from megatron_pp_ext.job.rules.all_rules import START, TABLE, refuse, refuse_con
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.rules.condition import holds
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from tests.support.flags import PP4, arguments, read
 from tests.support.training import has_flag

@@ -8,9 +8,10 @@ from typing import Any, Self
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement
 

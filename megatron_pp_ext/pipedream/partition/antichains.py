@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pp_ext.pipedream.partition.branches import what_to_merge
-from megatron_pp_ext.pipedream.partition.profile import Profile
+from megatron_pp_ext.schedule.formats.profile import Profile
 
 MOST_STATES = 4_000
 """With more states, tables of states x states do not fit in memory, and a search takes too long."""

@@ -6,7 +6,7 @@ after a letter that is repeated n times, and ``|`` between stages: ``Et*3|t*5|t*
 
 from megatron_pp_ext.job.layout_text import spelled
 from megatron_pp_ext.pipedream.partition.partitioner import Partition
-from megatron_pp_ext.pipedream.partition.profile import Profile
+from megatron_pp_ext.schedule.formats.profile import Profile
 
 _SYMBOLS = ("E", "t", "L")
 

@@ -17,8 +17,8 @@ import numpy as np
 from megatron_pp_ext.pipedream.partition.antichains import States, states_of
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoad, worker_bytes
 from megatron_pp_ext.pipedream.partition.in_flight import in_flight
-from megatron_pp_ext.pipedream.partition.profile import Profile
 from megatron_pp_ext.pipedream.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
+from megatron_pp_ext.schedule.formats.profile import Profile
 
 MOST_WORKERS = 4096
 """The most workers of one level; time and memory of the search grow with their square."""

@@ -8,7 +8,7 @@ import pytest
 from megatron_pp_ext.pipedream.partition import antichains
 from megatron_pp_ext.pipedream.partition.antichains import states_of
 from megatron_pp_ext.pipedream.partition.branches import groups_of
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 
 
 def layer(name: str, size: float = 1) -> Layer:

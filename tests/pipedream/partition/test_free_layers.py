@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_pp_ext.pipedream.partition import antichains
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
 from megatron_pp_ext.pipedream.partition.partitioner import partition
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 from tests.support.every_pipeline import Oracle
 
 numbers = st.integers(0, 9).map(float)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.chains import random_chain
-from megatron_pp_ext.pipedream.partition import graph_txt
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
 from megatron_pp_ext.pipedream.partition.partitioner import Partition, partition
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
 from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats import graph_txt
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 from reference import vgg16
 from tests.support import rounding
 from tests.support.link_judge import StageWork, makespan, seconds_of_a_microbatch, stages_of

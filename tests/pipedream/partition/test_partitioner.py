@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.pipedream.partition import graph_txt
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoad, reference
 from megatron_pp_ext.pipedream.partition.partitioner import MOST_STATE, Partition, partition
-from megatron_pp_ext.pipedream.partition.profile import LEAST_SECONDS, MOST, Layer, Profile
 from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats import graph_txt
+from megatron_pp_ext.schedule.formats.profile import LEAST_SECONDS, MOST, Layer, Profile
 from reference import vgg16
 from tests.support import rounding
 from tests.support.every_pipeline import Oracle

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file
 
 TIMES = {"forward": 1.5, "input_gradient": 2, "weight_gradient": 0.25}
 

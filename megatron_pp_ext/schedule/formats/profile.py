@@ -1,27 +1,17 @@
 """The costs of each layer of a model, which are the input of the partitioner.
 
-Layers depend on one another as a chain or as any directed acyclic graph.  The project's own form is JSON,
-in model order:
-
-    {"layers": [{"name": "embedding", "forward_seconds": 0.0002, "backward_seconds": 0.0004,
-                 "activation_bytes": 4194304, "parameter_bytes": 1048576, "saved_bytes": 4325376,
-                 "symbol": "E"}, ...],
-     "edges": [["embedding", "layer 1"], ...]}
-
-``saved_bytes`` and ``symbol`` may be left out, and ``edges`` where the layers are a chain.  PipeDream's
-``graph.txt`` is read as well (see ``graph_txt``).
+Layers depend on one another as a chain or as any directed acyclic graph.  ``profile_file`` has the form of
+the file.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from megatron_pp_ext.files import write_json
-from megatron_pp_ext.json_input import STRICT, parse_as, require_printable
+from megatron_pp_ext.json_input import STRICT, require_printable
 
 MOST = 1e18
 """The most seconds or bytes of a layer, with which the partitioner's sums and products stay finite."""
@@ -135,35 +125,6 @@ class Profile:
     def seconds(self) -> float:
         """The seconds of forward and backward of one microbatch on one worker."""
         return math.fsum(layer.seconds for layer in self.layers)
-
-    def write(self, path: Path) -> None:
-        """Write the profile as JSON."""
-        rows = [
-            {name: value for name, value in asdict(layer).items() if value not in (None, "")}
-            for layer in self.layers
-        ]
-        content: dict[str, Any] = {"layers": rows}
-        if not self.is_chain:
-            content["edges"] = [[self.layers[a].name, self.layers[b].name] for a, b in self.edges]
-        write_json(path, content)
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What a profile in JSON has."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    layers: tuple[Layer, ...]
-    edges: tuple[tuple[str, str], ...] | None = None
-
-
-def read_json(text: str) -> Profile:
-    """Return the profile in ``text``; ValueError for anything that is not as the module's docstring says."""
-    content = parse_as(_Content, text, "write {'layers': [...]}")
-    if content.edges is None:
-        return Profile.chain(content.layers)
-    return Profile.graph(content.layers, content.edges)
 
 
 def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[int]:

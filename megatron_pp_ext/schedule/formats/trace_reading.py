@@ -13,6 +13,7 @@ from megatron_pp_ext.files import TEXT, read_bytes
 from megatron_pp_ext.json_input import STRICT, at_least, is_number, one_of, parse_as, printable, short
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import MOST
+from megatron_pp_ext.schedule.formats.trace_file import COPY, EXCHANGE
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
@@ -24,7 +25,6 @@ from megatron_pp_ext.schedule.recorded import (
     TokenExchange,
     Units,
 )
-from megatron_pp_ext.view.trace_file import COPY, EXCHANGE
 
 _LARGEST = 2**28
 """The most bytes of a trace, whose JSON is decompressed: about half a million actions."""

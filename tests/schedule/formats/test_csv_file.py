@@ -1,8 +1,9 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Shape
 from tests.support import slow
 

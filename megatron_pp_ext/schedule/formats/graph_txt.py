@@ -12,7 +12,7 @@ As in PipeDream's optimizer, nodes that only stand for the data are left out: a 
 ``Input...`` that reads nothing, and a node called ``__getitem__...`` that nothing reads.
 """
 
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 
 _FIELDS = {
     "forward_compute_time": 1e-3,

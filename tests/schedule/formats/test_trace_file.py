@@ -10,10 +10,10 @@ from megatron_pp_ext.features.offload.free_plans import with_share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import trace_file, trace_reading
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file, trace_reading
 
 
 @pytest.fixture

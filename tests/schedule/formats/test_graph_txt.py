@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.pipedream.partition import graph_txt, profile_file
+from megatron_pp_ext.schedule.formats import graph_txt, profile_file
 from reference import vgg16
 
 FIELDS = "forward_compute_time=1.5, backward_compute_time=2.5, activation_size=8.0, parameter_size=4.0"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_pp_ext.pipedream.partition import profile_file
-from megatron_pp_ext.pipedream.partition.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 
 LAYER = {
     "name": "a",
@@ -20,7 +20,7 @@ LAYER = {
 def test_there_and_back(edges, tmp_path):
     layers = [Layer("a", 0.1, 0.2, 3, 4, 5, "E"), Layer("b", 0.1, 0.0, 0, 0), Layer("c", 1, 2, 3, 4, 0)]
     profile = Profile.graph(layers, edges)
-    profile.write(tmp_path / "profile.json")
+    profile_file.write(profile, tmp_path / "profile.json")
     assert profile_file.read(tmp_path / "profile.json") == profile
 
 
