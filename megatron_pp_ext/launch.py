@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_pp_ext.integration.requested import Pipeline
     from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
     from megatron_pp_ext.integration.runners.transport import ProcessGroups
+    from megatron_pp_ext.integration.settings import Saving
+    from megatron_pp_ext.job.rules.asked import Asked
 
 
 def install(cpu: bool = False) -> None:
@@ -23,9 +25,11 @@ def install(cpu: bool = False) -> None:
     """
     integration.install(cpu)
     from megatron_pp_ext.integration.runners import step_runners, stock_steps
+    from megatron_pp_ext.integration.trainer import layout_finder
 
     step_runners.register("flush-free", when=lambda pipeline: pipeline.updates is not None, make=_flush_free)
     stock_steps.register("profile", when=lambda pipeline: pipeline.profile is not None, make=_profiling)
+    layout_finder.register(_layout, _better_layout)
 
 
 def _flush_free(pipeline: "Pipeline", transport: "ProcessGroups") -> "PipelineRunner":
@@ -38,3 +42,15 @@ def _profiling(*step: Any) -> AbstractContextManager[None]:
     from megatron_pp_ext.pipedream.layer_profiler import profiling
 
     return profiling(*step)
+
+
+def _layout(asked: "Asked", data: int, vocabulary: int) -> tuple["Asked", str]:
+    from megatron_pp_ext.planner.layout import requested_layout
+
+    return requested_layout.settle(asked, data, vocabulary)
+
+
+def _better_layout(*about: Any) -> tuple[str, "Saving"] | None:
+    from megatron_pp_ext.planner.layout.advice import advised
+
+    return advised(*about)

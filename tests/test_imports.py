@@ -63,7 +63,6 @@ BELOW: dict[str, set[str]] = {
         "log_lines",
         "processor",
         "costs",
-        "planner",
         "runtime",
         "cpu",
     },
@@ -74,7 +73,7 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW |= {
     "cli": {*BELOW},
-    "launch": {"integration", "pipedream"},
+    "launch": {"integration", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
     "pretrain_gpt": {"__main__", "cpu", "integration", "data_split", "launch_errors"},
 }
@@ -97,7 +96,7 @@ BELOW_IN_INTEGRATION = {
     "settled": {"requested", "core"},
     "runners": {*_SEAMS, "settings", "requested", "registry", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
-    "trainer": {*_SEAMS, "settings", "requested", "start_up", "core", "mends"},
+    "trainer": {*_SEAMS, "settings", "requested", "registry", "start_up", "core", "mends"},
     "core_seams": {"patching", "core", "runners"},
     "trainer_seams": {"patching", "trainer"},
     "cpu_seams": _SEAMS,

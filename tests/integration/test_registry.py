@@ -8,9 +8,12 @@ from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.integration.registry import Registry
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners import step_runners, stock_steps
+from megatron_pp_ext.integration.trainer import layout_finder
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.updates import Updates
+from tests.support.flags import PP4, arguments
 
 FLUSHED = Pipeline(named("1f1b", 2, 4))
 PROFILED = Pipeline(named("1f1b", 2, 4), profile=Path("profile.json"))
@@ -42,3 +45,10 @@ def test_a_profile_needs_who_measures_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stock_steps, "_registry", Registry())
     with pytest.raises(ValueError, match="--profile-pipeline needs a part"):
         stock_steps._measure(PROFILED)
+
+
+def test_a_layout_needs_who_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_finder, "_finder", None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="--pipeline-model-parallel-layout auto needs a part .* not loaded"):
+        read_flags(arguments(f"{PP4} --num-layers 9 --pipeline-model-parallel-layout auto"))

@@ -4,12 +4,11 @@ Seconds are proportional to floating-point operations, activations and messages 
 messages take no time.
 """
 
+from megatron_pp_ext.costs import stage_parts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step import workload
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.planner.step.stage_parts import shared_vocabulary, stage_parts
 from megatron_pp_ext.schedule.costs import Costs
 
 
@@ -22,11 +21,11 @@ def stage_costs(job: Job, stages: int, rows: int, shares_vocabulary: bool = Fals
     ValueError where ``job`` does not determine them.
     """
     model = model_parts(job, vocabulary=rows)
-    parts = stage_parts(job, model, layers.by_stage(job, stages), shares_vocabulary)
-    shared = shared_vocabulary(job, model) if shares_vocabulary else None
+    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages), shares_vocabulary)
+    shared = stage_parts.shared_vocabulary(job, model) if shares_vocabulary else None
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), vocabulary=shared)
 
 
 def message_bytes(job: Job) -> float:
     """Return the bytes of a message between stages, of the longest one where lengths vary."""
-    return workload.message_bytes(job, LayerCosts(job).hidden_bytes)
+    return stage_parts.message_bytes(job, LayerCosts(job).hidden_bytes)

@@ -4,17 +4,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
+from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
 
 
 def every_token(job: Job, model: ModelParts) -> float:
     """Return the bytes of the hidden states of all tokens, which sequence parallelism divides elsewhere."""
     return model.hidden_bytes * job.parallel.sequence_ranks
+
+
+def message_bytes(job: Job, hidden_bytes: float) -> float:
+    """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
+    is_wider = job.precision.fp32_residual_connection and job.precision.is_half
+    return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
 def vocabulary_part(job: Job, model: ModelParts) -> Part:
