@@ -25,6 +25,8 @@ For looking at schedules; none of these needs torch or Megatron:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp_ext.version import VERSION
+
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
     from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.schedule.simulate import Timeline, simulate
     from megatron_pp_ext.view.picture import draw
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Costs",

@@ -161,8 +161,8 @@ class _AfterCore:
 
 
 def _install() -> None:
-    import megatron_pp_ext
-
     with in_one_line():
         asked = arguments(os.environ)
-        megatron_pp_ext.install(**asked)
+        from megatron_pp_ext.integration import by_call
+
+        by_call.install(**asked)

@@ -33,9 +33,8 @@ def run(folder: Path, program: str, **environment: str) -> str:
     return ran.stdout + ran.stderr
 
 
-INSTALLED = (
-    "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print(asked)\nimport megatron.core\n"
-)
+BY_CALL = "from megatron_pp_ext.integration import by_call; by_call.install"
+INSTALLED = f"{BY_CALL} = lambda **asked: print(asked)\nimport megatron.core\n"
 
 
 def test_the_schedule_is_installed_right_after_megatron_core_is_imported(tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ del sys.meta_path[{at}]
 )
 def test_a_look_or_an_import_that_fails_does_not_lose_the_schedule(tmp_path, before, said) -> None:
     activation.activate()
-    install = "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print('INSTALLED')\n"
+    install = f"{BY_CALL} = lambda **asked: print('INSTALLED')\n"
     printed = run(tmp_path, f"{install}{before}\nimport megatron.core", **ASKED)
     assert printed == said + "core\n" + ("" if "INSTALLED" in said else "INSTALLED\n")
 

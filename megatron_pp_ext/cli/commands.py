@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
@@ -20,6 +19,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.version import VERSION
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Pipeline schedules for Megatron-LM."""
     if version:
-        console.print(f"megatron_pp_ext {__version__}")
+        console.print(f"megatron_pp_ext {VERSION}")
         raise typer.Exit
 
 

@@ -50,5 +50,5 @@ def test_a_profile_needs_who_measures_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_layout_needs_who_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_finder, "_finder", None)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="--pipeline-model-parallel-layout auto needs a part .* not loaded"):
+    with pytest.raises(ValueError, match=r"--pipeline-model-parallel-layout auto needs a part .* not loaded"):
         read_flags(arguments(f"{PP4} --num-layers 9 --pipeline-model-parallel-layout auto"))

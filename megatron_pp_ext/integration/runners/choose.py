@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core import parallel_state
 
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
@@ -48,6 +48,18 @@ def choose_runner(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Calla
         return measured(stock(*args, **kwargs))
     refuse_multimodule(*args, *kwargs.values())
     return runner(pipeline)
+
+
+def _arrived(name: str) -> chunk_pipelines.Mark:
+    """Return the mark of a config that was copied into this process; its steps come here from now on.
+
+    Nothing else is put in place, so that a schedule can still be installed.
+    """
+    patching.apply(choose_runner.seams)
+    return chunk_pipelines.arrived(name)
+
+
+chunk_pipelines.arrive_by(_arrived)
 
 
 def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
