@@ -58,7 +58,7 @@ BELOW: dict[str, set[str]] = {
     "cpu": {"around"},
     "integration": {
         *_STEPS,
-        "activation",
+        "startup_file",
         "around",
         "version",
         "log_lines",
@@ -69,7 +69,8 @@ BELOW: dict[str, set[str]] = {
     },
     "data_split": set(),
     "launch_errors": {"files"},
-    "activation": {"files", "integration", "json_input", "launch_errors"},
+    "startup_file": {"files"},
+    "activation": {"integration", "json_input", "launch_errors", "startup_file"},
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
@@ -80,6 +81,11 @@ BELOW |= {
     "pretrain_gpt": {"__main__", "cpu", "integration", "data_split", "launch_errors"},
 }
 """The rooms that each room may import, itself aside."""
+
+TRAINING = {"schedule", "compiler", "features", "job", "costs", "runtime", "cpu", "integration", "activation"}
+"""The product that trains.  Others stand on it, and ``launch`` registers what they add to it."""
+
+OTHER_PRODUCTS = {"planner", "pipedream", "view", "verification", "calibration", "jobs", "cli"}
 
 _SEAMS = {"releases", "patching"}
 
@@ -195,6 +201,18 @@ BY_STRING = {"import_module", "__import__", "find_spec", "run_module", "resolve_
 """The functions that import or look for what a string names."""
 
 
+def test_training_knows_no_other_product() -> None:
+    """Nor does it by way of what it imports; ``integration/test_walls.py`` trains where there is none."""
+    todo = [module for module in modules() if room(module) in TRAINING]
+    reached: set[str] = set()
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            todo += filter(is_ours, imports(module))
+    assert not {room(module) for module in reached} & OTHER_PRODUCTS
+
+
 def test_none_of_our_modules_is_imported_by_a_string() -> None:
     """That would be an arrow which no test sees, but for the public names: ``imports`` reads their table."""
     for module, path in modules().items():
@@ -215,7 +233,7 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         assert heavy <= allowed, module
 
 
-TRAINING = {
+IMPORTS_TRAINER = {
     "integration.mends.growing_batches",
     "integration.mends.stage_data",
     "integration.__init__",
@@ -233,7 +251,12 @@ def test_megatrons_trainer_stays_in_its_room() -> None:
         for module in modules()
         if any(name.startswith("megatron.training") for name in imports(module))
     }
-    assert {module for module in using if not module.startswith("integration.trainer.")} == TRAINING
+    assert {module for module in using if not module.startswith("integration.trainer.")} == IMPORTS_TRAINER
+
+
+def test_no_circle_of_rooms() -> None:
+    for plan in (BELOW, BELOW_IN_INTEGRATION):
+        assert not find_circle({room: sorted(below) for room, below in plan.items()})
 
 
 def test_no_circle() -> None:
