@@ -18,11 +18,11 @@ from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settings import Settings
+from megatron_pp_ext.pipedream.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
-from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.program import Orders

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.pipedream.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.runtime.versions import VersionedStage, WeightVersions
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
