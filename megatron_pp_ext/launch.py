@@ -24,11 +24,11 @@ def install(cpu: bool = False) -> None:
     unknown.
     """
     integration.install(cpu)
-    from megatron_pp_ext.integration.runners import step_runners, stock_steps
+    from megatron_pp_ext.integration.step_runners import MEASURES, RUNNERS
     from megatron_pp_ext.integration.trainer import layout_finder
 
-    step_runners.register("flush-free", when=lambda pipeline: pipeline.updates is not None, make=_flush_free)
-    stock_steps.register("profile", when=lambda pipeline: pipeline.profile is not None, make=_profiling)
+    RUNNERS.register("flush-free", when=lambda pipeline: pipeline.updates is not None, make=_flush_free)
+    MEASURES.register("profile", when=lambda pipeline: pipeline.profile is not None, make=_profiling)
     layout_finder.register(_layout, _better_layout)
 
 

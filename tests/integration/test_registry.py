@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.integration import step_runners
 from megatron_pp_ext.integration.registry import Registry
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.runners import step_runners, stock_steps
 from megatron_pp_ext.integration.trainer import layout_finder
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -32,19 +33,31 @@ def test_the_first_that_is_for_a_pipeline_is_found() -> None:
     assert registry.find(PROFILED) == "new"
 
 
-def test_a_pipeline_that_never_flushes_needs_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert step_runners.find(FLUSHED) is None
-    assert step_runners.find(ENDLESS) is not None
-    monkeypatch.setattr(step_runners, "_registry", Registry())
-    with pytest.raises(ValueError, match=r"--pipeline-schedule pipedream needs a part .* not loaded"):
-        step_runners.find(ENDLESS)
+@pytest.mark.parametrize(
+    ("pipeline", "registry", "flag"),
+    [
+        (ENDLESS, step_runners.RUNNERS, "--pipeline-schedule pipedream"),
+        (PROFILED, step_runners.MEASURES, "--profile-pipeline"),
+    ],
+)
+def test_what_a_flag_needs_has_to_be_loaded(
+    pipeline, registry, flag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_runners.require_loaded(pipeline)
+    step_runners.require_loaded(FLUSHED)
+    monkeypatch.setattr(registry, "_entries", {})
+    with pytest.raises(ValueError, match=f"{flag} needs a part .* not loaded"):
+        step_runners.require_loaded(pipeline)
+    step_runners.require_loaded(FLUSHED)
 
 
-def test_a_profile_needs_who_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stock_steps._measure(PROFILED) is not None
-    monkeypatch.setattr(stock_steps, "_registry", Registry())
-    with pytest.raises(ValueError, match="--profile-pipeline needs a part"):
-        stock_steps._measure(PROFILED)
+def test_a_flag_for_what_is_not_loaded_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step_runners.MEASURES, "_entries", {})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match=r"--profile-pipeline needs a part .* not loaded"):
+        megatron_arguments.validate_args(arguments(f"{PP4} --profile-pipeline {tmp_path / 'profile.json'}"))
 
 
 def test_a_layout_needs_who_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
-from megatron_pp_ext.integration.runners import step_runners
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
@@ -26,6 +25,7 @@ from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups, Transport
 from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.integration.step_runners import RUNNERS
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
@@ -124,7 +124,7 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    make = step_runners.find(pipeline)
+    make = RUNNERS.find(pipeline)
     if make is not None:
         return make(pipeline, transport)
     steps = _flushed(pipeline, Requested(pipeline), transport)
@@ -145,8 +145,8 @@ def _guided(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineR
     return PipelineRunner(steps, guide, LossesOnLastRank(pipeline.placement, transport))
 
 
-step_runners.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)
-step_runners.register("guided", when=lambda pipeline: pipeline.profile_steps is not None, make=_guided)
+RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)
+RUNNERS.register("guided", when=lambda pipeline: pipeline.profile_steps is not None, make=_guided)
 
 
 def _flushed(pipeline: requested.Pipeline, source: Source, transport: Transport) -> FlushedSteps:

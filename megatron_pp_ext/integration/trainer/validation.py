@@ -21,6 +21,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import show_compiling, summary
+from megatron_pp_ext.integration.step_runners import require_loaded
 from megatron_pp_ext.integration.trainer import layout_finder, model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
@@ -65,6 +66,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
+            require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
                 found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
