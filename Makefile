@@ -4,7 +4,7 @@
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-frameworks   Megatron-Bridge, ms-swift and verl under our schedules, in an environment of their own
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
-# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
+# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=pipedream/partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
 # make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
 # make lock   renews requirements.lock, from which make env installs

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
@@ -15,10 +14,12 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.version import VERSION
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -34,7 +35,7 @@ def main(
 ) -> None:
     """Pipeline schedules for Megatron-LM."""
     if version:
-        console.print(f"megatron_pp_ext {__version__}")
+        console.print(f"megatron_pp_ext {VERSION}")
         raise typer.Exit
 
 
@@ -261,8 +262,9 @@ def trace(
     (cool-down), waiting for an action on another rank to end (unfinished stages) or, when that had ended,
     for its message (late messages), for gradients to be reduced, or for neither (overhead).
     """
+    from megatron_pp_ext.schedule.formats import trace_reading
     from megatron_pp_ext.schedule.replay import on_own_cores
-    from megatron_pp_ext.view import terminal, trace_reading
+    from megatron_pp_ext.view import terminal
 
     stems = [file.stem for file in files]
     titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]

@@ -22,9 +22,10 @@ from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
-from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
+from megatron_pp_ext.planner.rehearsal import Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.schedule import costs_file, csv_file
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, rehearsal_file
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 
 _WARM_UP = 1
 """The first step counts bytes; the others are timed."""
@@ -108,7 +109,7 @@ def rehearse(
             }
             with waiting(f"rehearsing rank {', '.join(map(str, some))} of {size}"):
                 run_together(commands, {rank: files[rank].with_suffix(".log") for rank in some})
-        measured = {rank: RankRehearsal.read(file) for rank, file in files.items()}
+        measured = {rank: rehearsal_file.read(file) for rank, file in files.items()}
         first = measured[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
     rehearsal = put_together(measured, schedule, machine, world)
@@ -123,7 +124,7 @@ def rehearse(
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
     if trace is not None:
-        from megatron_pp_ext.view import trace_file
+        from megatron_pp_ext.schedule.formats import trace_file
 
         trace_file.write_timeline(trace, rehearsal.timeline)
 

@@ -4,6 +4,7 @@ Each hook says the place, the parameters that it has since which release, and wh
 """
 
 from megatron_pp_ext.features.megatron import HOOKED
+from megatron_pp_ext.integration import frameworks
 from megatron_pp_ext.integration.core import (
     action_recording,
     checkpoint_copies,
@@ -32,3 +33,6 @@ CORE = (
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),
 )
+
+# Whatever builds a model is imported by then.
+placed_models.after_last_chunk(frameworks.put_in_place)

@@ -14,13 +14,13 @@ import torch
 from megatron.core.utils import get_model_config, get_te_version
 
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 

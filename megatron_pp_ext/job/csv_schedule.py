@@ -5,9 +5,9 @@ from pathlib import Path
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
+from megatron_pp_ext.schedule.formats import csv_file
 
 
 def read_csv(path: Path, asked: RequestedJob) -> Schedule:

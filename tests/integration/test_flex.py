@@ -8,8 +8,9 @@ from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock

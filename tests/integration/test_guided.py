@@ -21,8 +21,8 @@ from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_reading
 from tests.support.clock import TICK, Clock
 from tests.support.comparison import assert_same_bits, run, stock
 from tests.support.flags import PP4, read

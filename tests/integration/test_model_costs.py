@@ -11,15 +11,16 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
+from megatron_pp_ext.costs.costs_of_stages import message_bytes
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.trainer import model_costs, validation
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import traced
 from tests.support.flags import PP4, arguments, assert_refused, read

@@ -19,13 +19,13 @@ from megatron.core.models.common import model_chunk_schedule_plan
 from megatron.core.utils import get_model_config
 
 from megatron_pp_ext.runtime import split
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_reading
 from megatron_pp_ext.schedule.idle_time import idle_times
 from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_reading
 from tests.support import frozen, rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, run, stock
 from tests.support.tiers import first

@@ -18,7 +18,8 @@ from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import registry, start, table, unknown_costs
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from tests.support.flags import PP4, arguments, read
 from tests.support.training import has_flag

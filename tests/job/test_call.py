@@ -119,7 +119,7 @@ def test_the_advised_memory_limit_can_be_given() -> None:
 
 
 def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path: Path) -> None:
-    from megatron_pp_ext.schedule import costs_file
+    from megatron_pp_ext.schedule.formats import costs_file
 
     def asked(costs=None, schedule="v-half", **about):
         return by_call._asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
@@ -177,7 +177,7 @@ def test_a_file_is_for_its_own_ranks_and_microbatches(tmp_path: Path) -> None:
 
 
 def test_costs_are_a_file_an_object_or_numbers(tmp_path: Path) -> None:
-    from megatron_pp_ext.schedule import costs_file
+    from megatron_pp_ext.schedule.formats import costs_file
 
     unit = Costs.unit(loop(2, 2))
     costs_file.write(unit, tmp_path / "costs.json")

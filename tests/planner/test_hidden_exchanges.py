@@ -2,13 +2,13 @@
 
 import pytest
 
+from megatron_pp_ext.costs.model_parts import overlapped_in_pair
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
-from megatron_pp_ext.planner.step.model_parts import overlapped_in_pair
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.planner.step.workload import Workload
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.files import read_text, user_folder, write_whole
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 

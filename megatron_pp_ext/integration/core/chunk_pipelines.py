@@ -8,7 +8,6 @@ that a schedule was asked for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.around import around
-from megatron_pp_ext.integration import patching, requested
+from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 
@@ -49,16 +48,22 @@ class Mark:
         return _arrived, (self.name,)
 
 
-def _arrived(name: str) -> Mark:
-    """Return what a mark is in a process into which its config was copied.
-
-    Steps in this process ask ``of_model`` from now on, which refuses the config.  Nothing else is put in
-    place, so that a schedule can still be installed here.
-    """
-    # It imports this module.
-    patching.apply(import_module("megatron_pp_ext.integration.runners.choose").choose_runner.seams)
+def arrived(name: str) -> Mark:
+    """Return what a mark is in a process that its config was copied into; ``of_model`` refuses its steps."""
     _arrivals.append(name)
     return Mark(None, name)
+
+
+_arrived: Callable[[str], Mark] = arrived
+
+
+def arrive_by(function: Callable[[str], Mark]) -> None:
+    """Let ``function`` make the marks of copied configs: what sees to it that their steps ask ``of_model``.
+
+    The process that a config is copied into imports the function's module, and nothing else.
+    """
+    global _arrived
+    _arrived = function
 
 
 @around

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp_ext.planner.rehearsal import Collective
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action
 from megatron_pp_ext.schedule.copies import Way
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective
 from megatron_pp_ext.schedule.placement import Placement
 
 _OPERATIONS = {

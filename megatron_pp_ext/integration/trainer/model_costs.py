@@ -1,17 +1,17 @@
 """The costs of a model's stages, estimated from Megatron's arguments before anything is built.
 
 Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
-the layers (``planner.step.costs_of_stages``).
+the layers (``costs.costs_of_stages``).
 """
 
 import copy
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.job import sizes
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule.costs import Costs
 
 

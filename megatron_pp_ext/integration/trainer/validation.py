@@ -21,7 +21,8 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import show_compiling, summary
-from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.step_runners import require_loaded
+from megatron_pp_ext.integration.trainer import layout_finder, model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
@@ -31,7 +32,6 @@ from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -66,6 +66,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
+            require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
                 found = replace(found, summary=summary(found, functools.partial(_costs, RequestedJob(args))))
@@ -130,7 +131,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         data = max(1, args.world_size // sizes.fewest_ranks(asked.job))
     layout = ""
     if asked.pipeline.finds_layout:
-        asked, layout = requested_layout.settle(asked, data, model_costs.vocabulary(asked))
+        asked, layout = layout_finder.settle(asked, data, model_costs.vocabulary(asked))
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)

@@ -6,7 +6,7 @@ from functools import cache, partial
 from megatron_pp_ext.job import flag_effects
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.schedule import costs_file
+from megatron_pp_ext.schedule.formats import costs_file
 
 _LEAVE_OUT = "leave it out of the estimate"
 

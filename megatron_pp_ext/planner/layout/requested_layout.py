@@ -5,6 +5,7 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 """
 
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.job import layers, pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -14,9 +15,9 @@ from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages,
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 

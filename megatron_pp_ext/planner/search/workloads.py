@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
@@ -11,7 +12,6 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
-from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.schedule import catalog

@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+from megatron_pp_ext.costs.model_parts import ModelParts, model_parts
 from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.stage_parts import (
+    every_token,
+    message_bytes,
+    shared_vocabulary,
+    stage_parts,
+    vocabulary_part,
+)
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job import replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
-from megatron_pp_ext.planner.step.stage_parts import (
-    every_token,
-    shared_vocabulary,
-    stage_parts,
-    vocabulary_part,
-)
 from megatron_pp_ext.schedule.costs import Costs, part_of_pair
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -43,12 +44,6 @@ class Waits:
     reduction: float
     gathering: float
     update: float
-
-
-def message_bytes(job: Job, hidden_bytes: float) -> float:
-    """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
-    is_wider = job.precision.fp32_residual_connection and job.precision.is_half
-    return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
 def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:

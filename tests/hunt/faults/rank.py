@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 from tests.support import training  # has to come before Megatron
 from tests.support.samples import note_samples
 
