@@ -24,11 +24,10 @@ PURE = {
     "features",
     "costs",
     "job",
-    "pipedream.partition",
     "planner",
     "view",
 }
-"""Rooms that import neither torch nor Megatron."""
+"""Rooms that import neither torch nor Megatron; nor does ``pipedream.partition``."""
 
 MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
