@@ -12,11 +12,10 @@ import pytest
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration.trainer import agreement, same_request
-from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.version import VERSION
-from tests.support.flags import arguments
+from tests.support.flags import arguments, requested_by
 from tests.support.ranks import run_ranks
 from tests.support.tiers import first
 from tests.support.training import TINY
@@ -49,7 +48,7 @@ def report(flags: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         args = arguments(f"{PP2} {flags}")
-        return json.dumps(same_request.values(args, read_flags(args)))
+        return json.dumps(same_request.values(args, requested_by(args)))
 
 
 DIFFERENT = {

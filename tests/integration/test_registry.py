@@ -10,11 +10,10 @@ from megatron_pp_ext.integration import step_runners
 from megatron_pp_ext.integration.registry import Registry
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.trainer import layout_finder
-from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.updates import Updates
-from tests.support.flags import PP4, arguments
+from tests.support.flags import PP4, arguments, requested_by
 
 FLUSHED = Pipeline(named("1f1b", 2, 4))
 PROFILED = Pipeline(named("1f1b", 2, 4), profile=Path("profile.json"))
@@ -64,4 +63,4 @@ def test_a_layout_needs_who_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_finder, "_finder", None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"--pipeline-model-parallel-layout auto needs a part .* not loaded"):
-        read_flags(arguments(f"{PP4} --num-layers 9 --pipeline-model-parallel-layout auto"))
+        requested_by(arguments(f"{PP4} --num-layers 9 --pipeline-model-parallel-layout auto"))

@@ -16,8 +16,9 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron_pp_ext import cpu
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import read_flags
+from megatron_pp_ext.integration.trainer.validation import pipeline_of, read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -56,7 +57,13 @@ def read_by_commands(words: Sequence[str]) -> RequestedJob:
 def read(monkeypatch: pytest.MonkeyPatch, flags: str):
     """Return the pipeline that ``flags`` request on four ranks; None where they request none."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    return read_flags(arguments(flags))
+    return requested_by(arguments(flags))
+
+
+def requested_by(args: Namespace) -> Pipeline | None:
+    """Return the pipeline that ``args`` request; None where they request none."""
+    read = read_flags(args)
+    return None if read is None else pipeline_of(*read)
 
 
 def estimated(flags: str) -> Request:

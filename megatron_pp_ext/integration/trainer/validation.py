@@ -62,7 +62,8 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             needed_flags.require_for_our_script(args)
         needed_flags.require_valid(args, defaults)
         show_compiling()
-        found = read_flags(args)
+        read = read_flags(args)
+        found = pipeline_of(*read) if read is not None else None
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
@@ -117,39 +118,40 @@ def _zstandard() -> str:
         return "0"
 
 
-def read_flags(args: Namespace) -> requested.Pipeline | None:
-    """The pipeline that ``args`` request, None if they set no flag of ours; ValueError if it cannot be.
+def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
+    """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
 
-    Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
-    schedule needs chunks and the user left their number open.
+    None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and a rehearsal gets the
+    name of Megatron's own schedule.  No schedule is made yet: ``pipeline_of`` does that.
     """
     asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
-    if replicas.requested(asked.job):
-        data = sizes.data_parallel_size(asked.job, args.world_size)
-    else:  # Megatron itself refuses sizes that do not divide.
-        data = max(1, args.world_size // sizes.fewest_ranks(asked.job))
     layout = ""
     if asked.pipeline.finds_layout:
-        asked, layout = layout_finder.settle(asked, data, model_costs.vocabulary(asked))
+        asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
         asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
-    profile_steps = measurements.profile_steps(args.pipeline_profile_steps, args.train_iters)
-    ours = (
-        args.pipeline_schedule,
-        args.pipeline_trace,
-        args.profile_pipeline,
-        args.pipeline_vocabulary,
-    )
+    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline, args.pipeline_vocabulary
     if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
-    request = pipeline.read(asked, data)
-    if request.is_stock or args.pipeline_schedule is None:
+    return asked, layout
+
+
+def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
+    """The pipeline of what was ``asked``, with its first schedule; ValueError if it cannot be.
+
+    Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
+    rest, where the schedule needs chunks and the user left their number open.
+    """
+    args, flags = asked.args, asked.flags
+    profile_steps = measurements.profile_steps(flags.pipeline_profile_steps, flags.train_iters)
+    request = pipeline.read(asked, _data_parallel_size(asked))
+    if request.is_stock or not asked.pipeline.has_schedule:
         return requested.Pipeline(
             request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
@@ -176,6 +178,14 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         layers=rehearsed,
         layout=layout,
     )
+
+
+def _data_parallel_size(asked: RequestedJob) -> int:
+    world_size = asked.args.world_size
+    if replicas.requested(asked.job):
+        return sizes.data_parallel_size(asked.job, world_size)
+    # Megatron itself refuses sizes that do not divide.
+    return max(1, world_size // sizes.fewest_ranks(asked.job))
 
 
 def _costs(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
