@@ -121,8 +121,8 @@ def _zstandard() -> str:
 def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
 
-    None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and a rehearsal gets the
-    name of Megatron's own schedule.  No schedule is made yet: ``pipeline_of`` does that.
+    None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
+    Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
     """
     asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
