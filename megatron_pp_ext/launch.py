@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
     from megatron_pp_ext.integration.runners.transport import ProcessGroups
     from megatron_pp_ext.integration.settings import Saving
-    from megatron_pp_ext.job.rules.asked import Asked
+    from megatron_pp_ext.job.requested_job import RequestedJob
 
 
 def install(cpu: bool = False) -> None:
@@ -44,7 +44,7 @@ def _profiling(*step: Any) -> AbstractContextManager[None]:
     return profiling(*step)
 
 
-def _layout(asked: "Asked", data: int, vocabulary: int) -> tuple["Asked", str]:
+def _layout(asked: "RequestedJob", data: int, vocabulary: int) -> tuple["RequestedJob", str]:
     from megatron_pp_ext.planner.layout import requested_layout
 
     return requested_layout.settle(asked, data, vocabulary)

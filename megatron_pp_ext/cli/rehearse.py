@@ -17,7 +17,7 @@ from megatron_pp_ext.cli.report import console, show_by_rank
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
@@ -129,7 +129,7 @@ def rehearse(
         trace_file.write_timeline(trace, rehearsal.timeline)
 
 
-def environment(asked: Asked, rank: int, world: int) -> dict[str, str]:
+def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
     size, copy = asked.job.parallel.pipeline_model_parallel_size, fewest_ranks(asked.job)
     if world < 1 or world % copy:
@@ -137,7 +137,7 @@ def environment(asked: Asked, rank: int, world: int) -> dict[str, str]:
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    apart = copy // size if asked.use_tp_pp_dp_mapping else world // size
+    apart = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
     variables = {
         "RANK": rank * apart,
         "WORLD_SIZE": world,

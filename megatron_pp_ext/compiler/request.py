@@ -1,6 +1,7 @@
 """The schedule that is requested, by flags (``job.pipeline``), by a call, by a command or by a search."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_pp_ext.compiler.compile import TRIALS, placements_of
 from megatron_pp_ext.compiler.limits import Budget, Limit, least_limits, requested_budget
@@ -55,6 +56,17 @@ class Request:
     """The orders that the compiler may try."""
     output_is_frozen: bool = False
     """Whether the output layer has no gradient of its weight."""
+    options: tuple[object, ...] = ()
+    """What features are requested with, an object of a class of its own for each (``option``)."""
+
+    def option[T](self, kind: type[T]) -> T | None:
+        """Return what the feature whose options are of this class is requested with, or None."""
+        return next((one for one in self.options if isinstance(one, kind)), None)
+
+    def with_option(self, option: object) -> Self:
+        """Return the request with ``option`` in place of another one of its class."""
+        others = (one for one in self.options if type(one) is not type(option))
+        return replace(self, options=(*others, option))
 
     @property
     def ranks(self) -> int:

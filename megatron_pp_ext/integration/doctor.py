@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_pp_ext import startup_file
 from megatron_pp_ext.integration import patching, releases, trainers_tried
-from megatron_pp_ext.job.rules.asked import FIRST_ENGINE
+from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 from megatron_pp_ext.runtime.nccl_version import loaded_nccl
 

@@ -19,8 +19,8 @@ from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -52,7 +52,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **known)
     is_paired = bool(args.overlap_moe_expert_parallel_comm)
-    asked = Asked(
+    asked = RequestedJob(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,

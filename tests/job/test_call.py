@@ -12,8 +12,8 @@ import pytest
 import megatron_pp_ext
 from megatron_pp_ext.integration import by_call
 from megatron_pp_ext.job import call, call_words, model_config
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_pp_ext.schedule.placement import loop
 
@@ -196,10 +196,10 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     asked = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
     args = model_config.arguments(config, parallel, **asked)
     assert (args.tp_comm_overlap, args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
-    all_rules.refuse_model(Asked(args, splits=False))
+    all_rules.refuse_model(RequestedJob(args, splits=False))
     with pytest.raises(ValueError, match=r"^zb-h1 does not support tp_comm_overlap: the buffers"):
-        all_rules.refuse_model(Asked(args, splits=True))
+        all_rules.refuse_model(RequestedJob(args, splits=True))
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)
     with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
-        all_rules.refuse_model(Asked(args))
+        all_rules.refuse_model(RequestedJob(args))

@@ -20,7 +20,7 @@ from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import settle
 from megatron_pp_ext.schedule.costs import Costs
@@ -48,7 +48,7 @@ def read_by_megatron(words: Sequence[str]) -> Namespace:
     return args
 
 
-def read_by_commands(words: Sequence[str]) -> Asked:
+def read_by_commands(words: Sequence[str]) -> RequestedJob:
     """Return what a command reads in ``words``, without Megatron."""
     return described.read(words, None).counted()
 
@@ -137,4 +137,4 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) ->
 
 def estimated_costs(flags: str, stages: int) -> Costs:
     """Return the costs that are estimated for the tiny GPT with ``flags``, cut into ``stages``."""
-    return estimate(Asked(arguments(flags)), stages)
+    return estimate(RequestedJob(arguments(flags)), stages)

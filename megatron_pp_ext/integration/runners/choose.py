@@ -11,19 +11,17 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
-from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
-from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
 from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Requested, Source
+from megatron_pp_ext.integration.runners.sources import Requested
 from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
-from megatron_pp_ext.integration.runners.transport import ProcessGroups, Transport
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
 from megatron_pp_ext.integration.step_runners import RUNNERS
 from megatron_pp_ext.job.call_words import in_words_of_call
@@ -127,36 +125,23 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     make = RUNNERS.find(pipeline)
     if make is not None:
         return make(pipeline, transport)
-    steps = _flushed(pipeline, Requested(pipeline), transport)
+    steps = FlushedSteps(pipeline, Requested(pipeline), transport)
     return PipelineRunner(steps, Tracing(), LossesOnLastRank(pipeline.placement, transport))
 
 
 def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of one rank without the others."""
     source, others = Requested(pipeline), MadeUp()
-    steps = _flushed(pipeline, source, others)
+    steps = FlushedSteps(pipeline, source, others)
     return PipelineRunner(steps, Rehearsal(pipeline, source, others), MadeUpLosses())
 
 
 def _guided(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of steps whose schedule is compiled anew from measured costs."""
     guide = ProfileGuide(pipeline)
-    steps = _flushed(pipeline, guide, transport)
+    steps = FlushedSteps(pipeline, guide, transport)
     return PipelineRunner(steps, guide, LossesOnLastRank(pipeline.placement, transport))
 
 
 RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)
 RUNNERS.register("guided", when=lambda pipeline: pipeline.profile_steps is not None, make=_guided)
-
-
-def _flushed(pipeline: requested.Pipeline, source: Source, transport: Transport) -> FlushedSteps:
-    """Return the steps of the schedules of ``source``; collective over the job where activations leave."""
-    return FlushedSteps(pipeline.placement, source, transport, _host_activations(pipeline))
-
-
-def _host_activations(pipeline: requested.Pipeline) -> HostActivations:
-    """Return what moves activations to the host; collective over the job where they are to leave."""
-    is_counted = pipeline.request.offload is not None and pipeline.rehearsal is None
-    free = counted_host_bytes() if is_counted else host_bytes()
-    kept = pipeline.source.kept_bytes if pipeline.source else ()
-    return HostActivations(usable_bytes(pipeline.settings.offload_host_bytes, free), kept)

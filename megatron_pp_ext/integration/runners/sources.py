@@ -4,9 +4,9 @@ from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.vocabulary_parts import has_frozen_output
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.model_vocabulary import has_frozen_output
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from megatron_pp_ext.integration.registry import not_loaded
 from megatron_pp_ext.integration.settings import Saving
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
-type Settle = Callable[[Asked, int, int], tuple[Asked, str]]
-"""(what is asked, data-parallel size, rows of the embedding) -> the same with a layout for ``auto``, and
+type Settle = Callable[[RequestedJob, int, int], tuple[RequestedJob, str]]
+"""(requested job, data-parallel size, rows of the embedding) -> the same with a layout for ``auto``, and
 words about it.
 
 ValueError where there is no layout to choose.
@@ -40,8 +40,8 @@ def register(settle: Settle, advise: Advise) -> None:
     _finder = _Finder(settle, advise)
 
 
-def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
-    """Return what is ``asked`` with a layout for ``auto``, as ``Settle`` does.
+def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
+    """Return the requested job ``asked`` with a layout for ``auto``, as ``Settle`` does.
 
     ValueError, too, where nobody finds layouts.
     """

@@ -29,8 +29,8 @@ from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -69,7 +69,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
+                found = replace(found, summary=summary(found, functools.partial(_costs, RequestedJob(args))))
     except ValueError as error:
         raise refused(error) from error
     try:
@@ -123,16 +123,16 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
     schedule needs chunks and the user left their number open.
     """
-    asked = Asked(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
+    asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
     if replicas.requested(asked.job):
         data = sizes.data_parallel_size(asked.job, args.world_size)
     else:  # Megatron itself refuses sizes that do not divide.
         data = max(1, args.world_size // sizes.fewest_ranks(asked.job))
     layout = ""
-    if asked.finds_layout:
+    if asked.pipeline.finds_layout:
         asked, layout = layout_finder.settle(asked, data, model_costs.vocabulary(asked))
-        args.pipeline_model_parallel_layout = asked.pipeline_model_parallel_layout
+        args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
@@ -154,7 +154,7 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
             request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
     try:
-        if asked.pipeline_costs is not None:
+        if asked.pipeline.pipeline_costs is not None:
             _costs(asked, request.finest.stages)  # the start line would take unit costs for a wrong file
         source = Source(request, functools.partial(_costs, asked))
     except OSError as error:
@@ -178,8 +178,8 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     )
 
 
-def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
-    if asked.pipeline_costs is None:
+def _costs(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
+    if asked.pipeline.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
     return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
 

@@ -8,7 +8,7 @@ from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -167,15 +167,15 @@ _OURS = dict.fromkeys(
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
-def settled(asked: Asked) -> Asked:
+def settled(asked: RequestedJob) -> RequestedJob:
     """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
     """
     sizes: dict[str, object] = (
-        {"pipeline_model_parallel_size": 2} if asked.pipeline_model_parallel_size == 1 else {}
+        {"pipeline_model_parallel_size": 2} if asked.parallel.pipeline_model_parallel_size == 1 else {}
     )
-    if asked.expert_tensor_parallel_size is None:
+    if not asked.parallel.expert_tensor_parallel_size:
         sizes["expert_tensor_parallel_size"] = 1
     return asked.changed(**_OURS, **sizes)
 

@@ -80,7 +80,7 @@ class Space:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         # In pairs, where no whole layer is recomputed, those of a few dense layers before experts count too.
         has_mlps = not model.num_experts or (cut.is_paired and not all(model.has_experts))
-        if has_mlps and not model.add_bias_linear:  # see job/rules/stock.toml
+        if has_mlps and not model.add_bias_linear:  # see job/rules/stock.py
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
         if cut.is_paired:
             return ways

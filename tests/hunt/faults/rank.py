@@ -15,7 +15,7 @@ from tests.support.samples import note_samples
 # isort: split
 from megatron.training import arguments
 
-from megatron_pp_ext.integration.runners import host_activations
+from megatron_pp_ext.features.offload.megatron import host_activations
 from tests.hunt.faults.strike import Strike, count_calls
 
 install()

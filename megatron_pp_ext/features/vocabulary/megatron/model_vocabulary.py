@@ -4,7 +4,7 @@ The first stage's embedding and the last stage's output layer were replaced by p
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,11 +12,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.features.vocabulary.megatron.end_stages import FirstStage, Head, LastStage, ReadAhead
+from megatron_pp_ext.features.vocabulary.runtime.operations import Logits
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, add_gradient
-from megatron_pp_ext.integration.core.vocabulary_parts import OutputPart, VocabularyPart
-from megatron_pp_ext.integration.runners.end_stages import FirstStage, Head, LastStage, ReadAhead
+from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
+from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
 from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
@@ -85,6 +88,21 @@ class ModelVocabulary(SharedVocabulary):
         return self._makes.get(stage, ModelStage)(inputs, stage, *about, **more)
 
 
+def shared(pipeline: Pipeline) -> StepPart:
+    """Return what a shared vocabulary brings to the steps of ``pipeline``."""
+    return _shared
+
+
+@contextmanager
+def _shared(step: Step) -> Iterator[None]:
+    if step.plan.has(Logits):
+        exchanges = step.transport.exchanges(step.inputs)
+        vocabulary = ModelVocabulary(step.inputs, step.placement, step.plan, exchanges)
+        step.make_stage = vocabulary.make_stage
+        step.parts.append(vocabulary)
+    yield
+
+
 def _refuse(inputs: StepInputs) -> None:
     """Raise ValueError for what a step may have that no flag says."""
     if inputs.collect_non_loss_data:
@@ -111,12 +129,6 @@ def _completing(data_parallel: DataParallel, part: VocabularyPart, chunk: int) -
         yield
         if hasattr(part.weight, "count"):
             part.weight.count()
-
-
-def has_frozen_output(model: Sequence[Any]) -> bool:
-    """Return whether the chunks of ``model`` share an output layer whose weight is frozen."""
-    scorer = getattr(unwrap_model(list(model))[-1], "output_layer", None)
-    return isinstance(scorer, OutputPart) and not scorer.weight.requires_grad
 
 
 def _tensor_ranks(config: Any) -> TensorRanks:

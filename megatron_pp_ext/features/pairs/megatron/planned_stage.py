@@ -15,20 +15,22 @@ that stand alone are therefore run by plans too, as in Megatron's own schedule.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import combined_1f1b
 from megatron.core.pipeline_parallel.utils import set_streams
 
+from megatron_pp_ext.features.pairs.runtime.operations import Pair, PairRunner
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
-from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action
-from megatron_pp_ext.schedule.placement import Placement
 
 _NO_FORWARD = {"forward_step_func": None, "data_iterator": None, "f_model": None, "input_tensor": None}
 _NO_BACKWARD = dict.fromkeys(("b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad"))
@@ -117,12 +119,22 @@ def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: A
     return output_grad
 
 
-def planned_stages(inputs: StepInputs, placement: Placement, plan: RankPlan) -> dict[int, PlannedStage]:
-    """Return the stages of this rank, by number, for one step; Megatron has its streams from here on."""
-    # Older releases have streams of one priority alone.
-    options = {"high_priority": getattr(inputs.config, "high_priority_a2a_comm_stream", False)}
-    set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
-    return model_stages(inputs, placement, plan, PlannedStage)
+def planned(pipeline: Pipeline) -> StepPart:
+    """Return what pairs bring to the steps of ``pipeline``."""
+    return _planned
+
+
+@contextmanager
+def _planned(step: Step) -> Iterator[None]:
+    """Let the stages of a step with pairs run by Megatron's plans, whose streams are made from here on."""
+    if step.plan.has(Pair):
+        # Older releases have streams of one priority alone.
+        options = {"high_priority": getattr(step.inputs.config, "high_priority_a2a_comm_stream", False)}
+        set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
+        step.make_stage = PlannedStage
+        if step.transport.hides_exchanges:
+            step.parts.append(PairRunner(run_pair))
+    yield
 
 
 def run_pair(
@@ -132,7 +144,7 @@ def run_pair(
     backward: Action,
     gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a pair of the planned ``stages`` together; see ``rank.Pairs``."""
+    """Run a pair of the planned ``stages`` together; see ``PairRunner``."""
     ahead, behind = stages[forward.stage], stages[backward.stage]
     ahead.before_forward(forward.microbatch, activation)
     # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.

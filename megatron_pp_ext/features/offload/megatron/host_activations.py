@@ -1,13 +1,17 @@
 """The activations of this rank that wait on the host, with the memory that they may take there."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from megatron_pp_ext.features.offload.runtime.operations import ToDevice, ToHost
+from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
-from megatron_pp_ext.runtime.operations.copy_work import ToDevice, ToHost
 from megatron_pp_ext.runtime.plan import RankPlan
 
 SMALLEST = 1 << 20
@@ -34,7 +38,7 @@ class HostActivations:
 
         Before the first step, memory is pinned for what the plan has on the host at once.
         """
-        if not plan.copies_activations:
+        if not plan.has(ToHost):
             return None
         if self._away is None:
             self._away = ActivationsAway(HostBuffers(self._limit), CopyStreams(), SMALLEST)
@@ -70,6 +74,24 @@ class HostActivations:
             elif isinstance(operation, ToDevice):
                 there -= self._kept[operation.owner.stage]
         return sent, most
+
+
+def offloading(pipeline: Pipeline) -> StepPart:
+    """Return what offloading brings to steps; collective over the job where activations are to leave."""
+    is_counted = pipeline.request.offload is not None and pipeline.rehearsal is None
+    free = counted_host_bytes() if is_counted else host_bytes()
+    kept = pipeline.source.kept_bytes if pipeline.source else ()
+    host = HostActivations(usable_bytes(pipeline.settings.offload_host_bytes, free), kept)
+
+    @contextmanager
+    def during(step: Step) -> Iterator[None]:
+        away = host.before(step.plan)
+        if away is not None:
+            step.parts.append(away)
+        yield
+        host.behind(step.plan)
+
+    return during
 
 
 def _gb(size: float) -> str:

@@ -1,0 +1,1 @@
+"""Schedules that are compiled from the steps that a job has measured."""
