@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
 type Settle = Callable[[RequestedJob, int, int], tuple[RequestedJob, str]]
-"""(requested job, data-parallel size, rows of the embedding) -> the same with a layout for ``auto``, and
+"""(what is asked, data-parallel size, rows of the embedding) -> the same with a layout for ``auto``, and
 words about it.
 
 ValueError where there is no layout to choose.
@@ -41,7 +41,7 @@ def register(settle: Settle, advise: Advise) -> None:
 
 
 def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return the requested job ``asked`` with a layout for ``auto``, as ``Settle`` does.
+    """Return what is ``asked`` with a layout for ``auto``, as ``Settle`` does.
 
     ValueError, too, where nobody finds layouts.
     """
