@@ -289,13 +289,14 @@ MADE_IN = {
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
+    "features.pairs.order",
     "features.vocabulary.order",
 }
 """The maker, the catalogue and the compiler that it asks, and the passes of features."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
-    "compiler.search.pairing": {"in_pairs"},
+    "features.pairs.order": {"compiled", "in_pairs"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},
     "features.offload.longer_plans": {"with_whole_share", "within_limits"},

@@ -1,8 +1,12 @@
 """Features that change schedules, a folder each.  They register here, in the order in which passes run."""
 
+from megatron_pp_ext.compiler import compile
 from megatron_pp_ext.compiler.make import register
 from megatron_pp_ext.features.offload.order import offloaded
+from megatron_pp_ext.features.pairs.order import compiled
 from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
 
 for one in (shared, offloaded, without_frozen_weight):
     register(one)
+
+compile.register(compiled)

@@ -6,17 +6,42 @@ behind it begins as a pair; pairs in which ranks would wait for each other are d
 without which the step is shorter.  The order of actions, and with it the memory, stays as it is.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.walk import Walk
 
 _ACTIONS = 200_000
 """The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
+
+
+def compiled(
+    found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+) -> Iterator[tuple[Timeline, str]]:
+    """Yield what was ``found`` in pairs, and the families that have pairs; see ``compile.Variants``.
+
+    Nothing where a pair takes as long as its two actions.
+    """
+    if found.costs.pair >= 1:
+        return
+    yield in_pairs(found.schedule, found.costs), f"{origin}, in pairs"
+    for name, entry in catalog.ENTRIES.items():
+        for placement, costs in cuts:
+            if entry.make_paired is None or entry.shape is not placement.shape:
+                continue
+            if not entry.accepts(placement.chunks):
+                continue
+            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
+            timeline = simulate(replace(family, name=FLEX), costs)
+            yield timeline, f"{name} in pairs, {placement.shape} placement"
 
 
 def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
