@@ -10,7 +10,7 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
@@ -32,9 +32,7 @@ type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
 """A placement with the costs of its stages, and what messages leave of each rank's limit for activations."""
 
 
-Variants = Callable[
-    [Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]
-]
+Variants = Callable[[Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]]
 """A feature's orders besides what the search found.
 
 Called with that and its origin, the placements with the costs of their stages, and the microbatches; returns

@@ -132,7 +132,7 @@ def _planned(step: Step) -> Iterator[None]:
         options = {"high_priority": getattr(step.inputs.config, "high_priority_a2a_comm_stream", False)}
         set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
         step.make_stage = PlannedStage
-        if step.transport.hides_exchanges:
+        if not step.transport.is_alone:
             step.parts.append(PairRunner(run_pair))
     yield
 
@@ -147,8 +147,9 @@ def run_pair(
     """Run a pair of the planned ``stages`` together; see ``PairRunner``."""
     ahead, behind = stages[forward.stage], stages[backward.stage]
     ahead.before_forward(forward.microbatch, activation)
+    # The weight gradients come where the plans of layers have a place for them.
     # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-    counted = behind.during_backward(backward.kind, backward.microbatch, in_pair=True)
+    counted = behind.during_backward(backward.kind, backward.microbatch, in_parts=True)
     with counted, ahead.at_work():
         output, tokens, input_gradient = ahead.combined(
             **ahead.forward_half(forward.microbatch, activation),
