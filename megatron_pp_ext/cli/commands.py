@@ -15,6 +15,7 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
@@ -119,10 +120,11 @@ def schedule(
     request = replace(
         request,
         vocabulary=SHARED if shared_vocabulary else None,
-        is_paired=times.pair_time is not None or (can.takes_limit and costs.pair < 1),
         offload=offload.requested,
         trials=TRIALS if trials is None else trials,
     )
+
+    request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs
@@ -194,7 +196,7 @@ def compare(
         if offload.requested is not None:
             rows[" +H"] = replace(request, offload=offload.requested)
         if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
-            rows[" +P"] = replace(request, is_paired=True)
+            rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, vocabulary=SHARED)
         with waiting(f"simulating {request.schedule}"):

@@ -9,6 +9,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, make
 from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -63,7 +64,7 @@ def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Time
     for fraction in _FRACTIONS:
         request = named(FLEX, ranks, microbatches, limit=fraction)
         try:
-            new = _timeline(replace(request, is_paired=costs.pair < 1), costs)
+            new = _timeline(paired(request, costs.pair < 1), costs)
         except InfeasibleLimit:
             continue
         last = next(reversed(found.values()), new)

@@ -18,9 +18,8 @@ from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.layer_profiler import profiling
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Requested
+from megatron_pp_ext.integration.runners.sources import Requested, guide_of
 from megatron_pp_ext.integration.runners.tracing import Tracing, recording
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
@@ -131,7 +130,7 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     if pipeline.updates is not None:
         endless = FlushFreeSteps(pipeline)
         return PipelineRunner(endless, Tracing(endless.part_of_trace), losses)
-    if pipeline.profile_steps is not None:
-        guide = ProfileGuide(pipeline)
+    guide = guide_of(pipeline)
+    if guide is not None:
         return PipelineRunner(flushed(guide, transport), guide, losses)
     return PipelineRunner(flushed(Requested(pipeline), transport), Tracing(), losses)

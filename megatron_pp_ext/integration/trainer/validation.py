@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
@@ -35,16 +35,6 @@ from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-
-_OUR_FLAGS = (
-    "--pipeline-schedule",
-    "--pipeline-vocabulary",
-    "--pipeline-trace",
-    "--pipeline-layer-seeds",
-    "--pipeline-profile-steps",
-    "--profile-pipeline",
-    "--rehearse-pipeline",
-)
 
 
 @hook(
@@ -99,7 +89,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.spelled()))]
     if ours:
         raise refused(
             f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
@@ -137,7 +127,6 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
         asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
-    profile_steps = measurements.profile_steps(args.pipeline_profile_steps, args.train_iters)
     ours = (
         args.pipeline_schedule,
         args.pipeline_trace,
@@ -170,7 +159,6 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         request,
         source,
         trace=args.pipeline_trace,
-        profile_steps=profile_steps,
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,
         layout=layout,

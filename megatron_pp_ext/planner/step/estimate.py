@@ -13,6 +13,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.state import ModelState
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.job import updates
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.error_band import Band, band
@@ -264,7 +265,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
-    if request.is_paired and request.ranks > 1:
+    if request.option(Pairs) and request.ranks > 1:
         return replace(estimated, note=_UNPROVED.format(work.costs.pair))
     return replace(estimated, note=made.note)
 
