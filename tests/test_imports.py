@@ -21,6 +21,7 @@ PURE = {
     "schedule",
     "compiler",
     "features",
+    "features.costs",
     "costs",
     "job",
     "partition",
@@ -45,6 +46,7 @@ BELOW: dict[str, set[str]] = {
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
     "features": {"schedule", "compiler", "job"},
+    "features.costs": {"schedule", "features", "job", "costs"},
     "features.runtime": {"schedule", "features", "runtime"},
     "features.megatron": {
         "schedule",
@@ -58,7 +60,7 @@ BELOW: dict[str, set[str]] = {
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "costs": _STEPS,
-    "planner": {*_STEPS, "costs", "processor"},
+    "planner": {*_STEPS, "features.costs", "costs", "processor"},
     "runtime": {"schedule"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
@@ -180,7 +182,7 @@ def room(module: str, depth: int = 1) -> str:
     return parts[depth]
 
 
-_LEVELS = {"megatron": {"megatron"}, "runtime": {"runtime", "operations"}}
+_LEVELS = {"megatron": {"megatron"}, "costs": {"costs"}, "runtime": {"runtime", "operations"}}
 """The levels above that of schedules on which features work, by the names of their folders and files."""
 
 

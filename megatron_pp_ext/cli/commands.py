@@ -15,7 +15,7 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
@@ -190,6 +190,7 @@ def compare(
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return (shared_halves if is_shared else halves).merged(stages)
 
+    pairs = (Pairs(),) if halves.pair < 1 else ()
     timelines = {}
     for request in requests:
         rows = {"": request}
@@ -218,7 +219,7 @@ def compare(
     with waiting("compiling flex for several memory limits"):
         frontier = {
             f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
+            for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
         }
     copied = {}
     if offload.requested is not None:

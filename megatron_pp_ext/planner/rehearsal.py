@@ -21,7 +21,7 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
@@ -181,7 +181,8 @@ def put_together(
 
     Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
     the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
-    A pair hides all that its tokens travel, as if no exchange were longer than the computation beside it.
+    Actions that run together hide all that their tokens travel, as if no exchange were longer than the
+    computation meanwhile.
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
@@ -216,8 +217,8 @@ def put_together(
     )
     vocabulary = _vocabulary(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
-    timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
+    costs = Costs(stages, hop, message, vocabulary)
+    timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(

@@ -91,7 +91,7 @@ def test_the_mean_rank_is_the_mean_of_the_ranks(model, recompute, name, shares):
     ranks = workloads.work(candidate, layers=mean.work.layers).by_rank
     for what in (
         "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds", "overlapped_in_whole",
-        "overlapped_in_pair", "after_forward", "parameters", "expert_parameters",
+        "overlapped_together", "after_forward", "parameters", "expert_parameters",
     ):  # fmt: skip
         expected = sum(getattr(rank, what) for rank in ranks) / len(ranks)
         assert getattr(mean.part, what) == pytest.approx(expected, rel=ROUNDED)
