@@ -37,6 +37,10 @@ class Option:
         """Until when the order stays as it is, in words; empty for ever."""
         return ""
 
+    def caution(self, ranks: int, costs: Costs) -> str:
+        """Return what to know of an estimate for ``ranks`` ranks with these ``costs``; empty for nothing."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

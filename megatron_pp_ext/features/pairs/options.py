@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.schedule.costs import Costs
+
+_UNPROVED = (
+    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
+    "with this"
+)
+"""The note of an estimate in pairs; it takes ``Costs.pair``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +21,10 @@ class Pairs(Option):
     """
 
     splits_backward = True
+
+    def caution(self, ranks: int, costs: Costs) -> str:
+        """See ``Option``."""
+        return _UNPROVED.format(costs.pair) if ranks > 1 else ""
 
 
 def paired(request: Request, is_paired: bool = True) -> Request:

@@ -13,7 +13,6 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.state import ModelState
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.job import updates
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.error_band import Band, band
@@ -35,12 +34,6 @@ _LONG_RUN = (
     "flush was compared with this"
 )
 """The note of an estimate without a flush."""
-
-_UNPROVED = (
-    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
-    "with this"
-)
-"""The note of an estimate in pairs; it takes ``Costs.pair``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +258,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
-    if request.option(Pairs) and request.ranks > 1:
-        return replace(estimated, note=_UNPROVED.format(work.costs.pair))
-    return replace(estimated, note=made.note)
+    cautions = (option.caution(request.ranks, work.costs) for option in request.options)
+    return replace(estimated, note=next(filter(None, cautions), made.note))
 
 
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
