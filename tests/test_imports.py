@@ -306,7 +306,7 @@ MADE_IN = {
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
-    "features.pairs.order": {"compiled", "in_pairs"},
+    "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},
     "features.offload.longer_plans": {"with_whole_share", "within_limits"},

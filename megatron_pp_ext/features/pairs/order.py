@@ -76,7 +76,7 @@ def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
     """Return ``schedule``, which has no pairs, with those that shorten it; simulated with ``costs``."""
     best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
     attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
-    # A pair that stands late has less behind it that its dissolution could shorten.
+    # A late pair has less after it that its dissolution could shorten.
     for pair in sorted(best.schedule.paired, key=lambda action: (action.microbatch, action.stage))[:attempts]:
         fewer = simulate(_with(schedule, best.schedule.paired - {pair}), costs)
         if fewer.makespan < best.makespan:
@@ -93,10 +93,10 @@ def _adjacent(schedule: Schedule) -> frozenset[Action]:
     return frozenset(
         action
         for order in schedule.orders
-        for action, behind in pairwise(order)
+        for action, following in pairwise(order)
         if action.kind is Kind.F
-        and behind.kind in (Kind.I, Kind.B)
-        and action.microbatch != behind.microbatch
+        and following.kind in (Kind.I, Kind.B)
+        and action.microbatch != following.microbatch
     )
 
 
