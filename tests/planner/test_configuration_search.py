@@ -14,7 +14,7 @@ from megatron_pp_ext.job.pipeline import for_world, vocabulary
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
-from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.configurations import Space, record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
@@ -109,6 +109,8 @@ def test_pairs_are_searched_as_everything_else():
                   fixed=("context_parallel_size",), **IN_PAIRS)  # fmt: skip
     found = searched_as_exhaustively(where, 60e9, top=4)
     assert {one.candidate.options for one in found.best} == {(Pairs(),)}
+    recorded = record(found.best[0].candidate)
+    assert recorded["is_paired"] and "options" not in recorded
     rounded = rounding.relative(eps=rounding.FLOAT64)
     hidden, pipelines = set(), set()
     for candidate in everything(where):

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.job.layers import joined, spread
@@ -164,6 +165,13 @@ class Space:
         sizes = _divisors(count) if count else [1]
         ranks = replicas * tensor
         return [(size, each) for each in own for size in sizes if ranks % (size * (each or tensor)) == 0]
+
+
+def record(candidate: Candidate) -> dict[str, Any]:
+    """Return what ``candidate`` sets, as files of a search have it."""
+    found = asdict(candidate)
+    del found["options"]
+    return {**found, "is_paired": Pairs() in candidate.options}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:
