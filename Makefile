@@ -60,7 +60,7 @@ test-all: lint
 	$(MAKE) $(OLDER:%=test-%) test-frameworks
 
 test-matrix: env $(OLDER:%=test-%)
-	$(BIN)/python -m pytest $(PARALLEL) tests/integration $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) tests/integration tests/features $(ARGS)
 
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
 
@@ -77,7 +77,7 @@ smoke-frameworks: .venv-frameworks/.installed
 .venv-frameworks/.installed: tests/frameworks/requirements.txt
 
 test-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration tests/features $(ARGS)
 
 smoke-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" @tests/smoke.txt $(ARGS)

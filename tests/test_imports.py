@@ -22,6 +22,7 @@ PURE = {
     "schedule",
     "compiler",
     "features",
+    "features.costs",
     "costs",
     "job",
     "pipedream.partition",
@@ -46,13 +47,22 @@ BELOW: dict[str, set[str]] = {
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
     "features": {"schedule", "compiler", "job"},
+    "features.costs": {"schedule", "features", "job", "costs"},
     "features.runtime": {"schedule", "features", "runtime"},
-    "features.megatron": {"schedule", "features", "features.runtime", "runtime", "integration", "around"},
+    "features.megatron": {
+        "schedule",
+        "compiler",
+        "features",
+        "features.runtime",
+        "runtime",
+        "integration",
+        "around",
+    },
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
-    "planner": {*_STEPS, "costs", "processor"},
+    "planner": {*_STEPS, "features.costs", "costs", "processor"},
     "runtime": {"files", "schedule"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
@@ -196,7 +206,7 @@ def room(module: str, depth: int = 1) -> str:
     return parts[depth]
 
 
-_LEVELS = {"megatron": {"megatron"}, "runtime": {"runtime", "operations"}}
+_LEVELS = {"megatron": {"megatron"}, "costs": {"costs"}, "runtime": {"runtime", "operations"}}
 """The levels above that of schedules on which features work, by the names of their folders and files."""
 
 
@@ -344,13 +354,14 @@ MADE_IN = {
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
+    "features.pairs.order",
     "features.vocabulary.order",
 }
 """The maker, the catalogue and the compiler that it asks, and the passes of features."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
-    "compiler.search.pairing": {"in_pairs"},
+    "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},
     "features.offload.longer_plans": {"with_whole_share", "within_limits"},

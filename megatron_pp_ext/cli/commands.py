@@ -14,6 +14,7 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
@@ -120,10 +121,11 @@ def schedule(
     request = replace(
         request,
         vocabulary=SHARED if shared_vocabulary else None,
-        is_paired=times.pair_time is not None or (can.takes_limit and costs.pair < 1),
         offload=offload.requested,
         trials=TRIALS if trials is None else trials,
     )
+
+    request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs
@@ -189,13 +191,14 @@ def compare(
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return (shared_halves if is_shared else halves).merged(stages)
 
+    pairs = (Pairs(),) if halves.pair < 1 else ()
     timelines = {}
     for request in requests:
         rows = {"": request}
         if offload.requested is not None:
             rows[" +H"] = replace(request, offload=offload.requested)
         if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
-            rows[" +P"] = replace(request, is_paired=True)
+            rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, vocabulary=SHARED)
         with waiting(f"simulating {request.schedule}"):
@@ -217,7 +220,7 @@ def compare(
     with waiting("compiling flex for several memory limits"):
         frontier = {
             f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
+            for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
         }
     copied = {}
     if offload.requested is not None:

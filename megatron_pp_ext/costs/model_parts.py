@@ -11,6 +11,7 @@ from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.overlap import overlapped
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.costs import Costs
@@ -122,7 +123,7 @@ def _layers(costs: LayerCosts) -> list[Part]:
 
 
 def _joined(attention: Part, mlp: Part, left: float) -> Part:
-    return attention + replace(mlp, overlapped_in_pair=overlapped_in_pair(attention, mlp, left))
+    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, left))
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
@@ -151,22 +152,3 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
         # The input of the norm behind, which the head has, is not kept beside both.
         return depth.recomputed(kept=costs.hidden_bytes)
     return depth
-
-
-def overlapped_in_pair(attention: Part, mlp: Part, left: float = 1.0) -> float:
-    """Return the seconds that a pair of a forward and a backward of one layer hides.
-
-    Megatron runs an exchange of tokens beside each of four computations: the attention of the forward, the
-    experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
-    megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
-    hidden, and neither is what a computation gets behind with while an exchange has ``left`` it a part of the
-    processors.
-    """
-    exchange = mlp.exchanged_seconds
-    computations = (
-        attention.forward_seconds,
-        mlp.forward_seconds - 2 * exchange,
-        mlp.backward_seconds - 2 * exchange,
-        attention.backward_seconds,
-    )
-    return sum(min(left * exchange, max(0.0, seconds)) for seconds in computations)

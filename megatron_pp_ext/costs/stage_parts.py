@@ -86,7 +86,10 @@ def stage_parts(
         parts = [_weights(job, stage) for stage in costs.stages]
     else:
         parts = _by_formulas(job, model, layers_by_stage, shares_vocabulary)
-    return [part.measured(stage, costs.pair) for part, stage in zip(parts, costs.stages, strict=True)]
+    return [
+        part.measured(stage, costs.overlapped_together(stage))
+        for part, stage in zip(parts, costs.stages, strict=True)
+    ]
 
 
 def _weights(job: Job, stage: StageCosts) -> Part:

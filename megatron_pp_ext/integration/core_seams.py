@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.runners import choose
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
     *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
-    # The step: which actions run in which order, with the backward in two halves, and pairs of actions.
+    # The step: which actions run in which order, with the backward in two halves, and what features add.
     *seams_of(choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, *HOOKED),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
     *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),

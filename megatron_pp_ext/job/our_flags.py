@@ -49,9 +49,14 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def spelled() -> list[str]:
+    """Return this package's flags, as they are given."""
+    return [*_table()]
+
+
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
-    return [flag.removeprefix("--").replace("-", "_") for flag in _table()]
+    return [flag.removeprefix("--").replace("-", "_") for flag in spelled()]
 
 
 def of_schedules() -> dict[str, int]:

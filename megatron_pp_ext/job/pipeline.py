@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
-from megatron_pp_ext.job import layers, measurements, memory_limit, offload, options, replicas, sizes, updates
+from megatron_pp_ext.job import layers, memory_limit, offload, options, replicas, sizes, updates
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -22,7 +22,6 @@ from megatron_pp_ext.schedule.placement import linear, wave
 def for_world(asked: RequestedJob, world_size: int) -> Request:
     """The request of what was ``asked`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
     all_rules.refuse(asked)
-    measurements.profile_steps(asked.flags.pipeline_profile_steps, asked.flags.train_iters)
     return read(asked, sizes.data_parallel_size(asked.job, world_size))
 
 
@@ -33,26 +32,25 @@ def read(asked: RequestedJob, data: int) -> Request:
     """
     job = asked.job
     microbatches, chunks = sizes.microbatches(job, data), chunks_requested(job)
-    is_paired = job.parallel.overlap_moe_expert_parallel_comm
     if job.pipeline.pipeline_schedule is None:
         ranks = job.parallel.pipeline_model_parallel_size
         if ranks == 1:
             alone = Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
-            return replace(alone, is_paired=is_paired)
+            return options.read(asked, alone)
         stock = named(stock_schedule(job), ranks, microbatches, None if chunks == 1 else chunks)
         chunks = stock.placement.chunks
         all_rules.refuse(replace(asked, chunks=chunks))
-        return replace(stock, data=data, is_stock=True, is_paired=is_paired and chunks > 1)
+        return options.read(asked, replace(stock, data=data, is_stock=True))
     request = _read_schedule(asked, chunks, microbatches)
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
-    request = replace(request, placements=suited or request.placements, is_paired=is_paired)
+    request = options.read(asked, replace(request, placements=suited or request.placements))
     all_rules.refuse(
         replace(
             asked,
             placement=request.placements[0],
             chunks=request.finest.chunks,
-            splits=request.splits_backward or is_paired or asked.flags.pipeline_profile_steps is not None,
+            splits=request.may_split_backward,
             from_file=request.from_file,
         )
     )
@@ -61,7 +59,6 @@ def read(asked: RequestedJob, data: int) -> Request:
     request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
     if (share := job.pipeline.pipeline_offload) is not None:
         request = offload.requested(request, share, job.pipeline.pipeline_memory_limit)
-    request = options.read(asked, request)
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))

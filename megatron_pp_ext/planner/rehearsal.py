@@ -16,7 +16,7 @@ from statistics import mean, median
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -102,7 +102,8 @@ def put_together(
 
     Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
     the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
-    A pair hides all that its tokens travel, as if no exchange were longer than the computation beside it.
+    Actions that run together hide all that their tokens travel, as if no exchange were longer than the
+    computation meanwhile.
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
@@ -137,8 +138,8 @@ def put_together(
     )
     vocabulary = _vocabulary(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
-    timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
+    costs = Costs(stages, hop, message, vocabulary)
+    timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.schedule.actions import Action
-from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.messages import Message
+from megatron_pp_ext.schedule.spans import Label
 
 
 class Stage(Protocol):
@@ -47,8 +46,8 @@ class Recorder(Protocol):
     def during(self, action: Action) -> AbstractContextManager[None]:
         """Return a context for the computation of ``action``, its messages excluded."""
 
-    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
-        """Return a context for the copy of the activations of ``owner`` to the host, or of that back."""
+    def span(self, label: Label) -> AbstractContextManager[None]:
+        """Return a context for what ``label`` names, in the stream that is the current one inside."""
 
 
 class Unrecorded:
@@ -58,7 +57,7 @@ class Unrecorded:
         """See ``Recorder``."""
         return nullcontext()
 
-    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
+    def span(self, label: Label) -> AbstractContextManager[None]:
         """See ``Recorder``."""
         return nullcontext()
 

@@ -101,7 +101,7 @@ def mpp(package: Path, words: str) -> str:
 def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
     declared, read = examples("A new flag")
     insert(own_copy / "job" / "our_flags.toml", "[--pipeline-trace]\n", declared)
-    insert(own_copy / "job" / "pipeline.py", "    is_paired = job.parallel.", read)
+    insert(own_copy / "job" / "pipeline.py", "    if job.pipeline.pipeline_schedule is None:", read)
     job = (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --global-batch-size 8 --micro-batch-size 1"
     )

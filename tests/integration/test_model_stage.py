@@ -96,7 +96,7 @@ class Half:
     def __init__(self, name: str) -> None:
         self.name = name
         self.before_forward = self.forward_half = self.backward_half = lambda *about: {}
-        self.during_backward = lambda *about, in_pair: nullcontext()
+        self.during_backward = lambda *about, in_parts: nullcontext()
         self.after_forward = lambda microbatch, activation, output, tokens: output
 
     @contextmanager

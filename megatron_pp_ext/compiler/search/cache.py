@@ -47,8 +47,7 @@ def key(inputs: Any) -> str:
 def spelled(placement: Placement, costs: Costs) -> list[object]:
     """Return the inputs in a form, for ``key``, that is equal exactly when they are."""
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
-    pair = [costs.pair] if costs.pair < 1 else []
-    shared = [float(value).hex() for value in (costs.hop, costs.message, *pair)]
+    shared = [float(value).hex() for value in costs.of_all_stages]
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 

@@ -1,1 +1,1 @@
-"""Schedules that are compiled from the steps that a job has measured."""
+"""Profile-guided schedules: steps that are measured, and an order that is compiled from that."""

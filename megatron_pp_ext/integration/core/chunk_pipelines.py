@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
@@ -66,34 +65,28 @@ def arrive_by(function: Callable[[str], Mark]) -> None:
     _arrived = function
 
 
-@around
-def check_as_one_virtual_stage(stock: Callable[[Any], None], self: Any) -> None:
-    """Let a model's config pass its checks as if its one chunk a rank were one virtual stage.
+Checks = Callable[[Any], None]
+"""The checks that a config makes of itself: its ``__post_init__``."""
 
-    Megatron refuses --overlap-moe-expert-parallel-comm without virtual stages, since its own 1F1B has no
-    pairs.  The plans of layers, which pairs are run by, do not care how many chunks a rank has.  Every other
-    check of pairs stays.  Nothing changes where Megatron's own schedule runs.
-    """
-    pipeline = requested.pipeline()
-    is_ours = pipeline is not None and pipeline.source is not None and pipeline.placement.chunks == 1
-    if not (is_ours and self.overlap_moe_expert_parallel_comm):
-        stock(self)
-        return
-    self.virtual_pipeline_model_parallel_size = 1
-    try:
-        stock(self)
-    finally:
-        self.virtual_pipeline_model_parallel_size = None
+_around_checks: list[Callable[[Checks], Checks]] = []
+
+
+def register(wrap: Callable[[Checks], Checks]) -> None:
+    """Let every config that is made from now on be checked by what ``wrap`` makes of Megatron's checks."""
+    if wrap not in _around_checks:
+        _around_checks.append(wrap)
 
 
 @hook(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "self",
-    "pairs under schedules of one chunk a rank; the pipeline of the models of a config",
+    "the checks and the pipeline of the models of a config",
 )
-def mark_config(stock: Callable[[Any], None], config: Any) -> None:
+def mark_config(stock: Checks, config: Any) -> None:
     """Mark a config that is made while a pipeline of its own is in force, once it has passed its checks."""
-    check_as_one_virtual_stage(stock)(config)
+    for wrap in _around_checks:
+        stock = wrap(stock)
+    stock(config)
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))

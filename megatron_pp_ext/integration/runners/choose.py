@@ -16,9 +16,8 @@ from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Requested
+from megatron_pp_ext.integration.runners.sources import Requested, guide_of
 from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
@@ -125,8 +124,11 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     make = RUNNERS.find(pipeline)
     if make is not None:
         return make(pipeline, transport)
-    steps = FlushedSteps(pipeline, Requested(pipeline), transport)
-    return PipelineRunner(steps, Tracing(), LossesOnLastRank(pipeline.placement, transport))
+    losses = LossesOnLastRank(pipeline.placement, transport)
+    guide = guide_of(pipeline)
+    if guide is not None:
+        return PipelineRunner(FlushedSteps(pipeline, guide, transport), guide, losses)
+    return PipelineRunner(FlushedSteps(pipeline, Requested(pipeline), transport), Tracing(), losses)
 
 
 def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner:
@@ -136,12 +138,4 @@ def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner
     return PipelineRunner(steps, Rehearsal(pipeline, source, others), MadeUpLosses())
 
 
-def _guided(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
-    """Return a runner of steps whose schedule is compiled anew from measured costs."""
-    guide = ProfileGuide(pipeline)
-    steps = FlushedSteps(pipeline, guide, transport)
-    return PipelineRunner(steps, guide, LossesOnLastRank(pipeline.placement, transport))
-
-
 RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)
-RUNNERS.register("guided", when=lambda pipeline: pipeline.profile_steps is not None, make=_guided)

@@ -47,8 +47,7 @@ from megatron_pp_ext.schedule.recorded import (
 class MadeUp:
     """Stands in for the other ranks; a ``transport.Transport``."""
 
-    # Both actions of a pair are measured alone, since a rank alone has no exchanges to hide.
-    hides_exchanges = False
+    is_alone = True
 
     def __init__(self) -> None:
         self.message_bytes = 0

@@ -27,7 +27,7 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -35,16 +35,6 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-
-_OUR_FLAGS = (
-    "--pipeline-schedule",
-    "--pipeline-vocabulary",
-    "--pipeline-trace",
-    "--pipeline-layer-seeds",
-    "--pipeline-profile-steps",
-    "--profile-pipeline",
-    "--rehearse-pipeline",
-)
 
 
 @hook(
@@ -101,7 +91,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.spelled()))]
     if ours:
         raise refused(
             f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
@@ -148,8 +138,7 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
     Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
     rest, where the schedule needs chunks and the user left their number open.
     """
-    args, flags = asked.args, asked.flags
-    profile_steps = measurements.profile_steps(flags.pipeline_profile_steps, flags.train_iters)
+    args = asked.args
     request = pipeline.read(asked, _data_parallel_size(asked))
     if request.is_stock or not asked.pipeline.has_schedule:
         return requested.Pipeline(
@@ -173,7 +162,6 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
         request,
         source,
         trace=args.pipeline_trace,
-        profile_steps=profile_steps,
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,
         layout=layout,

@@ -95,6 +95,6 @@ def _is_split(candidate: Candidate) -> bool:
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
-    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.options
     made = whole_program if most is None else short_program
     return made(candidate.schedule, *sizes)

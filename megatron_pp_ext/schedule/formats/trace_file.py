@@ -2,12 +2,12 @@
 
 The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
 each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
-the one on another rank that waits for its output.  Each reduction of gradients, and each exchange of tokens
-between experts in schedules with pairs, is two events ("b", "e"), which may overlap anything.  Copies to the
-host and back have two tracks of their own on each rank.  Times are in
-microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may differ by
-its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its times, whose
-unit the file names.  ``trace_reading`` reads both kinds of steps.
+the one on another rank that waits for its output.  Each reduction of gradients is two events ("b", "e"),
+which may overlap anything, and so is each span without a track (``schedule.spans``).  Other spans are
+complete events on tracks of their own.  Times are in microseconds, for recorded steps on the clock of the
+first rank, from which each rank's clock may differ by its ``clock_errors``, in seconds.  A simulated step has
+a second of the trace for each 1 of its times, whose unit the file names.  ``trace_reading`` reads both kinds
+of steps.
 """
 
 import json
@@ -18,30 +18,18 @@ from typing import Any
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import delivers, needs
-from megatron_pp_ext.schedule.copies import Way
+from megatron_pp_ext.schedule.copies import WAYS, label
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.recorded import (
-    SECONDS,
-    Measured,
-    RankRecord,
-    RecordedCopy,
-    RecordedStep,
-    Units,
-)
+from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
+from megatron_pp_ext.schedule.spans import Span
 
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
 
-COPY = "copy"
-"""The category of copies to the host and back."""
-
-_WAYS: dict[Way, str] = {"out": "to the host", "back": "from the host"}
-"""The tracks of copies."""
-
-EXCHANGE = "exchange"
-"""The category of exchanges of tokens."""
+REDUCTION = "reduction"
+"""The category of reductions of gradients."""
 
 type _Curve = Sequence[tuple[float, float]]
 """The live activations of a rank: (time, amount from then on)."""
@@ -66,34 +54,33 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
     about = {"makespan": timeline.makespan, "digest": schedule.digest}
     if timeline.copies:
         records = tuple(
-            record._replace(copies=tuple(_simulated_copies(copies, start)))
+            record._replace(spans=tuple(_simulated_copies(copies, start)))
             for record, copies in zip(records, timeline.copies, strict=True)
         )
     _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about)
 
 
-def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[RecordedCopy]:
+def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
     """Yield what a recorder would have seen of the copies of a rank in a step from ``start`` on."""
     for copied in copies:
-        for way in _WAYS:
+        for way in WAYS:
             begin, end = getattr(copied, way)
-            yield RecordedCopy(copied.stage, copied.microbatch, way, begin - start, end - start)
+            yield Span(label(way, copied.stage, copied.microbatch), begin - start, end - start)
 
 
-def _copies(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the events of copies, on two tracks behind those of all ranks' actions."""
+def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """Yield the spans that have tracks, which stand behind those of all ranks' actions."""
+    spans = (span for record in records for span in record.spans)
+    tracks = [track for track in dict.fromkeys(span.label.track for span in spans) if track]
     for rank, record in enumerate(records):
-        for number, (way, name) in enumerate(_WAYS.items(), 1):
+        for number, track in enumerate(tracks, 1):
             here = {"pid": rank, "tid": number * len(records) + rank}
-            if record.copies:
-                yield {"name": "thread_name", "ph": "M", **here, "args": {"name": f"copies {name}"}}
-            for copied in record.copies:
-                if copied.way != way:
-                    continue
-                about = {"stage": copied.stage, "microbatch": copied.microbatch, "way": way}
-                times = {"ts": copied.start * 1e6, "dur": (copied.end - copied.start) * 1e6}
-                title = f"{copied.stage}.{copied.microbatch} {name}"
-                yield {"name": title, "cat": COPY, "ph": "X", **here, **times, "args": about}
+            found = [span for span in record.spans if span.label.track == track]
+            if found:
+                yield {"name": "thread_name", "ph": "M", **here, "args": {"name": track}}
+            for (category, name, _, about), start, end in found:
+                times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+                yield {"name": name, "cat": category, "ph": "X", **here, **times, "args": dict(about)}
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
@@ -146,7 +133,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += [*_beside_actions(records), *_copies(records)]
+    events += [*_beside_actions(records), *_on_tracks(records)]
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
@@ -174,15 +161,19 @@ def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
 
 
 def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield two events for each reduction of gradients and each exchange of tokens."""
+    """Yield two events for each reduction of gradients and each span without a track."""
     numbers = count()
     for rank, record in enumerate(records):
         reductions = (
-            (f"reduce chunk {chunk}", "reduction", {"chunk": chunk}, start, end)
+            (f"reduce chunk {chunk}", REDUCTION, {"chunk": chunk}, start, end)
             for chunk, start, end in record.reductions
         )
-        exchanges = ((name, EXCHANGE, dict[str, int](), start, end) for name, start, end in record.exchanges)
-        for name, category, about, start, end in chain(reductions, exchanges):
+        spans = (
+            (name, category, dict(about), start, end)
+            for (category, name, track, about), start, end in record.spans
+            if not track
+        )
+        for name, category, about, start, end in chain(reductions, spans):
             event = {"name": name, "cat": category, "id": next(numbers), "pid": rank, "tid": rank}
             yield {**event, "ph": "b", "ts": start * 1e6, "args": about}
             yield {**event, "ph": "e", "ts": end * 1e6}

@@ -13,24 +13,26 @@ from megatron_pp_ext.files import TEXT, read_bytes
 from megatron_pp_ext.json_input import STRICT, at_least, is_number, one_of, parse_as, printable, short
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import MOST
-from megatron_pp_ext.schedule.formats.trace_file import COPY, EXCHANGE
+from megatron_pp_ext.schedule.formats.trace_file import REDUCTION
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
     Measured,
     RankRecord,
-    RecordedCopy,
     RecordedStep,
     Reduction,
-    TokenExchange,
     Units,
 )
+from megatron_pp_ext.schedule.spans import Label, Span
 
 _LARGEST = 2**28
 """The most bytes of a trace, whose JSON is decompressed: about half a million actions."""
 
 _GZIP = b"\x1f\x8b"
 """The first bytes of a file that gzip wrote."""
+
+_KINDS = frozenset(map(str, Kind))
+"""The categories of actions."""
 
 type _Count = Annotated[int, at_least(1)]
 type _Label = Annotated[str, printable()]
@@ -95,23 +97,26 @@ def _step(content: Any) -> RecordedStep:
     placement = Placement(Shape(about.shape), about.ranks, about.chunks, about.shares_vocabulary)
     events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
     reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
-    exchanges: list[list[TokenExchange]] = [[] for _ in range(placement.ranks)]
-    copies: list[list[RecordedCopy]] = [[] for _ in range(placement.ranks)]
+    spans: list[list[Span]] = [[] for _ in range(placement.ranks)]
+    tracks: dict[tuple[int, int], str] = {}
     started: dict[int, dict[str, Any]] = {}
     for event in content["traceEvents"]:
-        if event["ph"] == "X" and event["cat"] == COPY:
-            copies[event["pid"]].append(RecordedCopy(**event["args"], **_times(event)))
-        elif event["ph"] == "X":
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            tracks[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X" and event["cat"] in _KINDS:
             events[event["pid"]].append(_measured(event))
+        elif event["ph"] == "X":
+            track = tracks.get((event["pid"], event["tid"]), "")
+            spans[event["pid"]].append(Span(_label(event, event["args"], track), **_times(event)))
         elif event["ph"] == "b":
             started[event["id"]] = event
         elif event["ph"] == "e":
             begin = started.pop(event["id"])
             seconds = (_number(begin["ts"]) / 1e6, _number(event["ts"]) / 1e6)
-            if event["cat"] == EXCHANGE:
-                exchanges[event["pid"]].append(TokenExchange(event["name"], *seconds))
-            else:
+            if event["cat"] == REDUCTION:
                 reductions[event["pid"]].append(Reduction(begin["args"]["chunk"], *seconds))
+            else:
+                spans[event["pid"]].append(Span(_label(event, begin["args"]), *seconds))
     if not all(events):
         raise ValueError("a rank did nothing")
     acted = {one.action.stage for rank in events for one in rank}
@@ -124,9 +129,9 @@ def _step(content: Any) -> RecordedStep:
         about.schedule,
         placement,
         tuple(
-            RankRecord(tuple(rank), size, pairs, tuple(sums), error, held, tuple(exchanged), tuple(own))
-            for rank, (size, pairs, error, held), sums, exchanged, own in zip(
-                events, numbers, reductions, exchanges, copies, strict=True
+            RankRecord(tuple(rank), size, kept, tuple(sums), error, held, tuple(others))
+            for rank, (size, kept, error, held), sums, others in zip(
+                events, numbers, reductions, spans, strict=True
             )
         ),
         Units(*about.units),
@@ -145,6 +150,10 @@ def _measured(event: dict[str, Any]) -> Measured:
         live_bytes=_number(arguments["live_bytes"]),
         processor_seconds=None if seconds is None else _number(seconds),
     )
+
+
+def _label(event: dict[str, Any], about: dict[str, int | str], track: str = "") -> Label:
+    return Label(event["cat"], event["name"], track, tuple(about.items()))
 
 
 def _times(event: dict[str, Any]) -> dict[str, Any]:

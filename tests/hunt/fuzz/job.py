@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from megatron_pp_ext.compiler.search.pairing import in_pairs
+from megatron_pp_ext.features.pairs.order import in_pairs
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import costs_file, csv_file

@@ -14,6 +14,7 @@ from megatron_pp_ext.schedule.formats import trace_file, trace_reading
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.spans import Label, Span
 
 
 @pytest.fixture
@@ -131,12 +132,31 @@ def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
     step = trace_reading.read(tmp_path / "trace.json")
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
     for record, row in zip(step.records, timeline.copies, strict=True):
-        there = {copied[:2]: copied[3:] for copied in record.copies if copied.way == "out"}
+        about = [(dict(label.about), times) for label, *times in record.spans]
+        there = {(one["stage"], one["microbatch"]): times for one, times in about if one["way"] == "out"}
         assert there == {copied[:2]: pytest.approx(copied.out) for copied in row}
-        assert len(record.copies) == 2 * len(row)
+        assert len(record.spans) == 2 * len(row)
     trace_file.write(tmp_path / "again.json", step.name, step.placement, step.records)
     again = trace_reading.read(tmp_path / "again.json").records
-    assert [len(record.copies) for record in again] == [len(record.copies) for record in step.records]
+    assert [_labels(record) for record in again] == [_labels(record) for record in step.records]
+
+
+def _labels(record: RankRecord) -> list[Label]:
+    return [span.label for span in record.spans]
+
+
+def test_spans_without_a_track_stand_with_the_actions_and_are_read_back(timeline, tmp_path):
+    trace_file.write_timeline(tmp_path / "trace.json", timeline)
+    step = trace_reading.read(tmp_path / "trace.json")
+    spans = (Span(Label("exchange", "dispatch"), 1.0, 4.0), Span(Label("exchange", "combine"), 2.0, 3.0))
+    records = [step.records[0]._replace(spans=spans), *step.records[1:]]
+    trace_file.write(tmp_path / "again.json", step.name, step.placement, records)
+    events = json.loads((tmp_path / "again.json").read_text())["traceEvents"]
+    shown = [(event["ph"], event["name"]) for event in events if event.get("cat") == "exchange"]
+    assert shown == [("b", "dispatch"), ("e", "dispatch"), ("b", "combine"), ("e", "combine")]
+    first, *others = trace_reading.read(tmp_path / "again.json").records
+    assert first.spans == tuple(span._replace(start=pytest.approx(span.start)) for span in spans)
+    assert not any(record.spans for record in others)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.copies import label
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ToHost(Operation):
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).send(self.owner, rank.recorder.copying("out", self.owner))
+        rank.part(ActivationsAway).send(self.owner, rank.recorder.span(label("out", *self.owner)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ToDevice(Operation):
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).bring_back(self.owner, rank.recorder.copying("back", self.owner))
+        rank.part(ActivationsAway).bring_back(self.owner, rank.recorder.span(label("back", *self.owner)))
 
 
 @dataclass(frozen=True, slots=True)

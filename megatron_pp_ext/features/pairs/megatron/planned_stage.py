@@ -1,4 +1,4 @@
-"""Stages that run layer by layer, so that the forward of one microbatch can run beside another's backward.
+"""Stages that run layer by layer, so that the forward of one microbatch can run with another's backward.
 
 Megatron takes a layer apart into attention, dispatch, experts and combination
 (``TransformerLayerSchedulePlan`` in megatron.core.models.common.model_chunk_schedule_plan), and runs the
@@ -6,8 +6,8 @@ parts of a forward and of a backward in turn: what one of them computes hides wh
 experts of other ranks.  Which halves meet, and in which order, is the schedule's (``Schedule.paired``).
 
 The weight gradients of a B in a pair come where a plan calls ``backward_dw`` of its nodes, as Megatron does
-for those that Transformer Engine has put off (--delay-wgrad-compute): behind the input gradients of experts,
-while tokens travel, and behind those of the attention.  Here ``runtime.split`` puts them off, for local
+for those that Transformer Engine has put off (--delay-wgrad-compute): after the input gradients of experts,
+while tokens travel, and after those of the attention.  Here ``runtime.split`` puts them off, for local
 layers too.
 
 A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and backwards
@@ -106,10 +106,10 @@ def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
 @hook(
     "megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
     "self outputs output_grad",
-    "pairs where the first layers take no gradient, as behind a frozen embedding",
+    "pairs where the first layers take no gradient, as after a frozen embedding",
 )
 def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: Any, output_grad: Any) -> Any:
-    """Run a node's backward for those of its outputs that something behind them trains.
+    """Run a node's backward for those of its outputs that something before them trains.
 
     Autograd goes no further by itself than weights that train.  A plan calls the backward of all its nodes.
     """
@@ -132,7 +132,7 @@ def _planned(step: Step) -> Iterator[None]:
         options = {"high_priority": getattr(step.inputs.config, "high_priority_a2a_comm_stream", False)}
         set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
         step.make_stage = PlannedStage
-        if step.transport.hides_exchanges:
+        if not step.transport.is_alone:
             step.parts.append(PairRunner(run_pair))
     yield
 
@@ -145,13 +145,14 @@ def run_pair(
     gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a pair of the planned ``stages`` together; see ``PairRunner``."""
-    ahead, behind = stages[forward.stage], stages[backward.stage]
-    ahead.before_forward(forward.microbatch, activation)
+    front, back = stages[forward.stage], stages[backward.stage]
+    front.before_forward(forward.microbatch, activation)
+    # The weight gradients come where the plans of layers have a place for them.
     # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-    counted = behind.during_backward(backward.kind, backward.microbatch, in_pair=True)
-    with counted, ahead.at_work():
-        output, tokens, input_gradient = ahead.combined(
-            **ahead.forward_half(forward.microbatch, activation),
-            **behind.backward_half(backward.microbatch, gradient),
+    counted = back.during_backward(backward.kind, backward.microbatch, in_parts=True)
+    with counted, front.at_work():
+        output, tokens, input_gradient = front.combined(
+            **front.forward_half(forward.microbatch, activation),
+            **back.backward_half(backward.microbatch, gradient),
         )
-    return ahead.after_forward(forward.microbatch, activation, output, tokens), input_gradient
+    return front.after_forward(forward.microbatch, activation, output, tokens), input_gradient

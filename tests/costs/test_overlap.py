@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_pp_ext.costs.model_parts import overlapped_in_pair
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.overlap import overlapped
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
@@ -52,9 +52,9 @@ def test_each_exchange_hides_behind_one_computation(exchange: float, hidden: flo
         weight_gradient_seconds=5,
         exchanged_seconds=exchange,
     )
-    assert overlapped_in_pair(attention, experts) == hidden
+    assert overlapped(attention, experts) == hidden
     # With a quarter of the processors elsewhere, a computation is behind by a quarter of the exchange.
-    assert overlapped_in_pair(attention, experts, 0.75) == sum(min(0.75 * exchange, c) for c in (2, 6, 12, 4))
+    assert overlapped(attention, experts, 0.75) == sum(min(0.75 * exchange, c) for c in (2, 6, 12, 4))
 
 
 @pytest.mark.parametrize("network", [1e9, 1e10, 1e11])
@@ -63,7 +63,7 @@ def test_a_pair_takes_what_is_left(network: float) -> None:
     job = described(**{FLAG: True})
     work = Workload(job, machine(network), placement_of("1f1b", 2, 1), WORLD // 2)
     alone = sum(part.forward_seconds + part.backward_seconds for part in work.parts)
-    hidden = sum(part.overlapped_in_pair for part in work.parts)
+    hidden = sum(part.overlapped_together for part in work.parts)
     assert 0 < hidden < alone / 2
     assert work.costs.pair == pytest.approx(1 - hidden / alone)
     assert Workload(described(), machine(network), work.placement, WORLD // 2).costs.pair == 1

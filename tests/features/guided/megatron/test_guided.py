@@ -14,9 +14,11 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.guided.megatron import profile_guided
+from megatron_pp_ext.features.guided.options import ProfileSteps
+from megatron_pp_ext.features.guided.order import may_keep
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import profile_guided, tracing
-from megatron_pp_ext.job.measurements import ProfileSteps
+from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -154,7 +156,7 @@ def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def budget(flags: str) -> Budget:
         source = read(monkeypatch, f"{PP4} --pipeline-schedule {flags}").source
-        return source.may_keep(schedule, measured, [1e9, 2e9, 3e9, 4e9])
+        return may_keep(source, schedule, measured, [1e9, 2e9, 3e9, 4e9])
 
     assert budget("v-half") == Budget(simulate(schedule, measured).peak_memory)
     assert budget("flex --pipeline-memory-limit 0.5") == Budget((0.5 * 4 * 21,) * 4, holds_messages=False)
@@ -217,8 +219,9 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
     monkeypatch.setattr(tracing, "recording", recording)
     request = named("1f1b", 2, 8)
-    chosen = requested.Pipeline(request, Source(request, Costs.unit), profile_steps=ProfileSteps(2, 4))
-    guide = profile_guided.ProfileGuide(chosen)
+    chosen = requested.Pipeline(request.with_option(ProfileSteps(2, 4)), Source(request, Costs.unit))
+    guide = profile_guided.guide(chosen)
+    assert guide is not None
     for done in range(8):
         if done == 6:
             guide._durations.wait_for(1)
@@ -235,6 +238,6 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
 
 def test_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule v-half --pipeline-profile-steps 1-2")
-    assert pipeline.profile_steps == ProfileSteps(1, 2)
-    assert pipeline.profile_steps.number == 2
-    assert [step in pipeline.profile_steps for step in range(4)] == [False, True, True, False]
+    steps = pipeline.request.option(ProfileSteps)
+    assert steps == ProfileSteps(1, 2) and steps.number == 2
+    assert [step in steps for step in range(4)] == [False, True, True, False]

@@ -160,8 +160,8 @@ def _require_exchanges_within(record: RankRecord, paired: Collection[Action]) ->
     ranks, chunks = 2, len({event.action.stage for event in record.events})
     layers = 8 // (ranks * chunks)
     for forward in paired & ends.keys():
-        within = [e for e in record.exchanges if starts[forward] < e.start and e.end < ends[forward]]
-        counted = Counter(e.name for e in within)
+        within = [e for e in record.spans if starts[forward] < e.start and e.end < ends[forward]]
+        counted = Counter(e.label.name for e in within)
         names = [
             f"{what} {way}" for what in ("moe_dispatch", "moe_combine") for way in ("forward", "backward")
         ]

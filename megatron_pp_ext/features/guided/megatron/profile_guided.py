@@ -18,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.features.guided.options import ProfileSteps
+from megatron_pp_ext.features.guided.order import shorter
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.integration.runners.flushed import require_same_schedule
@@ -43,10 +45,9 @@ class ProfileGuide(Requested):
     is measured, and all change together: ranks that share the tensors of a stage must run the same schedule.
     """
 
-    def __init__(self, pipeline: requested.Pipeline) -> None:
+    def __init__(self, pipeline: requested.Pipeline, steps: ProfileSteps) -> None:
         super().__init__(pipeline)
-        assert pipeline.profile_steps is not None
-        self._pipeline, self._steps, self._settings = pipeline, pipeline.profile_steps, pipeline.settings
+        self._pipeline, self._steps, self._settings = pipeline, steps, pipeline.settings
         self._measured_steps = 0
         self._records: list[RankRecord] = []
         self._costs: Costs | None = None
@@ -150,7 +151,7 @@ class ProfileGuide(Requested):
         free = self._measured_once() if self._measures_memory else ()
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = source.shorter(current, costs, free)
+            found = shorter(source, current, costs, free)
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
             return current
@@ -165,6 +166,12 @@ class ProfileGuide(Requested):
         )
         self._durations.wait_for(self._steps.number)
         return found
+
+
+def guide(pipeline: requested.Pipeline) -> ProfileGuide | None:
+    """Return the guide of ``pipeline``; None where it names no steps to measure."""
+    steps = pipeline.request.option(ProfileSteps)
+    return None if steps is None else ProfileGuide(pipeline, steps)
 
 
 class _StepDurations:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.compiler.search.pairing import in_pairs
+from megatron_pp_ext.features.pairs.order import in_pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
