@@ -118,7 +118,7 @@ def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, 
     host = HostActivations(1e9, kept)
     for _ in range(2):
         moved = host.before(PLAN)
-        moved.sent_bytes += sent
+        moved.offloaded_bytes += sent
         moved.small_bytes += 5e7
         host.behind(PLAN)
     warned = "".join(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.copy_streams import Timed, Transfer
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import Done, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
@@ -36,7 +36,7 @@ from tests.support.tiers import first
 def run_schedule(rank: int, schedule: Schedule, engines: Threads | None = None) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
     engines = engines or Threads()
-    away = ActivationsAway(HostBuffers(math.inf), engines, smallest=1)
+    away = OffloadedActivations(HostBuffers(math.inf), engines, smallest=1)
     last = schedule.placement.stages - 1
     stages = {
         number: plain_stages.make_stage(number, last + 1) for number in schedule.placement.stages_of(rank)
@@ -191,7 +191,7 @@ def test_steps_use_the_same_memory_of_the_host() -> None:
 def _take_steps(rank: int, schedule: Schedule) -> None:
     dist.init_process_group("gloo")
     stage = plain_stages.make_stage(rank, 2)
-    away = ActivationsAway(HostBuffers(math.inf), Threads(), smallest=1)
+    away = OffloadedActivations(HostBuffers(math.inf), Threads(), smallest=1)
     pinned = set()
     for _ in range(4):
         channels = plain_stages.make_channels(2)
@@ -199,7 +199,7 @@ def _take_steps(rank: int, schedule: Schedule) -> None:
         assert away.buffers.used_bytes == 0
         pinned.add(away.buffers.pinned_bytes)
     (of_all_steps,) = pinned
-    assert 0 < of_all_steps < away.sent_bytes / 4, "buffers are used again within a step, too"
+    assert 0 < of_all_steps < away.offloaded_bytes / 4, "buffers are used again within a step, too"
 
 
 class Watched:

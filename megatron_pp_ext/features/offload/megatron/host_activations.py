@@ -4,14 +4,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_pp_ext.features.offload.runtime.operations import ToDevice, ToHost
+from megatron_pp_ext.features.offload.runtime.operations import Reload, Offload
 from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.copy_streams import CopyStreams
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.runtime.first_rank import print_rank_0
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import RankPlan
 
 SMALLEST = 1 << 20
@@ -30,18 +30,18 @@ class HostActivations:
 
     def __init__(self, limit: float, kept_bytes: Sequence[float] = ()) -> None:
         self._limit, self._kept = limit, kept_bytes
-        self._away: ActivationsAway | None = None
+        self._away: OffloadedActivations | None = None
         self._is_compared = False
 
-    def before(self, plan: RankPlan) -> ActivationsAway | None:
+    def before(self, plan: RankPlan) -> OffloadedActivations | None:
         """Return what moves the activations of ``plan``; None where it copies none.
 
         Before the first step, memory is pinned for what the plan has on the host at once.
         """
-        if not plan.has(ToHost):
+        if not plan.has(Offload):
             return None
         if self._away is None:
-            self._away = ActivationsAway(HostBuffers(self._limit), CopyStreams(), SMALLEST)
+            self._away = OffloadedActivations(HostBuffers(self._limit), CopyStreams(), SMALLEST)
             self._away.buffers.reserve(self._planned(plan)[1])
         return self._away
 
@@ -50,7 +50,7 @@ class HostActivations:
         if self._is_compared or self._away is None:
             return
         self._is_compared = True
-        planned, sent, small = self._planned(plan)[0], self._away.sent_bytes, self._away.small_bytes
+        planned, sent, small = self._planned(plan)[0], self._away.offloaded_bytes, self._away.small_bytes
         line = f"{_gb(sent)} of this rank's activations went to the host in the first step"
         if not planned:
             print_rank_0(f"megatron_pp_ext: {line}; how many are planned is not known in bytes")
@@ -67,11 +67,11 @@ class HostActivations:
         """Return the bytes that ``plan`` sends to the host in a step, and the most that are there at once."""
         sent = there = most = 0.0
         for operation in plan.operations if self._kept else ():
-            if isinstance(operation, ToHost):
+            if isinstance(operation, Offload):
                 sent += self._kept[operation.owner.stage]
                 there += self._kept[operation.owner.stage]
                 most = max(most, there)
-            elif isinstance(operation, ToDevice):
+            elif isinstance(operation, Reload):
                 there -= self._kept[operation.owner.stage]
         return sent, most
 
