@@ -21,6 +21,7 @@ PURE = {
     "schedule",
     "compiler",
     "features",
+    "features.cli",
     "costs",
     "job",
     "partition",
@@ -46,7 +47,16 @@ BELOW: dict[str, set[str]] = {
     "compiler": {"files", "schedule"},
     "features": {"schedule", "compiler", "job"},
     "features.runtime": {"schedule", "features", "runtime"},
-    "features.megatron": {"schedule", "features", "features.runtime", "runtime", "integration", "around"},
+    "features.megatron": {
+        "schedule",
+        "compiler",
+        "features",
+        "features.runtime",
+        "runtime",
+        "integration",
+        "around",
+    },
+    "features.cli": {"schedule", "compiler", "features", "cli"},
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "costs": _STEPS,
@@ -172,7 +182,7 @@ def room(module: str, depth: int = 1) -> str:
     return parts[depth]
 
 
-_LEVELS = {"megatron": {"megatron"}, "runtime": {"runtime", "operations"}}
+_LEVELS = {"megatron": {"megatron"}, "runtime": {"runtime", "operations"}, "cli": {"cli"}}
 """The levels above that of schedules on which features work, by the names of their folders and files."""
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
-from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
@@ -185,7 +185,9 @@ def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict
         if not all(map(torch.equal, gradients, expected)):
             raise RuntimeError(f"gradients differ with {what} of the activations on the host")
         if bool(moved.offloaded_bytes) == (leaves is None):
-            raise RuntimeError(f"{moved.offloaded_bytes} bytes moved with {what} of the activations on the host")
+            raise RuntimeError(
+                f"{moved.offloaded_bytes} bytes moved with {what} of the activations on the host"
+            )
         found[f"{what} away: GiB moved a step"] = f"{moved.offloaded_bytes / (STEPS + 1) / 2**30:.2f}"
     return found
 

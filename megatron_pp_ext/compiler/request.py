@@ -46,8 +46,6 @@ class Request:
     """--pipeline-vocabulary."""
     is_paired: bool = False
     """Whether forwards and backwards run in pairs."""
-    offload: float | str | None = None
-    """--pipeline-offload, a share or ``auto``."""
     free: tuple[float, ...] | None = None
     """For ``auto``, the bytes that every rank has left for a step; None where a step has yet to be run."""
     ordinary: int | None = None

@@ -34,10 +34,10 @@ import megatron_pp_ext  # noqa: E402
 from megatron_pp_ext.compiler.request import named  # noqa: E402
 from megatron_pp_ext.compiler.source import Source  # noqa: E402
 from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: E402
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
 from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
-from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
 from tests.support import own_loop  # noqa: E402

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -33,7 +34,7 @@ def kept_on_host(work: Workload, schedule: Schedule) -> tuple[float, ...]:
 
 def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
     """Return the schedule of ``request`` for ``work`` with this ``share`` of activations on the host."""
-    with_copies = replace(request, offload=share)
+    with_copies = request.with_option(Offload(share))
     return make(with_copies, lambda stages, shares_vocabulary: work.costs, is_proved=True).schedule
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron.training import get_args, training
 
-from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.files import write_whole
 
 FUNCTIONS = {
     "step": (training, "train_step"),

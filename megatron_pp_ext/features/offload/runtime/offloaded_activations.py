@@ -1,14 +1,15 @@
 """Activations that wait for their backward on the host.
 
-Around a forward whose activations will be offloaded, hooks see what autograd saves (``saving``).  After it they
-are copied to the host (``offload``), their memory on the device is freed once that is done (``free``), and they
-are reloaded into other memory in time for their backward (``reload``), as far as somebody still needs them.
+Around a forward whose activations will be offloaded, hooks see what autograd saves (``saving``).  After it
+they are copied to the host (``offload``), their memory on the device is freed once that is done (``free``),
+and they are reloaded into other memory in time for their backward (``reload``), as far as somebody still
+needs them.
 
 All memory of the device is allocated and freed on the compute stream, which waits for each copy before the
 memory that the copy reads is freed.  So the allocator can use it again at once, however far the host runs
 ahead of the device; memory that is recorded on a second stream stays allocated until the host finds that
-stream done.  For the same reason, memory that a copy writes to is held until the compute stream waits for that copy,
-though what it is for may be gone by then.
+stream done.  For the same reason, memory that a copy writes to is held until the compute stream waits for
+that copy, though what it is for may be gone by then.
 
 What moves are whole storages that nobody but autograd holds: the others would stay on the device anyway.
 Among these are weights, with all that is made of them and kept, the stage's input, and its output.
@@ -24,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyEngines, Timed, Transfer
 from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffer, HostBuffers
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 
 
 class _Counted:
@@ -151,7 +152,9 @@ class OffloadedActivations:
             if buffer.last_use is not None:
                 after.append(buffer.last_use)
             transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
-            found.offloaded.append(_Storage(storage.device, size, buffer, [_take(one, found) for one in saved]))
+            found.offloaded.append(
+                _Storage(storage.device, size, buffer, [_take(one, found) for one in saved])
+            )
             self.offloaded_bytes += size
         found.saved.clear()
         if transfers:
@@ -168,7 +171,7 @@ class OffloadedActivations:
         found.leaving.clear()
 
     def reload(self, owner: Owner, timed: Timed | None = None) -> None:
-        """Launch the copy back to the device, for which the backward will wait; ``timed`` as in ``offload``."""
+        """Launch the copy back to the device, for which the backward waits; ``timed`` as in ``offload``."""
         found = self._microbatches.pop(owner)
         if found.sent is None:
             return

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.extension import Extension, RankOrder
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron_pp_ext.features.offload.megatron import host_activations
-from megatron_pp_ext.integration.runners import sources
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.integration.runners import sources
 from megatron_pp_ext.schedule.copies import Kept
 from tests.support.away import everything, half, with_away
 from tests.support.comparison import assert_close, assert_same_bits, run, stock, traced

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from tests.support.copy_engines import Threads
@@ -245,7 +245,7 @@ def test_a_backward_of_what_is_away_is_an_error():
         output = torch.nn.functional.gelu(rows() * 2)
     away.offload(FIRST)
     away.free(FIRST)
-    with pytest.raises(RuntimeError, match="needs activations that are on the host: bring them back"):
+    with pytest.raises(RuntimeError, match="needs activations that are on the host: reload them"):
         output.sum().backward()
     with pytest.raises(RuntimeError, match=r"\[Owner\(stage=0, microbatch=0\)\] were left on the host"):
         away.close()
