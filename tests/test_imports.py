@@ -22,6 +22,7 @@ PURE = {
     "compiler",
     "features",
     "features.cli",
+    "features.planner",
     "costs",
     "job",
     "partition",
@@ -57,6 +58,7 @@ BELOW: dict[str, set[str]] = {
         "around",
     },
     "features.cli": {"schedule", "compiler", "features", "cli"},
+    "features.planner": {"schedule", "compiler", "features", "job", "planner"},
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "partition": _STEPS,
     "costs": _STEPS,
@@ -101,9 +103,11 @@ REGISTERS = {
     (f"{PACKAGE}.job.__init__", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
     (f"{PACKAGE}.integration.core_seams", "features.megatron"),
+    (f"{PACKAGE}.planner.step.__init__", "features.planner"),
+    (f"{PACKAGE}.planner.search.__init__", "features.planner"),
 }
 """The arrows upwards: who imports the compiler gets the passes of features, which register by it, and who
-imports the runtime or the hooks gets theirs."""
+imports the runtime, the hooks, estimates or searches gets theirs."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),
@@ -182,7 +186,12 @@ def room(module: str, depth: int = 1) -> str:
     return parts[depth]
 
 
-_LEVELS = {"megatron": {"megatron"}, "runtime": {"runtime", "operations"}, "cli": {"cli"}}
+_LEVELS = {
+    "megatron": {"megatron"},
+    "runtime": {"runtime", "operations"},
+    "cli": {"cli"},
+    "planner": {"planner", "estimates", "searches"},
+}
 """The levels above that of schedules on which features work, by the names of their folders and files."""
 
 

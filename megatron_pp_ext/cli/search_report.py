@@ -119,7 +119,7 @@ class Report:
         """Return the numbers of ``one`` and the command that starts it."""
         return {
             "name": one.candidate.name,
-            "candidate": asdict(one.candidate),
+            "candidate": one.candidate.record(),
             "estimate": asdict(one.estimate),
             **self._launch(one).record(),
         }

@@ -16,6 +16,7 @@ from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job import replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.additions import additions
 from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
 from megatron_pp_ext.planner.step.stage_parts import (
     every_token,
@@ -125,16 +126,9 @@ class Workload:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
         costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
-        if self.job.pipeline.pipeline_offload is None:
-            return costs
-        host = self.system.host_beside_others
-        if host is None:
-            raise ValueError(
-                f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
-            )
-        rate, copied = host.bytes_per_second, zip(stages, self.parts, strict=True)
-        stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
-        return replace(costs, stages=stages)
+        for addition in additions():
+            costs = addition.costs(self, costs)
+        return costs
 
     def pair(self, parts: Sequence[Part]) -> float:
         """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
