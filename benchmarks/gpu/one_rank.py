@@ -20,8 +20,8 @@ from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from tests.support.away import everything, half, with_away
 from tests.support.module_stage import ModuleStage
+from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.split_linear import SplitLinear
 
 RANK, RANKS, MICROBATCHES = 1, 4, 8
@@ -167,7 +167,7 @@ def away(name: str, hidden: int, tokens: int) -> dict[str, object]:
 def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict[str, object]:
     expected: list[torch.Tensor] = []
     for what, leaves in (("none", None), ("half", half), ("all", everything)):
-        schedule = rank.schedule if leaves is None else with_away(rank.schedule, leaves)
+        schedule = rank.schedule if leaves is None else with_offloaded(rank.schedule, leaves)
         moved = OffloadedActivations(HostBuffers(HOST_BYTES), CopyStreams(), smallest)
 
         def step(schedule=schedule, moved=moved) -> None:  # type: ignore[no-untyped-def]

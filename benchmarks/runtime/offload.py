@@ -20,7 +20,7 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, settle
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
-from megatron_pp_ext.features.offload.free_plans import share_away
+from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
@@ -113,7 +113,7 @@ def rows_of(ranks: int, repeats: int) -> list[Row]:
         rows.append(
             (
                 name,
-                f"{share_away(timeline):.0%}",
+                f"{share_offloaded(timeline):.0%}",
                 f"{part:.2f}",
                 f"{1e3 * timeline.makespan:.0f}",
                 f"{1e3 * median(steps):.0f}",

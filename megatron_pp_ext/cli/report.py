@@ -61,7 +61,7 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         "pairs": len(schedule.paired),
         "copies": [
             {"stage": stage, "microbatch": microbatch, "back_before": str(action)}
-            for (stage, microbatch), action in sorted(schedule.copies.back.items())
+            for (stage, microbatch), action in sorted(schedule.copies.reloads.items())
         ],
         "digest": schedule.digest,
         "time_unit": units.time,

@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.offload import options, order
-from megatron_pp_ext.features.offload.free_plans import share_away
+from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import SHARED
@@ -36,9 +36,9 @@ def built(name, pipeline_offload, pipeline_memory_limit=None):
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved"])
 def test_a_share_leaves(name):
     timeline = built(name, pipeline_offload="0.25")
-    assert share_away(timeline) == 0.25
+    assert share_offloaded(timeline) == 0.25
     everything = built(name, pipeline_offload="1")
-    assert share_away(everything) == 1
+    assert share_offloaded(everything) == 1
     assert timeline.makespan <= everything.makespan <= 1.02 * timeline.makespan
 
 
@@ -53,7 +53,7 @@ def test_people_are_told_by_how_much_a_step_grows():
 def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
     most = built("v-min", pipeline_offload="auto")
     limited = built("v-min", pipeline_offload="auto", pipeline_memory_limit=0.5)
-    assert share_away(limited) < share_away(most)
+    assert share_offloaded(limited) < share_offloaded(most)
     assert max(limited.peak_memory) <= 0.5 * 4
     assert limited.makespan == most.makespan
 
@@ -119,7 +119,7 @@ def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
 
     request = options.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
     schedule = make(request, unknown).schedule
-    assert len(schedule.copies.back) == schedule.placement.stages * MICROBATCHES / 2
+    assert len(schedule.copies.reloads) == schedule.placement.stages * MICROBATCHES / 2
 
 
 def test_costs_are_asked_for_when_the_schedule_is_requested():
@@ -147,4 +147,4 @@ def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
     request = replace(named("1f1b", RANKS, MICROBATCHES), vocabulary=SHARED)
     schedule = make(options.requested(request, 0.5, None), costs).schedule
     check(schedule)
-    assert schedule.placement.shares_vocabulary and len(schedule.copies.back) == RANKS * MICROBATCHES / 2
+    assert schedule.placement.shares_vocabulary and len(schedule.copies.reloads) == RANKS * MICROBATCHES / 2

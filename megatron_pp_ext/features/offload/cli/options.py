@@ -13,7 +13,7 @@ from megatron_pp_ext.cli.options import Files, require_at_least
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.features.offload.free_plans import share_away, without_copies
+from megatron_pp_ext.features.offload.free_plans import share_offloaded, without_copies
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
@@ -101,7 +101,8 @@ class Offloading:
             alone = simulate(make(request, costs).schedule, timeline.costs)
         before, now = (max(one.peak_microbatches) for one in (alone, timeline))
         yield (
-            f"on the host: {share_away(timeline):.1%} of activations; peak memory {before:.4g} -> {now:.4g}, "
+            f"on the host: {share_offloaded(timeline):.1%} of activations; "
+            f"peak memory {before:.4g} -> {now:.4g}, "
             f"makespan {alone.makespan:.5g} -> {timeline.makespan:.5g} "
             f"({timeline.makespan / alone.makespan - 1:+.1%})"
         )

@@ -78,9 +78,9 @@ class CopiesOfRank(Extension):
     """
 
     def __init__(self, order: RankOrder) -> None:
-        self._offloaded = frozenset(order.copies.back)
-        self._freed = order.copies.given_up_before(list(order.steps))
-        self._back = order.copies.launched_before(order.order)
+        self._offloaded = frozenset(order.copies.reloads)
+        self._freed = order.copies.freed_before(list(order.steps))
+        self._back = order.copies.reloaded_before(order.order)
 
     def extended(self, work: Compute) -> Compute:
         """See ``Extension``: the forward of what is offloaded takes note of what it saves."""

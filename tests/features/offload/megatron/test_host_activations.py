@@ -4,14 +4,11 @@ import logging
 
 import pytest
 
-import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
-
-# isort: split
 from megatron_pp_ext.features.offload.megatron import host_activations, host_limit
 from megatron_pp_ext.features.offload.megatron.host_activations import HostActivations
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
-from tests.support.away import half, with_away
+from tests.support.offloaded import half, with_offloaded
 
 
 def test_more_than_the_host_has_is_refused() -> None:
@@ -23,7 +20,7 @@ def test_more_than_the_host_has_is_refused() -> None:
     assert [host_limit.usable_bytes(limit, 1000) for limit in (1000, None)] == [1000, 500]
 
 
-PLAN = plan_rank(with_away(catalog.build("gpipe", 2, 6), half), 1)
+PLAN = plan_rank(with_offloaded(catalog.build("gpipe", 2, 6), half), 1)
 KEPT = (7e8, 2e8)
 
 

@@ -8,8 +8,8 @@ from megatron_pp_ext.features.offload.megatron import host_activations
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.integration.runners import sources
 from megatron_pp_ext.schedule.copies import Kept
-from tests.support.away import everything, half, with_away
 from tests.support.comparison import assert_close, assert_same_bits, run, stock, traced
+from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.tiers import first
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -46,7 +46,7 @@ def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> No
     """Let ``leaves`` say what leaves in each of their training steps, whether a plan would have it or not."""
     schedule = sources.Requested.schedule
     monkeypatch.setattr(
-        sources.Requested, "schedule", lambda self, inputs: with_away(schedule(self, inputs), leaves)
+        sources.Requested, "schedule", lambda self, inputs: with_offloaded(schedule(self, inputs), leaves)
     )
     must_move(monkeypatch)
 

@@ -13,7 +13,7 @@ from megatron_pp_ext.features.offload.runtime.operations import Free, Reload
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
-from tests.support.away import with_away
+from tests.support.offloaded import with_offloaded
 from tests.support.split_linear import SplitLinear
 
 ROWS, WIDTH = 4, 8
@@ -227,6 +227,6 @@ def test_many_microbatches_give_the_gradients_that_they_give_without_copies(engi
 @pytest.mark.parametrize("name", ["gpipe", "v-half"])
 def test_memory_is_given_up_before_other_memory_is_taken(name):
     """Otherwise the two would take room together."""
-    operations = plan_rank(with_away(catalog.build(name, 2, 6)), 0).operations
+    operations = plan_rank(with_offloaded(catalog.build(name, 2, 6)), 0).operations
     neighbours = set(pairwise(map(type, operations)))
     assert (Free, Reload) in neighbours and (Reload, Free) not in neighbours
