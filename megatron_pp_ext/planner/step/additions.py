@@ -1,6 +1,6 @@
 """What features add to the estimates of steps, and the registry that ``workload`` and ``estimate`` read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_pp_ext.schedule.actions import Schedule
@@ -27,6 +27,10 @@ class Addition:
     def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
         """Return the ``estimate`` of one step of ``schedule`` with what the feature knows of it."""
         return estimate
+
+    def lines(self, estimate: "Estimate") -> Iterator[str]:
+        """Yield what people should read of the ``estimate`` after the memory of its ranks."""
+        yield from ()
 
 
 _registered: list[Addition] = []

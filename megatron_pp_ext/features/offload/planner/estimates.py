@@ -1,5 +1,6 @@
 """What ranks keep on the device and on the host where the activations of a step wait there."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,11 @@ class Offloaded(Addition):
     def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
         """See ``Addition``: what the activations take on the host."""
         return replace(estimate, host_bytes=kept_on_host(work, schedule)) if schedule.copies else estimate
+
+    def lines(self, estimate: "Estimate") -> Iterator[str]:
+        """See ``Addition``."""
+        if estimate.host_bytes:
+            yield f"on the host: {max(estimate.host_bytes) / 1e9:.2f} GB of the rank with most there"
 
 
 def kept_on_device(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
