@@ -101,9 +101,12 @@ def _asked(
     vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
-    offload: float | str | None = None,
+    **of_features: Any,
 ) -> _Asked:
-    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read."""
+    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
+
+    ``of_features`` are those of ``job.options.arguments``.
+    """
     file = None
     if trace is not None:
         if not isinstance(trace, (str, Path)):
@@ -117,7 +120,9 @@ def _asked(
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if given is None else len(given.stages)
-    request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, vocabulary, offload, stages)
+    request = call.requested(
+        schedule, ranks, microbatches, chunks, memory_limit, vocabulary, stages, **of_features
+    )
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
