@@ -22,22 +22,41 @@ def positions(costs: LayerCosts) -> Part:
 
 
 def output(costs: LayerCosts, vocabulary: int) -> Part:
-    """Return the output layer and the loss, which keeps probabilities in fp32."""
+    """Return the output layer and the loss, which keeps probabilities in fp32.
+
+    Transformer Engine's loss instead leaves the gradient in the place of the logits.
+    """
     probabilities = 4 * costs.sizes.tokens * vocabulary / costs.sizes.share
-    # Logits are converted to fp32, read for their maximum, and once more for their sum; the maximum is
-    # subtracted, the exponential taken, and the sum divided by in place.  The gradient is scaled in place and
-    # converted back (megatron.core.tensor_parallel.cross_entropy).
+    precision = costs.job.precision
+    if precision.has_loss_in_place:
+        # Logits are read for their maximum and sum, and once more for the gradient, which is written over
+        # them and scaled in the backward (transformer_engine.common.triton.cross_entropy).
+        logits = costs.sizes.bytes / 4 * probabilities
+        forward, backward, kept = 3 * logits, 2 * logits, logits
+    elif precision.cross_entropy_loss_fusion:
+        # A kernel converts logits to fp32 and finds their maximum, another one makes and sums the
+        # exponentials, and the last divides (megatron.core.fusions.fused_cross_entropy).
+        forward, backward, kept = 5.5 * probabilities, 3.5 * probabilities, probabilities
+    else:
+        # Logits are converted to fp32, read for their maximum, and once more for their sum; the maximum is
+        # subtracted, the exponential taken, and the sum divided by in place.  The gradient is scaled in
+        # place and converted back (megatron.core.tensor_parallel.cross_entropy).
+        forward, backward, kept = 8.5 * probabilities, 3.5 * probabilities, probabilities
     loss = Part(
-        forward_seconds=costs.kernels.copy(8.5 * probabilities),
-        input_gradient_seconds=costs.kernels.copy(3.5 * probabilities),
-        after_forward=probabilities,
+        forward_seconds=costs.kernels.copy(forward),
+        input_gradient_seconds=costs.kernels.copy(backward),
+        after_forward=kept,
     )
     return costs.products.output(vocabulary) + loss
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32."""
-    return (costs.sizes.bytes + 4) * costs.sizes.tokens * vocabulary / costs.sizes.share
+    """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32.
+
+    Transformer Engine's loss makes no such copy.
+    """
+    copied = 0 if costs.job.precision.has_loss_in_place else 4
+    return (costs.sizes.bytes + copied) * costs.sizes.tokens * vocabulary / costs.sizes.share
 
 
 def prediction(costs: LayerCosts) -> Part:

@@ -29,8 +29,8 @@ class ModelParts:
     ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
-    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute leaves for the end of a step, for
-    a microbatch: the product for the weight gradient, and what it reads.
+    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
+    for a microbatch: the product for the weight gradient, and what it reads.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
 
@@ -83,8 +83,11 @@ def model_parts(
     layers = _layers(costs) if has_own_layers else []
     output, deferred = ends.output(costs, rows), Part()
     if job.parallel.defer_embedding_wgrad_compute:
-        seconds, read = output.weight_gradient_seconds, output.after_input_gradient
-        deferred = Part(weight_gradient_seconds=seconds, after_input_gradient=read)
+        deferred = Part(
+            weight_gradient_seconds=output.weight_gradient_seconds,
+            overlapped_in_whole=output.overlapped_in_whole,
+            after_input_gradient=output.after_input_gradient,
+        )
         output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
     return ModelParts(
         layers=tuple(layers),

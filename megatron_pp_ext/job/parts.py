@@ -163,6 +163,7 @@ class Parallel:
     scatter_gather_tensors_in_pipeline: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
 
     @property
     def expert_tensor(self) -> int:
@@ -178,6 +179,16 @@ class Parallel:
     def sequence_ranks(self) -> int:
         """The tensor-parallel ranks that divide the tokens between layers among them."""
         return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    def deferred_microbatches(self, microbatches: int) -> int:
+        """Return the ``microbatches`` of a step whose gradients of the output layer wait for its end.
+
+        They are the first ones, up to --wgrad-deferral-limit, of which 0 stands for all
+        (megatron.core.tensor_parallel.layers).
+        """
+        if not self.defer_embedding_wgrad_compute:
+            return 0
+        return min(microbatches, self.wgrad_deferral_limit or microbatches)
 
     @property
     def divides_messages(self) -> bool:
@@ -230,6 +241,8 @@ class Precision:
     bias_gelu_fusion: bool = True
     bias_swiglu_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
 
     @property
     def is_half(self) -> bool:
@@ -260,6 +273,11 @@ class Precision:
         Transformer Engine has no fused kernel for fp32.
         """
         return self.transformer_impl == "local" or "unfused" in self.attention_backend or not self.is_half
+
+    @property
+    def has_loss_in_place(self) -> bool:
+        """Whether Transformer Engine computes the loss, whose gradient takes the place of the logits."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te"
 
     @property
     def words(self) -> str:

@@ -38,7 +38,8 @@ MODELS = {
     "selective": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity selective --swiglu "
     "--transformer-impl local",
     "of seven layers": f"{SIZES} --num-layers 7 --vocab-size 1000 {ON_4} --disable-bias-linear",
-    "of windows": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --window-size 127,0 --qk-layernorm",
+    "of windows": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --window-size 127,0 --qk-layernorm "
+    "--defer-embedding-wgrad-compute --cross-entropy-loss-fusion",
     "of latent keys": f"{LATENT} --q-lora-rank 256",
     "sparse": f"{LATENT} --experimental-attention-variant dsa --dsa-indexer-topk-freq 3",
     "sparse in kernels": f"{LATENT} --experimental-attention-variant dsa --dsa-kernel-backend cudnn "

@@ -115,7 +115,12 @@ class Workload:
     @cached_property
     def parts(self) -> list[Part]:
         """The costs of each stage."""
-        return stage_parts(self.job, self.model, self.layers, self.placement.shares_vocabulary)
+        parts = stage_parts(self.job, self.model, self.layers, self.placement.shares_vocabulary)
+        if 0 < self._deferred < self._microbatches:
+            # Microbatches cost the same here: each has its part of the products that are not deferred.
+            product = replace(self.model.deferred, after_input_gradient=0.0)
+            parts[-1] = parts[-1] + product.times(1 - self._deferred / self._microbatches)
+        return parts
 
     @cached_property
     def costs(self) -> Costs:
@@ -160,6 +165,10 @@ class Workload:
         """The microbatches of a step whose gradients of the output layer are deferred."""
         if not self.job.parallel.defer_embedding_wgrad_compute:
             return 0
+        return self.job.parallel.deferred_microbatches(self._microbatches)
+
+    @property
+    def _microbatches(self) -> int:
         return sizes.microbatches(self.job, self.data)
 
     def summed(self, own: Sequence[Part]) -> Part:
