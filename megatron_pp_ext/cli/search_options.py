@@ -12,7 +12,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
 from megatron_pp_ext.job.layers import stages_flag
-from megatron_pp_ext.job.pipeline import permitted, vocabulary
+from megatron_pp_ext.job.pipeline import is_permitted, permitted, permitted_as_stock, vocabulary
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
@@ -121,12 +121,12 @@ class Tried:
         """
         from megatron_pp_ext.planner.search import measured_sizes, variants
         from megatron_pp_ext.planner.search.best_first import Compiles
-        from megatron_pp_ext.planner.search.candidate import settled_in
+        from megatron_pp_ext.planner.search.candidate import alone, settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
         for one in variants.registered():
             one.refuse(asked)
-        names, compiles = self._schedules(asked)
+        names, compiles, stock = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None
         if flag is not None and not is_measured:
             raise ValueError(
@@ -143,11 +143,25 @@ class Tried:
             all_rules.refuse_without_pipeline(asked)
         job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
         samples = asked.batch.sizes[0]
-        space = Space(job, gpus, gpus_per_node, samples, names, fixed, is_uneven, stages)
+        space = Space(
+            job,
+            gpus,
+            gpus_per_node,
+            samples,
+            names,
+            fixed,
+            is_uneven,
+            stages,
+            stock,
+            has_pipeline="pipeline_model_parallel_size" not in fixed and not is_permitted(alone(asked)),
+        )
         return space, compiles
 
-    def _schedules(self, asked: RequestedJob) -> "tuple[Sequence[str], Compiles]":
-        """Return the families to try, and whether to have schedules compiled."""
+    def _schedules(self, asked: RequestedJob) -> "tuple[Sequence[str], Compiles, tuple[str, ...]]":
+        """Return the families to try, whether to have schedules compiled, and which are Megatron's own.
+
+        These are left where flags go with none of this package.
+        """
         from megatron_pp_ext.planner.search.best_first import Compiles
 
         given, flag = self.schedules, asked.pipeline.pipeline_schedule
@@ -155,11 +169,18 @@ class Tried:
             raise ValueError(
                 f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
             )
-        names = permitted(asked, _known(given or flag) or [*catalog.NAMES, FLEX])
+        wanted = _known(given or flag) or [*catalog.NAMES, FLEX]
+        try:
+            names = permitted(asked, wanted)
+        except ValueError:
+            stock = () if flag else tuple(permitted_as_stock(asked, wanted))
+            if not stock:
+                raise
+            return stock, Compiles.NEVER, stock
         families = [name for name in names if not catalog.abilities(name).is_compiled]
         if not families:
-            return catalog.NAMES, Compiles.ONLY
-        return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
+            return catalog.NAMES, Compiles.ONLY, ()
+        return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER, ()
 
     def _is_uneven(self, asked: RequestedJob) -> bool:
         """Whether layers may move between stages: not of a hybrid model, whose pattern takes no layout.

@@ -101,6 +101,35 @@ def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
     return found
 
 
+def permitted_as_stock(asked: RequestedJob, names: Sequence[str]) -> list[str]:
+    """Return those of the schedules ``names`` that Megatron runs without --pipeline-schedule, if it may."""
+    found = []
+    for name, chunks in STOCK.items():
+        chosen = asked.changed(
+            pipeline_schedule=None,
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=chunks,
+            expert_model_parallel_size=2,
+        )
+        if name in names and is_permitted(replace(chosen, chunks=chunks or 1)):
+            found.append(name)
+    return found
+
+
+def is_permitted(asked: RequestedJob) -> bool:
+    """Whether the flags of what is ``asked`` break no rule, Megatron's own at its start included."""
+    try:
+        all_rules.refuse(asked)
+        all_rules.refuse_to_plan(asked)
+    except ValueError:
+        return False
+    return True
+
+
+STOCK = {"1f1b": None, "interleaved": 2}
+"""The schedules that Megatron runs itself, each with the fewest chunks a rank for which a flag asks."""
+
+
 def stock_schedule(job: Job) -> str:
     """The name of the schedule that Megatron runs without --pipeline-schedule."""
     return "1f1b" if chunks_requested(job) in (None, 1) else "interleaved"

@@ -48,7 +48,8 @@ class Candidate:
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
     ranks or for each (``job.memory_limit``).  ``options`` are those of features that the user asks for.
-    ``choice`` is what a feature has chosen, None where none has.
+    ``stock`` are the schedules for which Megatron's own runs, without --pipeline-schedule.  ``choice`` is what
+    a feature has chosen, None where none has.
     """
 
     tensor: int
@@ -67,6 +68,7 @@ class Candidate:
     layout: str | None = None
     pattern: str | None = None
     options: tuple[Option, ...] = ()
+    stock: tuple[str, ...] = ()
     choice: Choice | None = None
 
     @property
@@ -136,7 +138,7 @@ class Candidate:
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
         fields = asdict(self)
-        del fields["choice"], fields["options"]
+        del fields["choice"], fields["options"], fields["stock"]
         return fields | dict.fromkeys(variants.entries()) | dict(self.choice.record if self.choice else ())
 
     def _values(self) -> dict[str, Any]:
@@ -153,7 +155,7 @@ class Candidate:
             "pipeline_model_parallel_size": self.pipeline,
             "num_virtual_stages_per_pipeline_rank": self.chunks if has_chunks else None,
             "pipeline_model_parallel_layout": self.layout,
-            "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
+            "pipeline_schedule": None if self.pipeline == 1 or self.schedule in self.stock else self.schedule,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
             "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
             **dict.fromkeys(variants.arguments()),
@@ -190,6 +192,19 @@ def settled(asked: RequestedJob) -> RequestedJob:
     if not asked.parallel.expert_tensor_parallel_size:
         sizes["expert_tensor_parallel_size"] = 1
     return asked.changed(**_OURS, **sizes)
+
+
+def alone(asked: RequestedJob) -> RequestedJob:
+    """Return what was ``asked``, as ``settled``, without a pipeline and what a search sets for one."""
+    return settled(asked).changed(
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=2,
+        pipeline_schedule=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        pipeline_memory_limit=None,
+        pipeline_vocabulary=None,
+        **dict.fromkeys(variants.arguments()),
+    )
 
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:

@@ -21,7 +21,8 @@ class Space:
     ``fixed`` names the arguments whose values in ``job`` are the user's and stay; everything else that a
     candidate sets is tried.  Tensor parallelism stays within a node.  Where ``is_uneven``, stages may have
     different numbers of layers.  ``stages`` is the number of stages that were measured, of which those of a
-    candidate are made; None where any may be cut from the layers.
+    candidate are made; None where any may be cut from the layers.  Of ``schedules``, those of ``stock`` are
+    Megatron's own, since flags refuse --pipeline-schedule.  ``has_pipeline`` leaves out what has none.
     """
 
     job: Job
@@ -32,6 +33,8 @@ class Space:
     fixed: Collection[str] = ()
     is_uneven: bool = False
     stages: int | None = None
+    stock: tuple[str, ...] = ()
+    has_pipeline: bool = False
 
     def sized(self) -> Iterator[Candidate]:
         """Yield all legal sizes and chunks with every microbatch, whatever the schedule and recomputation."""
@@ -55,6 +58,7 @@ class Space:
                             Recompute("none"),
                             expert_tensor=own,
                             options=(Pairs(),) if self._is_paired else (),
+                            stock=self.stock,
                         )
                         if self._is_paired and expert == 1:
                             continue
@@ -99,6 +103,8 @@ class Space:
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
         if cut.pipeline == 1:
+            if self.has_pipeline:
+                return
             if "pipeline_schedule" not in self.fixed and self.job.pipeline.pipeline_vocabulary != SHARED:
                 yield 1, [NO_PIPELINE]
             return
