@@ -18,15 +18,21 @@ _PAUSE_SECONDS = 10.0
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
     """Show ``what`` is being done while the context lasts; on stderr where there is no terminal.
 
-    What the package logs of its progress meanwhile is shown behind it.
+    What the package logs of its progress meanwhile is shown after it, and so is what is given to the function
+    that this yields.
     """
     if console.is_terminal:
         # As Text, since names of files may look like markup.
-        with console.status(Text(what)) as status, heard(lambda line: status.update(Text(f"{what}: {line}"))):
-            yield
+        with console.status(Text(what)) as status:
+
+            def update(line: str) -> None:
+                status.update(Text(f"{what}: {line}"))
+
+            with heard(update):
+                yield update
         return
     lines = _Lines(what)
     late = Timer(_PATIENCE_SECONDS, lines.show)
@@ -34,7 +40,7 @@ def waiting(what: str) -> Iterator[None]:
     late.start()
     try:
         with heard(lines.take):
-            yield
+            yield lines.take
     finally:
         late.cancel()
 

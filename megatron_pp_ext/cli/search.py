@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from datetime import datetime
+from math import inf
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,8 +21,9 @@ from megatron_pp_ext.jobs.command import missing
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
-    from megatron_pp_ext.planner.search.best_first import Result, Search
+    from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.replays import Evaluated
+    from megatron_pp_ext.planner.search.result import Result
 
 
 @app.command()
@@ -47,6 +49,7 @@ def search(
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
     from megatron_pp_ext.planner.search.best_first import HEADROOM, Search
+    from megatron_pp_ext.planner.search.budget import Budget
     from megatron_pp_ext.planner.search.candidate import strip
     from megatron_pp_ext.planner.step.parameters import entries
 
@@ -67,7 +70,8 @@ def search(
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - HEADROOM) * system.memory_bytes
-    best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles))
+    budget = Budget(machines.cpu_seconds or inf)
+    best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles, budget))
     best.best[0].estimate.require_possible(system)
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
@@ -111,10 +115,16 @@ def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]
 
 
 def run_with_bar(search: "Search") -> "Result":
-    """Search, with a progress bar on a terminal."""
+    """Search, with a progress bar on a terminal, and elsewhere with a line now and then."""
+
+    def found() -> str:
+        best = search.result.best
+        return f", best so far {best[0].estimate.step_seconds:.4g} s" if best else ""
+
+    most = search.budget.words
     if not console.is_terminal:
-        with waiting("searching"):
-            return search.run()
+        with waiting(f"searching {most}") as take:
+            return search.run(lambda what, done, total: take(f"{what} {done:,} of {total:,}{found()}"))
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
@@ -123,6 +133,6 @@ def run_with_bar(search: "Search") -> "Result":
     with bar, heard(lambda line: bar.update(task, description=line)):
 
         def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=f"{most}: {what}{found()}", completed=done, total=total)
 
         return search.run(progress)

@@ -20,8 +20,8 @@ from megatron_pp_ext.schedule.names import FLEX
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
-    from megatron_pp_ext.planner.search.best_first import Compiles
     from megatron_pp_ext.planner.search.configurations import Space
+    from megatron_pp_ext.planner.search.result import Compiles
 
 
 MOST_GPUS, MOST_SEQUENCES = 2**20, 2**16
@@ -81,6 +81,12 @@ class Machines:
     ] = None
     margin: Margin = 0.05
     top: Annotated[int, typer.Option(help="How many of the best to show.")] = 10
+    cpu_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of a processor after which the search ends with the best so far; 0 for no limit."
+        ),
+    ] = 120.0
 
     @property
     def bytes_of_memory(self) -> float | None:
@@ -94,6 +100,7 @@ class Machines:
             raise ValueError(f"--gpus is {self.gpus}, but must be at most {MOST_GPUS}: lower it")
         ask.require_at_least("--top", self.top, 1)
         ask.require_at_least("--margin", self.margin, 0)
+        ask.require_at_least("--cpu-seconds", self.cpu_seconds, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +127,9 @@ class Tried:
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
         from megatron_pp_ext.planner.search import measured_sizes, variants
-        from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import alone, settled_in
         from megatron_pp_ext.planner.search.configurations import Space
+        from megatron_pp_ext.planner.search.result import Compiles
 
         for one in variants.registered():
             one.refuse(asked)
@@ -162,7 +169,7 @@ class Tried:
 
         These are left where flags go with none of this package.
         """
-        from megatron_pp_ext.planner.search.best_first import Compiles
+        from megatron_pp_ext.planner.search.result import Compiles
 
         given, flag = self.schedules, asked.pipeline.pipeline_schedule
         if given and flag:

@@ -13,10 +13,10 @@ from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.planner.search.best_first import Result
 from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
+from megatron_pp_ext.planner.search.result import Result
 
 _ALIKE = "nearly as fast"
 _COLUMNS = (
@@ -57,7 +57,8 @@ class Report:
         machines = f"{self.gpus} x {self.system.name}"
         console.print(
             f"{result.legal:,} configurations of {machines}: {result.unfit:,} cannot fit, "
-            f"{result.replayed:,} were replayed; none of the others can be among the best\n"
+            f"{result.replayed:,} were replayed; "
+            f"{result.stopped or 'none of the others can be among the best'}\n"
             f"{self._room()}; {result.best[0].estimate.grounds}"
         )
         show_not_counted(self.not_counted)
@@ -104,6 +105,7 @@ class Report:
             "legal": result.legal,
             "unfit": result.unfit,
             "replayed": result.replayed,
+            "stopped": None if result.stopped is None else str(result.stopped),
             "not_counted": self.not_counted,
             "best": [
                 {

@@ -34,7 +34,7 @@ _APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 
-Waiting = Callable[[str], AbstractContextManager[None]]
+Waiting = Callable[[str], AbstractContextManager[object]]
 """Says what is being done while a context lasts."""
 
 

@@ -63,3 +63,19 @@ def test_a_terminal_shows_the_latest_line_beside_its_spinner(monkeypatch):
     with progress.waiting("thinking"):
         LOG.info("some progress")
     assert "thinking: some progress" in terminal.file.getvalue()
+
+
+def test_a_search_says_what_it_costs_and_how_far_it_is_without_a_terminal(mpp, monkeypatch):
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
+    flags = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32000 "
+        "--max-position-embeddings 1024 --bf16 --micro-batch-size 1"
+    )
+    sizes = "--gpus", 8, "--global-batch-size", 32, "--schedules", "1f1b,zb-h1"
+    result = mpp("search", *sizes, "--cpu-seconds", 60, "--", *flags.split())
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert any(line.startswith("searching for at most 60 s of a processor (--cpu-seconds)") for line in lines)
+    assert any("bounding" in line for line in lines)
+    assert any("replaying" in line and "best so far" in line for line in lines)

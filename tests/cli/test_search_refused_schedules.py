@@ -38,7 +38,10 @@ def test_megatrons_own_schedules_are_left_where_all_others_refuse_a_flag(words, 
         assert is_permitted(asked)
         request = for_world(asked, 8)
         assert request.is_stock
-        assert (request.schedule, request.ranks) == (one["candidate"]["schedule"], one["candidate"]["pipeline"])
+        assert (request.schedule, request.ranks) == (
+            one["candidate"]["schedule"],
+            one["candidate"]["pipeline"],
+        )
 
 
 def test_a_schedule_that_refuses_the_flag_alone_is_an_error_of_one_line(search):

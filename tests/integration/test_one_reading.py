@@ -19,9 +19,10 @@ from megatron_pp_ext.job import layers, layout_text
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.planner.search.best_first import Compiles, Search
+from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.result import Compiles
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.schedule import catalog

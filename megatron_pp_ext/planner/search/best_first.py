@@ -2,24 +2,26 @@
 
 Every candidate gets a lower bound on its step.  The candidates are replayed action by action in the
 order of their bounds, and the search ends when no remaining bound is below the step of the last of the
-best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.
+best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.  A search
+whose budget is spent, or that is interrupted, ends with the best that it has.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.planner.search.budget import Budget, Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
+from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, Result
 from megatron_pp_ext.planner.search.variants import tried
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
@@ -28,64 +30,12 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
-LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
-"""The fractions of the memory for each of which the frontier holds the shortest step."""
-
-
-ALIKE = 0.02
-"""The part by which the step of another schedule may be longer and counts as nearly the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounded:
-    """A candidate, apart from its schedule, with lower bounds on its step and on its fullest rank's bytes."""
-
-    bound: float
-    least: float
-    sized: Candidate
-    schedule: str
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate, which is made where it is looked at."""
-        return replace(self.sized, schedule=self.schedule)
-
-
-@dataclass
-class Result:
-    """The best candidates by step, and the shortest step for each fraction of the memory.
-
-    ``best`` has one schedule of candidates that differ in nothing else.  ``alike`` has, by each of the best,
-    the other schedules with which its step is at most ``ALIKE`` longer; those of the last of the best need
-    not be complete.  ``too_large`` are the three candidates with the lowest bounds that only memory keeps
-    out, each with its fullest rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order,
-    ``replayed`` those that were timed action by action.
-    """
-
-    best: list[Evaluated] = field(default_factory=list)
-    alike: dict[Candidate, list[Evaluated]] = field(default_factory=dict)
-    frontier: list[Evaluated] = field(default_factory=list)
-    too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
-    legal: int = 0
-    unfit: int = 0
-    replayed: int = 0
-
-    @property
-    def named(self) -> list[Evaluated]:
-        """The best, each with the schedules that are nearly as fast behind it."""
-        return [one for first in self.best for one in (first, *self.alike[first.candidate])]
-
-
 HEADROOM = 0.06
 """The share of a device's memory that a search leaves free by default, for what no model counts."""
 
 
-class Compiles(Enum):
-    """Whether orders are compiled: never, in addition to the best of the families, or instead of them."""
-
-    NEVER = "never"
-    TOO = "too"
-    ONLY = "only"
+_SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
+_INTERRUPTED = "interrupted"
 
 
 Progress = Callable[[str, int, int], None]
@@ -93,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Search:
-    """A search of ``space`` for ``system``, of which ``limit`` bytes a GPU may be used."""
+    """A search of ``space`` for ``system``, of which ``limit`` bytes a GPU may be used, within ``budget``."""
 
     def __init__(
         self,
@@ -103,8 +53,10 @@ class Search:
         margin: float = MARGIN,
         top: int = 10,
         compiles: Compiles = Compiles.NEVER,
+        budget: Budget | None = None,
     ) -> None:
         self._space, self._compiles = space, compiles
+        self.budget = budget or Budget()
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system)
@@ -116,7 +68,10 @@ class Search:
         self._alike: dict[Candidate, list[Evaluated]] = {}
 
     def run(self, progress: Progress = lambda what, done, total: None) -> Result:
-        """Search; ValueError where nothing is legal or nothing fits."""
+        """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
+
+        KeyboardInterrupt where there is no result yet.
+        """
         gpus, each = self._space.gpus, self._space.gpus_per_node
         if gpus > each and gpus % each:
             below = gpus // each * each
@@ -146,15 +101,29 @@ class Search:
 
     def _replay(self, bounded: Sequence[Bounded], progress: Progress) -> None:
         """Replay candidates in the order of their bounds while any of them may be among the results."""
-        for number, one in enumerate(bounded):
-            progress("replaying", number, len(bounded))
-            if not self._room(one.bound):
-                break
-            candidate = one.candidate
-            room = self._room(one.bound, candidate)
-            if one.least <= room and (evaluated := self._replayed(candidate, room)):
-                self._offer(evaluated)
+        number = 0
+        try:
+            for number, one in enumerate(bounded):
+                progress("replaying", number, len(bounded))
+                if not self._room(one.bound):
+                    break
+                if self.budget.is_spent(leaves_some=self._compiles is not Compiles.NEVER):
+                    self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
+                    break
+                candidate = one.candidate
+                room = self._room(one.bound, candidate)
+                if one.least <= room and (evaluated := self._replayed(candidate, room)):
+                    self._offer(evaluated)
+        except KeyboardInterrupt:
+            self._stop(_INTERRUPTED, bounded[number:])
+            if not self.result.best:
+                raise
         progress("replaying", len(bounded), len(bounded))
+
+    def _stop(self, why: str, others: Sequence[Bounded]) -> None:
+        """Note ``why`` the search ends, with the ``others`` that it has not replayed."""
+        least = min((one.bound for one in others), default=0.0)
+        self.result.stopped = self.result.stopped or Stopped(why, len(others), least)
 
     def _room(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
@@ -193,6 +162,8 @@ class Search:
 
     def _compile(self, progress: Progress) -> None:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
+        if self.result.stopped and self.result.stopped.why == _INTERRUPTED:
+            return
         chosen = to_compile(self.result.named, self._space, self._workloads)
         compiler = Compiler(self._space, self._workloads, self._limit, self._margin)
         infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
@@ -201,14 +172,22 @@ class Search:
             self.result.best.clear()
             self._alike.clear()
             self._shortest.clear()
-        for number, cut in enumerate(chosen):
-            progress("compiling", number, len(chosen))
-            evaluated = compiler.compiled(cut)
-            if isinstance(evaluated, str):
-                infeasible = evaluated
-            else:
-                self.result.replayed += 1
-                self._offer(evaluated)
+        try:
+            for number, cut in enumerate(chosen):
+                progress("compiling", number, len(chosen))
+                if self.budget.is_spent() and self.result.best:
+                    self._stop(_SPENT.format(self.budget.seconds), ())
+                    break
+                evaluated = compiler.compiled(cut)
+                if isinstance(evaluated, str):
+                    infeasible = evaluated
+                else:
+                    self.result.replayed += 1
+                    self._offer(evaluated)
+        except KeyboardInterrupt:
+            self._stop(_INTERRUPTED, ())
+            if not self.result.best:
+                raise
         if has_some and not self.result.best:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
 
@@ -281,6 +260,9 @@ class Search:
         return evaluated
 
     def _nothing_fits(self) -> str:
+        if self.result.stopped:
+            stopped = self.result.stopped
+            return f"nothing that fits was found: {stopped}: give more --cpu-seconds, or fix sizes"
         candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]
         candidate, fullest = min(candidates, key=lambda pair: pair[1].total)
         name, size = max(fullest.components(), key=lambda pair: pair[1])

@@ -48,8 +48,8 @@ class Candidate:
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
     ranks or for each (``job.memory_limit``).  ``options`` are those of features that the user asks for.
-    ``stock`` are the schedules for which Megatron's own runs, without --pipeline-schedule.  ``choice`` is what
-    a feature has chosen, None where none has.
+    ``stock`` are the schedules that Megatron's own are, without --pipeline-schedule.  ``choice`` is what a
+    feature has chosen, None where none has.
     """
 
     tensor: int

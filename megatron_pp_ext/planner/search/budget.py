@@ -1,0 +1,55 @@
+"""The processor time that a search may take, and why a search has stopped early."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+DEFAULT_SECONDS = 120.0
+"""The seconds of a processor that a search takes at most, unless it is given others."""
+
+_BEFORE_COMPILING = 0.75
+"""The part of them for replays where orders are compiled after."""
+
+
+@dataclass
+class Budget:
+    """So many ``seconds`` of a processor from now on; ``clock`` counts those of this process."""
+
+    seconds: float = inf
+    clock: Callable[[], float] = time.process_time
+    _start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    @property
+    def used(self) -> float:
+        """The seconds that are used."""
+        return self.clock() - self._start
+
+    @property
+    def words(self) -> str:
+        """What a search costs at most, in words."""
+        if self.seconds == inf:
+            return "without a limit"
+        return f"for at most {self.seconds:g} s of a processor (--cpu-seconds)"
+
+    def is_spent(self, leaves_some: bool = False) -> bool:
+        """Whether all seconds are used, or all but those that compiling needs where it ``leaves_some``."""
+        return self.used > self.seconds * (_BEFORE_COMPILING if leaves_some else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why a search ended before its end: ``left`` candidates have no step below ``least_seconds``."""
+
+    why: str
+    left: int
+    least_seconds: float
+
+    def __str__(self) -> str:
+        if not self.left:
+            return f"{self.why}; not all orders were compiled"
+        others = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+        return f"{self.why}; {others} not looked at, none of which takes less than {self.least_seconds:.4g} s"
