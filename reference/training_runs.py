@@ -33,15 +33,17 @@ _ACTIVATIONS = {"gelu": False, "squared_relu": False, "swiglu": True, "geglu": T
 class PublishedRun:
     """A job in the planner's names, the GPUs that it ran on, and what was measured.
 
-    ``seconds`` are those of a step, or None where the source has none; ``memory`` is in GB as printed, and
-    ``ran_out`` says that it did not fit.  ``node`` and ``network`` are a GPU's bytes a second within a node
-    and to other nodes where they are not those of the shipped system.  ``framework`` has what the framework
+    ``publisher`` is who published it, with the year.  ``seconds`` are those of a step, or None where the
+    source has none; ``memory`` is in GB as printed, and ``ran_out`` says that it did not fit.  ``node`` and
+    ``network`` are a GPU's bytes a second within a node and to other nodes where they are not those of the
+    shipped system.  ``framework`` has what the framework
     does unlike Megatron (``job.parts.Parallel``), and ``more_bytes`` are what it keeps for each
     weight of a rank beyond what Megatron keeps.  ``is_judged_by_memory`` is false where the source leaves
     open what memory holds.
     """
 
     source: str
+    publisher: str
     name: str
     gpu: str
     gpus: int
@@ -76,6 +78,7 @@ def _run(group: Mapping[str, Any], row: Mapping[str, Any], models: Mapping[str, 
     described = dict(_described(group, row, shape))
     return PublishedRun(
         source=group["id"],
+        publisher=f"{group['publisher']} {group['year']}",
         name=_name(row),
         gpu=row["gpu"],
         gpus=row["gpus"],

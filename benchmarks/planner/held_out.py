@@ -1,13 +1,14 @@
-"""The factors of a device, fitted on published steps, and the errors on the steps of a source left out.
+"""The factors of a device, fitted on published steps, and the errors on the steps of a publisher left out.
 
 What one kernel or collective takes alone is measured (``components``).  In a step the clock is lower, kernels
 that device memory bounds follow each other with gaps, and a host starts kernels more slowly than a graph
-does.  These few factors are fitted by the mean error over sources, since jobs of one source are alike.
+does.  These few factors are fitted by the mean error over sources, since jobs of one source are alike.  What
+is left out together is all that one publisher measured in a year: its sources share machines and software.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -61,14 +62,19 @@ def device_of(run: PublishedRun) -> str:
 
 
 def part_of(run: PublishedRun) -> str:
-    """Return what is left out with ``run``: its source, or half of it."""
+    """Return the part of the runs that ``run`` counts in: its source, or half of it."""
     if run.source != _SMALL:
         return run.source
     return f"{run.source}, half {sha256(run.name.encode()).digest()[0] % 2 + 1}"
 
 
+def left_out_with(run: PublishedRun) -> str:
+    """Return what is left out with ``run``: all of its publisher in a year, or half of the small models."""
+    return part_of(run) if run.source == _SMALL else run.publisher
+
+
 def fitted(device: str) -> dict[str, Factors]:
-    """Return the factors of ``device`` without each source, by its name, and with all of them, by ""."""
+    """Return the factors of ``device`` without each of ``left_out_with``, and with all runs, by ""."""
     own = [run for run in runs() if run.gpu == device and run.seconds]
     small = [run for run in own if run.source == _SMALL]
     used = [run for run in own if run.source != _SMALL] + small[::_EVERY]
@@ -80,16 +86,19 @@ def fitted(device: str) -> dict[str, Factors]:
         for run in used:
             by_source[part_of(run)].append(abs(judged(run, tried).ratio - 1))
         errors[point] = {source: mean(found) for source, found in by_source.items()}
-    sources = dict.fromkeys(map(part_of, used))
+    parts: dict[str, set[str]] = {"": set()}
+    for run in used:
+        name = left_out_with(run)
+        parts[name] = {part_of(other) for other in used if name in (left_out_with(other), other.publisher)}
     return {
-        left_out: dict(zip(TRIED[device], _best(errors, left_out), strict=True))
-        for left_out in ("", *sources)
+        name: dict(zip(TRIED[device], _best(errors, left_out), strict=True))
+        for name, left_out in parts.items()
     }
 
 
-def _best(errors: Mapping[tuple[float, ...], Mapping[str, float]], left_out: str) -> tuple[float, ...]:
+def _best(errors: Mapping[tuple[float, ...], Mapping[str, float]], left_out: Set[str]) -> tuple[float, ...]:
     def error(point: tuple[float, ...]) -> float:
-        return mean(found for source, found in errors[point].items() if source != left_out)
+        return mean(found for part, found in errors[point].items() if part not in left_out)
 
     return min(errors, key=error)
 
@@ -103,14 +112,14 @@ def keep() -> None:
 
 @cache
 def factors() -> Mapping[str, Mapping[str, Factors]]:
-    """Return the factors that were fitted: for each device without each source, and with all, by ""."""
+    """Return the factors that were fitted: for each device without each publisher, and with all, by ""."""
     content: Mapping[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
 
 @cache
 def held_out() -> tuple[Judged, ...]:
-    """Return every run that has a time, judged with the factors that were fitted without its source."""
+    """Return every run that has a time, judged with the factors that were fitted without its publisher."""
     return tuple(_held_out(runs()))
 
 
@@ -118,12 +127,12 @@ def _held_out(every: Iterable[PublishedRun]) -> Iterable[Judged]:
     for run in every:
         if run.seconds:
             known = factors()[device_of(run)]
-            found = known.get(part_of(run), known[""])
+            found = known.get(left_out_with(run), known[""])
             yield judged(run, with_factors(system.read(run.gpu), found))
 
 
 def folds() -> str:
-    """The factors with each source left out; the first of a device's rows is of all, and shipped."""
+    """The factors with each publisher left out; the first of a device's rows is of all, and shipped."""
     rows: list[Row] = []
     names = ("clock", "copy", "network", "kernel_seconds")
     for device, by_source in factors().items():

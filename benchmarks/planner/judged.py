@@ -17,11 +17,12 @@ from reference.training_runs import PublishedRun, runs
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A published run with its estimate."""
+    """A published run with its estimate, under ``schedule``."""
 
     run: PublishedRun
     kind: str
     estimate: Estimate
+    schedule: str
 
     @property
     def ratio(self) -> float:
@@ -55,8 +56,9 @@ def _link(rate: float | None, shipped: Link) -> Link:
 def judged(run: PublishedRun, machine: System | None = None) -> Judged:
     """Estimate ``run``, on ``machine`` in place of the shipped system if one is given."""
     job, machine = describe(dict(run.model)).changed(**run.framework), machine_of(run, machine)
-    found = estimate_request(job, machine, for_world(asked_of(job), run.gpus))
-    return Judged(run, error_band.kind_of(job, machine, run.gpus), found)
+    request = for_world(asked_of(job), run.gpus)
+    found = estimate_request(job, machine, request)
+    return Judged(run, error_band.kind_of(job, machine, run.gpus), found, request.schedule)
 
 
 @cache

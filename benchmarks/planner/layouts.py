@@ -15,13 +15,14 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner import model_names
-from megatron_pp_ext.planner.search.best_first import HEADROOM, Search
+from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.result import Compiles, Result
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
+from megatron_pp_ext.planner.step.peaks import HEADROOM
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from reference.recipes import DEEPSEEK_V3, RECIPES, Recipe

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +27,10 @@ from benchmarks.planner.judged import (
     timed,
 )
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
-from megatron_pp_ext.planner.search.best_first import HEADROOM
 from megatron_pp_ext.planner.step import error_band
+from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.peaks import headroom
+from reference.training_runs import PublishedRun
 
 VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"
 
@@ -36,7 +38,7 @@ _SWEEP = 4
 """The fewest jobs of one model, batch and number of GPUs whose order is judged."""
 
 
-def validation(every: Iterable[Judged]) -> dict[str, dict[str, float]]:
+def validation(every: Iterable[Judged]) -> dict[str, dict[str, Any]]:
     """Return the content of validation.json; see ``error_band``."""
     content = {}
     for kind, rows in by_kind(every).items():
@@ -46,6 +48,10 @@ def validation(every: Iterable[Judged]) -> dict[str, dict[str, float]]:
             "high": round(tenths[-1], 3),
             "error": round(error(rows), 3),
             "rows": len(rows),
+            "systems": sorted({one.run.gpu for one in rows}),
+            "schedules": sorted({one.schedule for one in rows}),
+            "length": max(one.run.model["seq_length"] for one in rows),
+            "context": max(one.run.model.get("context_parallel_size") or 1 for one in rows),
         }
     return content
 
@@ -107,16 +113,22 @@ def verdicts(every: Iterable[Judged]) -> list[tuple[Judged, bool]]:
     A run that has a time did fit.
     """
     return [
-        (one, (one.bytes <= (1 - HEADROOM) * machine_of(one.run).memory_bytes) is not one.run.ran_out)
+        (one, (one.bytes <= _offered(one.run)) is not one.run.ran_out)
         for one in every
         if one.run.is_judged_by_memory and (one.run.ran_out or one.run.seconds)
     ]
 
 
+def _offered(run: PublishedRun) -> float:
+    """Return the bytes of a GPU that a search would use for ``run``."""
+    return (1 - headroom(describe(dict(run.model)))) * machine_of(run).memory_bytes
+
+
 def kinds() -> str:
     """Mean absolute errors of a step's seconds, with eight in ten of the steps; `one constant` is a baseline.
 
-    A run is held out where the factors of its device were fitted without all runs of its source.  The
+    A run is held out where the factors of its device were fitted without all runs that its publisher made in
+    the same year.  The
     baseline is one rate of operations for each device and kind, the median of its jobs.
     """
     every, held = timed(all_judged()), by_kind(held_out.held_out())
@@ -154,7 +166,7 @@ def kinds() -> str:
 
 
 def sources() -> str:
-    """The errors by source, each judged with factors that were fitted without it."""
+    """The errors by source, each judged with factors that were fitted without its publisher's runs."""
     rows: list[Row] = [
         (kind, source, len(ones), f"{error(ones):.1%}", f"{mean(one.ratio for one in ones) - 1:+.1%}")
         for kind, found in by_kind(held_out.held_out()).items()

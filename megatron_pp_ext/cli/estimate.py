@@ -29,6 +29,7 @@ from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
@@ -92,7 +93,7 @@ def estimate(
         console.print(
             f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
         )
-    show(estimated, request, machine, gpus)
+    show(estimated, request, machine, gpus, asked.job)
     without = not_counted(asked)
     show_not_counted(without)
     if chosen:
@@ -130,9 +131,10 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
 
-def show(estimated: "Estimate", request: Request, machine: System, gpus: int) -> None:
+def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:
     """Time in a few lines, memory as a table."""
     from megatron_pp_ext.planner.step.additions import additions
+    from megatron_pp_ext.planner.step.peaks import above
 
     tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None
@@ -146,8 +148,8 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int) ->
         f"MFU {estimated.mfu}, bubble {estimated.bubble:.1%}, {tokens:,.0f} tokens/s a GPU"
     )
     expected = ""
-    if estimated.band is not None:
-        least, most = estimated.band.of(estimated.step_seconds)
+    if estimated.band is not None and (around := estimated.band.of(estimated.step_seconds)) is not None:
+        least, most = around
         expected = f"expect {least:.4g} to {most:.4g} s: "
     console.print(f"{expected}{estimated.grounds}")
     if estimated.note:
@@ -171,7 +173,11 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int) ->
     for addition in additions():
         for line in addition.lines(estimated):
             console.print(line)
-    fullest = estimated.fullest
+    fullest, more = estimated.fullest, above(job)
+    console.print(
+        f"measured peaks were up to {more:.0%} above their estimates: up to "
+        f"{(1 + more) * fullest.total / 1e9:.1f} GB on the fullest rank"
+    )
     if fullest.total > machine.memory_bytes:
         largest = max(fullest.components(), key=lambda pair: pair[1])
         console.print(

@@ -48,10 +48,11 @@ def search(
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
-    from megatron_pp_ext.planner.search.best_first import HEADROOM, Search
+    from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.budget import Budget
     from megatron_pp_ext.planner.search.candidate import strip
     from megatron_pp_ext.planner.step.parameters import entries
+    from megatron_pp_ext.planner.step.peaks import above, headroom
 
     require_folder(outputs.json, outputs.html, *outputs.paths)
     machines.check()
@@ -69,7 +70,7 @@ def search(
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
-    limit = machines.bytes_of_memory or (1 - HEADROOM) * system.memory_bytes
+    limit = machines.bytes_of_memory or (1 - headroom(asked.job)) * system.memory_bytes
     budget = Budget(machines.cpu_seconds or inf)
     best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles, budget))
     best.best[0].estimate.require_possible(system)
@@ -77,7 +78,16 @@ def search(
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
     report = Report(
-        best, all_words, about, system, machines.gpus, limit, measuring.script, filled_in, without
+        best,
+        all_words,
+        about,
+        system,
+        machines.gpus,
+        limit,
+        above(asked.job),
+        measuring.script,
+        filled_in,
+        without,
     )
     report.show()
     for path in outputs.paths:

@@ -25,6 +25,7 @@ _LABELS: Mapping[str, str] = {
     "MFU": "the part of the devices' peak rate that the model's own arithmetic is",
     "bubble": "the part of a pipeline's time in which ranks are idle",
     "GB a rank": "what the fullest rank needs; messages, also in GB, are a part of it",
+    "at most": "the same with the error of estimates of memory",
 }
 
 

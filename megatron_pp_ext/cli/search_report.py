@@ -26,6 +26,7 @@ _COLUMNS = (
     "MFU",
     "bubble",
     "GB a rank",
+    "at most",
     "messages",
     "behind the best",
     _ALIKE,
@@ -37,7 +38,7 @@ class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
     ``about`` says what was asked: the model, sequences a step and tokens a sequence, command and date.
-    ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
+    Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
     ``not_counted`` what estimates are made without.
     """
 
@@ -47,6 +48,7 @@ class Report:
     system: System
     gpus: int
     limit: float
+    above: float
     script: Path | None = None
     filled_in: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = ()
@@ -87,7 +89,8 @@ class Report:
         """Say how much memory a rank may take."""
         offered = self.system.memory_bytes
         left = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
-        return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{left} (--memory)"
+        measured = f"; measured peaks were up to {self.above:.0%} above their estimates"
+        return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{left} (--memory){measured}"
 
     def show_command(self, title: str, one: Evaluated) -> None:
         """Print ``title`` and the command that starts ``one``."""
@@ -102,6 +105,7 @@ class Report:
             "system": self.system.name,
             "gpus": self.gpus,
             "memory_limit": self.limit,
+            "peaks_above_estimates": self.above,
             "legal": result.legal,
             "unfit": result.unfit,
             "replayed": result.replayed,
@@ -179,6 +183,7 @@ class Report:
                 one.estimate.mfu,
                 f"{one.estimate.bubble:.1%}",
                 f"{one.estimate.fullest.total / 1e9:.1f}",
+                f"{one.estimate.fullest.total * (1 + self.above) / 1e9:.1f}",
                 f"{one.estimate.fullest.messages / 1e9:.2f}",
                 why(best, one),
                 self._alike(one),

@@ -7,6 +7,7 @@ from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate
 from megatron_pp_ext.planner.step.model_description import describe
+from megatron_pp_ext.planner.step.model_operations import model_operations
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
@@ -224,13 +225,13 @@ def test_utilisation_and_tokens_are_of_the_whole_machine(fp8, peak):
     assert few.tokens_per_second * few.step_seconds == pytest.approx(batch * S)
     assert spread.tokens_per_second * spread.step_seconds == pytest.approx(batch * S)
     done = [found.utilisation * found.step_seconds for found in (few, spread)]
-    assert done[0] * peak == pytest.approx(one.operations(batch))
+    assert done[0] * peak == pytest.approx(model_operations(one.job, batch))
     assert done[1] * 16 == pytest.approx(done[0], rel=1e-3)
 
 
 def test_recomputation_is_no_model_operation():
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    assert work(**again).operations(4) == work().operations(4)
+    assert model_operations(work(**again).job, 4) == model_operations(work().job, 4)
 
 
 def test_memory_is_the_sum_of_its_parts_with_a_margin_on_what_comes_and_goes():

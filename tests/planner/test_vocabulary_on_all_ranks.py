@@ -114,14 +114,13 @@ def _kept(part):
 def test_ranks_exchange_the_hidden_states_of_all_tokens():
     """Sequence parallelism leaves half of the tokens to each of two ranks, but not in an exchange.
 
-    There are as many operations as without sharing, and a tied weight that exists once is not summed.
+    A tied weight that exists once is not summed.
     """
     plain, cut, separate = work(), work(**SEQUENCE_PARALLEL), work(shares=False)
     assert plain.exchanged_bytes == cut.exchanged_bytes == (EMBEDS_AHEAD + 2) * HIDDEN
     kept, halved = (made.costs.vocabulary.activation for made in (plain, cut))
     assert kept - halved == (2 * S * V / P) / 2
     assert separate.exchanged_bytes == plain.tied_seconds == 0 < separate.tied_seconds
-    assert plain.operations(8) == pytest.approx(separate.operations(8))
 
 
 def test_microbatches_between_s_and_t_add_to_the_peak():

@@ -30,10 +30,6 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
-HEADROOM = 0.06
-"""The share of a device's memory that a search leaves free by default, for what no model counts."""
-
-
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
 _INTERRUPTED = "interrupted"
 

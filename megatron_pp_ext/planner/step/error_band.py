@@ -1,12 +1,13 @@
 """How far estimates of a kind of job were from published runs of that kind.
 
 ``planner/validation.json`` has, for each kind, how many runs there were and between which factors of the
-estimate eight in ten of the measured steps lie.  ``python -m benchmarks.planner.training_runs --keep`` writes
-it.
+estimate eight in ten of the measured steps lie, and what the runs were: their systems and schedules, the
+longest sequences and the most context-parallel ranks.  Outside of that the range is wider, or there is none.
+``python -m benchmarks.planner.training_runs --keep`` writes the file.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -24,34 +25,40 @@ DENSE, FP8, EXPERTS, SMALL, A100 = (
 )
 KINDS = (DENSE, FP8, A100, EXPERTS, SMALL)
 
-_VALIDATED = ("h100", "a100-80g", "b200")
 _SMALL_HIDDEN = 2048
 """A host starts kernels more slowly than a GPU runs those of this hidden size or less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Eight in ten of ``rows`` published steps of a ``kind`` took ``low`` to ``high`` times the estimate.
+    """Eight in ten of ``rows`` published steps took ``low`` to ``high`` times their estimate.
 
-    ``error`` is the mean of the absolute relative errors.  ``is_like`` says that the kind has no runs on this
-    system, and the band is that of others.
+    The runs are those of ``kind``, and ``error`` is the mean of their absolute relative errors.
+    ``unmeasured`` is what a job has that none of them had, in words.  With one such thing the range is the
+    widest of all kinds; with more there is none, and ``low`` and ``high`` are None.
     """
 
     kind: str
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     error: float
     rows: int
-    is_like: bool = False
+    unmeasured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        runs = f"{self.rows} published runs of this kind ({self.kind})"
-        other = ", none of them on this system" if self.is_like else ""
-        return f"{runs} took {self.low:.2f} to {self.high:.2f} times their estimate{other}"
+        if not self.unmeasured:
+            runs = f"{self.rows} published runs of this kind ({self.kind})"
+            return f"8 in 10 of {runs} took {self.low:.2f} to {self.high:.2f} times their estimate"
+        none = f"none of {self.rows} published runs of this kind ({self.kind}) was"
+        without = f"{none} {', or '.join(self.unmeasured)}"
+        if self.low is None:
+            return f"no range of times to expect: {without}"
+        times = f"{self.low:.2f} to {self.high:.2f} times their estimate"
+        return f"{without}; the widest range of a kind is {times}"
 
-    def of(self, seconds: float) -> tuple[float, float]:
-        """Return the band around an estimate of ``seconds``."""
-        return self.low * seconds, self.high * seconds
+    def of(self, seconds: float) -> tuple[float, float] | None:
+        """Return the range around an estimate of ``seconds``, if there is one."""
+        return None if self.low is None or self.high is None else (self.low * seconds, self.high * seconds)
 
 
 def kind_of(job: Job, system: System, gpus: int) -> str:
@@ -65,15 +72,42 @@ def kind_of(job: Job, system: System, gpus: int) -> str:
     return A100 if system.name.startswith("a100") else DENSE
 
 
-def band(job: Job, system: System, gpus: int) -> Band:
-    """Return the band of ``job`` on so many ``gpus`` of ``system``."""
+def band(job: Job, system: System, gpus: int, schedule: str, shares_vocabulary: bool) -> Band:
+    """Return the band of ``job`` on so many ``gpus`` of ``system`` under ``schedule``."""
     kind = kind_of(job, system, gpus)
-    return Band(kind, **validation()[kind], is_like=system.name not in _VALIDATED)
+    known = validation()[kind]
+    unmeasured = tuple(_unmeasured(job, system.name, schedule, shares_vocabulary, known))
+    low, high = known["low"], known["high"]
+    if unmeasured:
+        every = validation().values()
+        low, high = min(one["low"] for one in every), max(one["high"] for one in every)
+    if len(unmeasured) > 1:
+        low = high = None
+    return Band(kind, low, high, known["error"], known["rows"], unmeasured)
+
+
+def _unmeasured(
+    job: Job, system: str, schedule: str, shares_vocabulary: bool, known: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what ``job`` has and none of the runs of its kind had, of which ``known`` is described."""
+    length, context = job.model.seq_length, job.parallel.context_parallel_size
+    if system not in known["systems"]:
+        yield f"on {system}"
+    if schedule not in known["schedules"]:
+        yield f"under {schedule}"
+    if length > known["length"]:
+        yield f"of sequences above {known['length']:,} tokens"
+    if context > known["context"]:
+        yield f"of more than {known['context']} context-parallel ranks"
+    if job.pipeline.pipeline_offload is not None:
+        yield "with activations on the host"
+    if shares_vocabulary:
+        yield "with a shared vocabulary"
 
 
 @cache
 def validation() -> Mapping[str, Mapping[str, Any]]:
-    """Return the shipped figures of each kind: those of ``Band`` but its name."""
+    """Return the shipped figures of each kind."""
     file = resources.files("megatron_pp_ext.planner") / "validation.json"
     content: Mapping[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return content

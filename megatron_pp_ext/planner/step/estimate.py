@@ -17,6 +17,7 @@ from megatron_pp_ext.job import updates
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.additions import additions
 from megatron_pp_ext.planner.step.error_band import Band, band
+from megatron_pp_ext.planner.step.model_operations import model_operations
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
@@ -114,7 +115,7 @@ class Estimate:
         """What the seconds are to be trusted for, in words."""
         if self.band is None:
             return f"every stage takes what {self.stages_from} says; all else is estimated"
-        return f"8 in 10 of {self.band}"
+        return str(self.band)
 
     @property
     def fullest(self) -> RankMemory:
@@ -214,17 +215,18 @@ def estimate(
     taken = paced or pace(work, order, name, microbatches)
     job, gpus = work.job, work.gpus
     dtype = ("fp8" if job.precision.fp8 else "bf16") if job.precision.is_half else "fp32"
-    tokens = job.model.seq_length * job.batch.micro_batch_size * work.data * microbatches
+    samples = job.batch.micro_batch_size * work.data * microbatches
+    tokens = job.model.seq_length * samples
     seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
     possible = seconds * gpus * work.system.peak(dtype)
     return Estimate(
         step_seconds=seconds,
         pipeline_seconds=taken.pipeline_seconds,
         bubble=taken.bubble,
-        utilisation=None if work.model.counts_weights else work.operations(microbatches) / possible,
+        utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
-        band=None if file else band(job, work.system, gpus),
+        band=None if file else band(job, work.system, gpus, name, work.placement.shares_vocabulary),
         stages_from=str(file) if file else None,
     )
 

@@ -257,12 +257,6 @@ class Workload:
         """Return the seconds of the whole backward of one microbatch on a rank."""
         return self.by_rank[rank].backward_seconds
 
-    def operations(self, microbatches: int) -> float:
-        """Return the model operations of a step on all ranks, without those of recomputation."""
-        forward = sum(part.forward_operations for part in self.parts)
-        forward += self.placement.ranks * self._vocabulary_part.forward_operations
-        return 3 * forward * self.tensor * self.context * self.data * microbatches
-
     def _waits(self, part: Part, sharing: Sharing) -> Waits:
         job, system = self.job, self.system
         groups = (
