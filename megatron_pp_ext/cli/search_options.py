@@ -75,7 +75,8 @@ class Machines:
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of a GPU that may be used, as in 60GB or 6e10 bytes.  [default: 94% of it, 90% for experts]",
+            help="Memory of a GPU that may be used, as in 60GB or 6e10 bytes.  "
+            "[default: 94% of it, 90% with experts]",
             metavar="SIZE",
         ),
     ] = None

@@ -26,7 +26,6 @@ _COLUMNS = (
     "MFU",
     "bubble",
     "GB a rank",
-    "at most",
     "messages",
     "behind the best",
     _ALIKE,
@@ -38,8 +37,9 @@ class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
     ``about`` says what was asked: the model, sequences a step and tokens a sequence, command and date.
-    Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
-    ``not_counted`` what estimates are made without.
+    Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script,
+    ``filled_in`` are those of ``words`` that the user did not give, ``not_counted`` what estimates are made
+    without.
     """
 
     result: Result
@@ -182,14 +182,17 @@ class Report:
                 f"{one.estimate.step_seconds:.4g}",
                 one.estimate.mfu,
                 f"{one.estimate.bubble:.1%}",
-                f"{one.estimate.fullest.total / 1e9:.1f}",
-                f"{one.estimate.fullest.total * (1 + self.above) / 1e9:.1f}",
+                self._gigabytes(one.estimate.fullest.total),
                 f"{one.estimate.fullest.messages / 1e9:.2f}",
                 why(best, one),
                 self._alike(one),
             ]
             for number, one in enumerate(result.best, 1)
         ]
+
+    def _gigabytes(self, total: float) -> str:
+        """Return the estimate of a rank's bytes, and what its peak may be at most."""
+        return f"{total / 1e9:.1f}-{(1 + self.above) * total / 1e9:.1f}"
 
     def _alike(self, one: Evaluated) -> str:
         """Say which schedules are nearly as fast as that of ``one``: of each family the fastest."""

@@ -14,7 +14,9 @@ from importlib import resources
 from typing import Any
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 
 DENSE, FP8, EXPERTS, SMALL, A100 = (
     "dense",
@@ -89,11 +91,14 @@ def band(job: Job, system: System, gpus: int, schedule: str, shares_vocabulary: 
 def _unmeasured(
     job: Job, system: str, schedule: str, shares_vocabulary: bool, known: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield what ``job`` has and none of the runs of its kind had, of which ``known`` is described."""
+    """Yield what ``job`` has and none of the runs of its kind had, which were as ``known`` says.
+
+    Megatron's own schedules count as one.
+    """
     length, context = job.model.seq_length, job.parallel.context_parallel_size
     if system not in known["systems"]:
         yield f"on {system}"
-    if schedule not in known["schedules"]:
+    if schedule not in {*known["schedules"], NO_PIPELINE, *STOCK}:
         yield f"under {schedule}"
     if length > known["length"]:
         yield f"of sequences above {known['length']:,} tokens"
