@@ -24,8 +24,7 @@ _LABELS: Mapping[str, str] = {
     "uneven": "stages have different numbers of layers, which the command has as a layout",
     "MFU": "the part of the devices' peak rate that the model's own arithmetic is",
     "bubble": "the part of a pipeline's time in which ranks are idle",
-    "GB a rank": "what the fullest rank needs by the estimate, and with the error of such estimates; messages, "
-    "also in GB, are a part of it",
+    "GB a rank": "what the fullest rank needs as estimated, and at most; messages are a part of it",
 }
 
 
