@@ -55,7 +55,8 @@ class Band:
         without = f"{none} {', or '.join(self.unmeasured)}"
         if self.low is None:
             return f"no range of times to expect: {without}"
-        return f"{without}; the widest range of all kinds is {self.low:.2f} to {self.high:.2f} times the estimate"
+        widest = f"{self.low:.2f} to {self.high:.2f} times the estimate"
+        return f"{without}; the widest range of all kinds is {widest}"
 
     def of(self, seconds: float) -> tuple[float, float] | None:
         """Return the range around an estimate of ``seconds``, if there is one."""
