@@ -188,7 +188,8 @@ def test_what_an_estimate_would_be_wrong_with_is_refused_in_one_line(name: str) 
 @pytest.mark.parametrize("value", ["1023,0", "-1,0", "4096,4096"])
 def test_a_window_as_long_as_the_sequence_is_no_window(value: str) -> None:
     assert estimated("dense", f"--window-size={value}") == estimated("dense")
-    assert estimated("dense", "--window-size=1022,0") != estimated("dense")
+    longer = "--seq-length", "8192", "--max-position-embeddings", "8192"
+    assert estimated("dense", *longer, "--window-size=1022,0") != estimated("dense", *longer)
 
 
 def test_a_default_that_is_given_is_not_asked() -> None:

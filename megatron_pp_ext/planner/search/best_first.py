@@ -103,7 +103,8 @@ class Search:
                 progress("replaying", number, len(bounded))
                 if not self._room(one.bound):
                     break
-                if self.budget.is_spent(leaves_some=self._compiles is not Compiles.NEVER):
+                compiles = self._compiles is not Compiles.NEVER
+                if self.budget.is_spent(leaves_some=compiles, has_result=bool(self.result.best)):
                     self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
                     break
                 candidate = one.candidate

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-DEFAULT_SECONDS = 120.0
-"""The seconds of a processor that a search takes at most, unless it is given others."""
-
 _BEFORE_COMPILING = 0.75
 """The part of them for replays where orders are compiled after."""
 
@@ -35,8 +32,13 @@ class Budget:
             return "without a limit"
         return f"for at most {self.seconds:g} s of a processor (--cpu-seconds)"
 
-    def is_spent(self, leaves_some: bool = False) -> bool:
-        """Whether all seconds are used, or all but those that compiling needs where it ``leaves_some``."""
+    def is_spent(self, leaves_some: bool = False, has_result: bool = True) -> bool:
+        """Whether all seconds are used, or all but those that compiling needs where it ``leaves_some``.
+
+        A search that has no result yet may take twice as long.
+        """
+        if not has_result:
+            return self.used > 2 * self.seconds
         return self.used > self.seconds * (_BEFORE_COMPILING if leaves_some else 1.0)
 
 
