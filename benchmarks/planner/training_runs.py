@@ -48,6 +48,7 @@ def validation(every: Iterable[Judged]) -> dict[str, dict[str, Any]]:
             "high": round(tenths[-1], 3),
             "error": round(error(rows), 3),
             "rows": len(rows),
+            "publishers": len({one.run.publisher for one in rows}),
             "systems": sorted({one.run.gpu for one in rows}),
             "schedules": sorted({one.schedule for one in rows}),
             "length": max(one.run.model["seq_length"] for one in rows),

@@ -29,9 +29,17 @@ def band(*more: str, machine: str = "h100", length: int = 4096) -> Band:
 
 
 def test_a_job_like_published_runs_has_the_range_of_these() -> None:
-    found = band()
-    assert (found.low, found.high, found.unmeasured) == (DENSE["low"], DENSE["high"], ())
-    assert str(found).startswith(f"8 in 10 of {DENSE['rows']} published runs of this kind (dense) took ")
+    known, found = validation()["dense in FP8"], band("--fp8-format", "hybrid")
+    assert (found.low, found.high, found.unmeasured) == (known["low"], known["high"], ())
+    runs = f"8 in 10 of {known['rows']} published runs of this kind (dense in FP8) took "
+    assert str(found).startswith(runs)
+
+
+def test_runs_of_one_publisher_do_not_make_a_range_of_their_own() -> None:
+    every, found = validation().values(), band()
+    assert DENSE["publishers"] == found.publishers == 1
+    assert (found.low, found.high) == (min(o["low"] for o in every), max(o["high"] for o in every))
+    assert f"all {DENSE['rows']} published runs of this kind (dense) are of one publisher; " in str(found)
 
 
 @pytest.mark.parametrize(

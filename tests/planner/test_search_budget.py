@@ -73,4 +73,4 @@ def test_an_interrupted_search_without_a_result_is_interrupted(phase):
 
 def test_a_budget_in_which_nothing_is_found_is_an_error_with_what_to_do():
     with pytest.raises(ValueError, match=r"nothing that fits was found: stopped .* give more --cpu-seconds"):
-        search(budget=Budget(0.5, Clock())).run()
+        search(budget=Budget(0.4, Clock())).run()

@@ -37,7 +37,8 @@ class Band:
 
     The runs are those of ``kind``, and ``error`` is the mean of their absolute relative errors.
     ``unmeasured`` is what a job has that none of them had, in words.  With one such thing the range is the
-    widest of all kinds; with more there is none, and ``low`` and ``high`` are None.
+    widest of all kinds; with more there is none, and ``low`` and ``high`` are None.  It is also the widest
+    where all runs are of one of ``publishers``, whose jobs are alike.
     """
 
     kind: str
@@ -45,9 +46,16 @@ class Band:
     high: float | None
     error: float
     rows: int
+    publishers: int
     unmeasured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        widest = (
+            f"the widest range of all kinds is {self.low or 0:.2f} to {self.high or 0:.2f} times the estimate"
+        )
+        if not self.unmeasured and self.publishers < 2:
+            runs = f"all {self.rows} published runs of this kind ({self.kind}) are of one publisher"
+            return f"{runs}; {widest}"
         if not self.unmeasured:
             runs = f"{self.rows} published runs of this kind ({self.kind})"
             return f"8 in 10 of {runs} took {self.low:.2f} to {self.high:.2f} times their estimate"
@@ -55,8 +63,7 @@ class Band:
         without = f"{none} {', or '.join(self.unmeasured)}"
         if self.low is None:
             return f"no range of times to expect: {without}"
-        widest = f"{self.low:.2f} to {self.high:.2f} times the estimate"
-        return f"{without}; the widest range of all kinds is {widest}"
+        return f"{without}; {widest}"
 
     def of(self, seconds: float) -> tuple[float, float] | None:
         """Return the range around an estimate of ``seconds``, if there is one."""
@@ -80,12 +87,12 @@ def band(job: Job, system: System, gpus: int, schedule: str, shares_vocabulary: 
     known = validation()[kind]
     unmeasured = tuple(_unmeasured(job, system.name, schedule, shares_vocabulary, known))
     low, high = known["low"], known["high"]
-    if unmeasured:
+    if unmeasured or known["publishers"] < 2:
         every = validation().values()
         low, high = min(one["low"] for one in every), max(one["high"] for one in every)
     if len(unmeasured) > 1:
         low = high = None
-    return Band(kind, low, high, known["error"], known["rows"], unmeasured)
+    return Band(kind, low, high, known["error"], known["rows"], known["publishers"], unmeasured)
 
 
 def _unmeasured(
