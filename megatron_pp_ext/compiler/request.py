@@ -54,8 +54,6 @@ class Request:
     """The microbatches of an ordinary step, which a fraction as limit is about; None where this is one."""
     trials: int = TRIALS
     """The orders that the compiler may try."""
-    output_is_frozen: bool = False
-    """Whether the output layer has no gradient of its weight."""
     options: tuple[object, ...] = ()
     """What features are requested with, an object of a class of its own for each (``option``)."""
 

@@ -48,7 +48,7 @@ class Source:
         )
         self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
         self.kept_bytes = self._kept_bytes() if request.offload is not None else ()
-        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, False): self.ordinary}
+        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
 
     def _kept_bytes(self) -> tuple[float, ...]:
         """Return the bytes that a forward of each stage keeps; none where they are not counted in bytes."""
@@ -79,27 +79,29 @@ class Source:
         return self._first.note
 
     def schedule(
-        self, microbatches: int, free: Sequence[float] | None = None, output_is_frozen: bool = False
+        self, microbatches: int, free: Sequence[float] | None = None, options: tuple[object, ...] = ()
     ) -> Schedule:
         """Return the schedule of a step with so many ``microbatches``.
 
         ``free`` are the bytes that each rank has left for a step, of which ``auto`` takes what it can use;
-        None in the first training step, before whose end the optimizer has not allocated its state.  One that
+        None in the first training step, before whose end the optimizer has not allocated its state.
+        ``options`` are those that only the built model decides (``Request.with_option``).  A schedule that
         never flushes shows only its order and the microbatches in flight.
         """
         if not self._can.flushes:
             microbatches = max(microbatches, self.placement.ranks)
         kept = None if free is None else tuple(free)
-        key = microbatches, kept, output_is_frozen
+        key = microbatches, kept, options
         if key not in self._made:
             trials = self.request.trials
             request = replace(
                 self._settled,
                 microbatches=microbatches,
                 free=kept,
-                output_is_frozen=output_is_frozen,
                 trials=trials if microbatches == self.request.microbatches else trials // _FEWER,
             )
+            for option in options:
+                request = request.with_option(option)
             self._made[key] = make(request, self._costs).schedule
         return self._made[key]
 

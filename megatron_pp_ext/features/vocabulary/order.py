@@ -23,6 +23,11 @@ _ATTEMPTS = 8
 """The budgets tried for what the stages of a compiled schedule keep beside the parts of the vocabulary."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenOutput:
+    """An option of a request: the weight of the output layer is frozen, and has no gradient."""
+
+
 def shared(request: Request, costs: CostsOf, before: Make) -> Made:
     """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
     if request.vocabulary == SHARED:
@@ -35,7 +40,7 @@ def shared(request: Request, costs: CostsOf, before: Make) -> Made:
 def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
     made = before(request)
-    if not request.output_is_frozen:
+    if request.option(FrozenOutput) is None:
         return made
     return replace(made, schedule=without_weight_gradients(made.schedule))
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_pp_ext.integration import requested
@@ -29,9 +27,8 @@ from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.runtime.storages import storages
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import VocabularyCosts
@@ -47,8 +44,7 @@ from megatron_pp_ext.schedule.recorded import (
 class MadeUp:
     """Stands in for the other ranks; a ``transport.Transport``."""
 
-    # Both actions of a pair are measured alone, since a rank alone has no exchanges to hide.
-    hides_exchanges = False
+    is_alone = True
 
     def __init__(self) -> None:
         self.message_bytes = 0
@@ -63,10 +59,9 @@ class MadeUp:
         self.message_bytes = math.prod(shape) * dtype.itemsize
         return MadeUpChannels(dist.get_process_group_ranks(group), group, group, shape, dtype, device())
 
-    def exchanges(self, inputs: StepInputs) -> Exchanges:
-        """See ``Transport``."""
-        rows = get_attr_wrapped_model(inputs.model[0], "vocab_size")
-        return MadeUpExchanges(inputs.group, parallel_state.get_model_parallel_group(), rows)
+    def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+        """See ``Transport``: nothing is launched in them."""
+        return like
 
 
 class MadeUpLosses:

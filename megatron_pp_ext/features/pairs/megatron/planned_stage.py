@@ -132,7 +132,7 @@ def _planned(step: Step) -> Iterator[None]:
         options = {"high_priority": getattr(step.inputs.config, "high_priority_a2a_comm_stream", False)}
         set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
         step.make_stage = PlannedStage
-        if step.transport.hides_exchanges:
+        if not step.transport.is_alone:
             step.parts.append(PairRunner(run_pair))
     yield
 

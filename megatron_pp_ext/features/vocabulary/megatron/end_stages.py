@@ -14,7 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.core.vocabulary_parts import EmbeddingPart, OutputPart
+from megatron_pp_ext.features.vocabulary.megatron.parts import EmbeddingPart, OutputPart
 from megatron_pp_ext.integration.runners.model_stage import ForwardStep, ModelStage, StepInputs
 
 

@@ -10,22 +10,24 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron_pp_ext.features.vocabulary.megatron.end_stages import FirstStage, Head, LastStage, ReadAhead
+from megatron_pp_ext.features.vocabulary.megatron.parts import VocabularyPart
+from megatron_pp_ext.features.vocabulary.runtime.dummy_exchanges import DummyExchanges
+from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
 from megatron_pp_ext.features.vocabulary.runtime.operations import Logits
+from megatron_pp_ext.features.vocabulary.runtime.output import ALONE, SharedOutput, TensorRanks
+from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, add_gradient
-from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.plan import RankPlan
-from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
-from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -96,11 +98,21 @@ def shared(pipeline: Pipeline) -> StepPart:
 @contextmanager
 def _shared(step: Step) -> Iterator[None]:
     if step.plan.has(Logits):
-        exchanges = step.transport.exchanges(step.inputs)
+        exchanges = _exchanges(step.inputs, step.transport)
         vocabulary = ModelVocabulary(step.inputs, step.placement, step.plan, exchanges)
         step.make_stage = vocabulary.make_stage
         step.parts.append(vocabulary)
     yield
+
+
+def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
+    """Return the exchanges of a step; under tensor parallelism more ranks than the pipeline's have rows."""
+    pipeline, everyone = transport.groups(
+        "vocabulary", inputs.group, parallel_state.get_model_parallel_group()
+    )
+    if transport.is_alone:
+        return DummyExchanges(pipeline, everyone, get_attr_wrapped_model(inputs.model[0], "vocab_size"))
+    return Exchanges(pipeline, everyone)
 
 
 def _refuse(inputs: StepInputs) -> None:
