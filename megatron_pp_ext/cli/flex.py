@@ -82,7 +82,7 @@ def some_limits_with_copies(ranks: int, microbatches: int, costs: Costs) -> dict
 
 
 def _timeline(request: Request, costs: Costs) -> Timeline:
-    schedule = make(request, lambda stages, shares_vocabulary: costs).schedule
+    schedule = make(request, lambda stages, splits_head: costs).schedule
     return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
 
 

@@ -13,7 +13,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX, SHARED
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -39,11 +39,11 @@ class Source:
         self._first = make(request, known)
         self.request = request
         self._can = catalog.abilities(request.schedule)
-        # A compiler may have chosen among placements, and auto whether the ranks share the vocabulary.
+        # A compiler may have chosen among placements, and a feature whether the head is split.
         self._settled = replace(
             request,
-            placements=(replace(self.placement, shares_vocabulary=False),),
-            vocabulary=SHARED if self.placement.shares_vocabulary else None,
+            placements=(replace(self.placement, splits_head=False),),
+            splits_head=self.placement.splits_head,
             ordinary=request.microbatches,
         )
         self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
@@ -53,7 +53,7 @@ class Source:
     def _kept_bytes(self) -> tuple[float, ...]:
         """Return the bytes that a forward of each stage keeps; none where they are not counted in bytes."""
         try:
-            costs = self._costs(self.placement.stages, self.placement.shares_vocabulary)
+            costs = self._costs(self.placement.stages, self.placement.splits_head)
         except ValueError:  # any model may train, also one that the estimate does not know
             return ()
         return tuple(stage.activation for stage in costs.stages) if costs.has_parameters else ()
@@ -76,7 +76,7 @@ class Source:
     @property
     def note(self) -> str:
         """What people should know of the ordinary schedule; empty for nothing."""
-        return self._first.note
+        return self._first.note or self._first.about
 
     def schedule(
         self, microbatches: int, free: Sequence[float] | None = None, options: tuple[object, ...] = ()

@@ -2,7 +2,16 @@
 
 from megatron_pp_ext.compiler.make import register
 from megatron_pp_ext.features.offload.order import offloaded
+from megatron_pp_ext.features.vocabulary import options as vocabulary
 from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
+from megatron_pp_ext.job import options
 
 for one in (shared, offloaded, without_frozen_weight):
     register(one)
+
+options.register(
+    vocabulary.read,
+    permitted=vocabulary.permitted_flags,
+    flags=vocabulary.flags,
+    arguments={"vocabulary": vocabulary.requested},
+)

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config, get_te_version
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.rules import all_rules
@@ -36,7 +37,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     known: Any = {
         "pipeline_schedule": request.schedule,
         "pipeline_model_parallel_size": pipeline.placement.ranks,
-        "pipeline_vocabulary": request.vocabulary,
+        **options.as_flags(request),
         "pipeline_memory_limit": request.limit,
         "pipeline_costs": pipeline.costs,
         "pipeline_trace": pipeline.trace,
@@ -67,13 +68,13 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     if not is_paired and not needs_costs:
         return pipeline
 
-    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
+    def costs_of(stages: int, splits_head: bool) -> Costs:
         if pipeline.costs is not None:
             return pipeline.costs
         all_rules.refuse_to_predict(asked)
-        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, shares_vocabulary)
+        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
 
-    placed = replace(pipeline.placement, shares_vocabulary=False)
+    placed = replace(pipeline.placement, splits_head=False)
     request = replace(request, placements=(placed,), is_paired=is_paired)
     return replace(pipeline, request=request, source=Source(request, costs_of))
 

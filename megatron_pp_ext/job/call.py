@@ -1,16 +1,16 @@
 """What a call from Python requests, where no flags are given: the same ``Request`` as from flags."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import memory_limit, options
 from megatron_pp_ext.job import offload as offloads
 from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.names import AUTO, SHARED
+from megatron_pp_ext.schedule.names import AUTO
 
 
 def requested(
@@ -19,14 +19,14 @@ def requested(
     microbatches: int,
     chunks: int | None = None,
     limit: float | str | None = None,
-    vocabulary: str | None = None,
     offload: float | str | None = None,
     stages: int | None = None,
+    **of_features: Any,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
-    The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
-    for.
+    The arguments are those of ``megatron_pp_ext.install``, of which features read some (``job.options``), and
+    the number of ``stages`` that costs are given for.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -35,8 +35,6 @@ def requested(
             raise ValueError(
                 f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
             )
-    if vocabulary not in (None, SHARED, AUTO):
-        raise ValueError(f"vocabulary is {vocabulary!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
     can = catalog.abilities(schedule)
     if stages is not None and chunks is None and can.is_compiled:
         chunks = max(1, stages // ranks)
@@ -56,7 +54,9 @@ def requested(
     if offload is not None:
         request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
     request.require_few_actions()
-    return replace(request, vocabulary=vocabulary)
+    for name, argument in options.arguments().items():
+        request = argument(request, of_features.get(name))
+    return request
 
 
 def _from_file(

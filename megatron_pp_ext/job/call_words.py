@@ -3,14 +3,21 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
-_FLAG = re.compile(r"--pipeline-(memory-limit|costs|vocabulary|trace|offload)(?![\w-])(?: (shared|auto)\b)?")
-"""The flags that are arguments of a call, with a value that is a word."""
+from megatron_pp_ext.job import options
+
+
+@cache
+def _flag() -> re.Pattern[str]:
+    """Return the flags that are arguments of a call, with a value that is a word."""
+    names = "|".join(("memory-limit", "costs", "trace", "offload", *options.arguments()))
+    return re.compile(rf"--pipeline-({names})(?![\w-])(?: (shared|auto)\b)?")
 
 
 def by_call(line: str) -> str:
     """Return ``line`` with the arguments of a call for the flags that mean the same."""
-    return _FLAG.sub(_argument, line)
+    return _flag().sub(_argument, line)
 
 
 @contextmanager

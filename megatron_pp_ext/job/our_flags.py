@@ -49,6 +49,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def flags() -> list[str]:
+    """Return this package's flags."""
+    return list(_table())
+
+
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
     return [flag.removeprefix("--").replace("-", "_") for flag in _table()]

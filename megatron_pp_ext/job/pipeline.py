@@ -15,7 +15,7 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, NO_PIPELINE
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import linear, wave
 
 
@@ -58,7 +58,7 @@ def read(asked: Asked, data: int) -> Request:
     )
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
-    request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
+    request = replace(request, data=data, layers=_layers(job, request))
     if (share := job.pipeline.pipeline_offload) is not None:
         request = offload.requested(request, share, job.pipeline.pipeline_memory_limit)
     request = options.read(asked, request)
@@ -69,12 +69,6 @@ def read(asked: Asked, data: int) -> Request:
     if replicated:
         replicas.require_turns(asked, replicated, microbatches)
     return request
-
-
-def vocabulary(asked: Asked) -> str | None:
-    """The value of --pipeline-vocabulary, but None where other flags leave ``AUTO`` no choice."""
-    value = asked.job.pipeline.pipeline_vocabulary
-    return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
 
 
 def permitted(asked: Asked, names: Sequence[str]) -> list[str]:

@@ -21,7 +21,8 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts, part_of_pair
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
@@ -60,7 +61,7 @@ class RankRehearsal:
 
     ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
     microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
-    ``vocabulary`` are those of its part of a vocabulary that the ranks share.
+    ``head`` are those of its part of a head that is split over the ranks.
     ``outside_seconds`` is the time between the last action of a step and the first of the next, for
     optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
     ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
@@ -72,7 +73,7 @@ class RankRehearsal:
     divided by its processors; they are None where the system does not tell.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
     rank: int
     schedule: str
@@ -88,14 +89,14 @@ class RankRehearsal:
     optimizer_bytes: int
     device_bytes: int | None = None
     ratios: tuple[tuple[float, ...], ...] = ()
-    vocabulary: VocabularyCosts | None = None
+    head: HeadCosts | None = None
     step_seconds: tuple[float, ...] = ()
     waited: float | None = None
     load: float | None = None
 
     def write(self, path: Path) -> None:
         """Write the measurements to ``path`` as JSON."""
-        write_whole(path, json.dumps(asdict(self)))
+        write_whole(path, json.dumps({in_files(name): value for name, value in asdict(self).items()}))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -214,10 +215,10 @@ def put_together(
         _waits(measured[source[placement.rank_of(stage)]], system, placement.chunk_of(stage), "all_to_all")
         for stage in range(placement.stages)
     )
-    vocabulary = _vocabulary(measured.values(), system, hop)
+    head = _head(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
     pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
-    timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
+    timeline = simulate(schedule, Costs(stages, hop, message, head, pair))
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(
@@ -275,14 +276,12 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
     )
 
 
-def _vocabulary(
-    measured: Iterable[RankRehearsal], system: System | None, hop: float
-) -> VocabularyCosts | None:
-    """Return the mean costs of the ranks' parts of a shared vocabulary, of which all but one are equal."""
-    parts = [(one, one.vocabulary) for one in measured if one.vocabulary is not None]
+def _head(measured: Iterable[RankRehearsal], system: System | None, hop: float) -> HeadCosts | None:
+    """Return the mean costs of the ranks' parts of a split head, of which all but one are equal."""
+    parts = [(one, one.head) for one in measured if one.head is not None]
     if not parts:
         return None
-    alone = VocabularyCosts(
+    alone = HeadCosts(
         scores=mean(part.scores + _waits(one, system, 0, Kind.S) for one, part in parts),
         weight_gradient=mean(part.weight_gradient for _, part in parts),
         activation=mean(part.activation for _, part in parts),

@@ -65,7 +65,7 @@ class Arithmetic:
     """What of a job's flags decides about its last bits.
 
     ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
-    over which each gradient is summed.  ``shares_vocabulary`` says whether all ranks may share it.  ``apart``
+    over which each gradient is summed.  ``splits_head`` says whether all ranks may share it.  ``apart``
     is how often a microbatch adds to the gradient of the vocabulary's weight after its first time, where
     stock sums all of that first.
     """
@@ -75,7 +75,7 @@ class Arithmetic:
     experts: bool = False
     apart: int = 0
     replicas: int = 1
-    shares_vocabulary: bool = False
+    splits_head: bool = False
 
     @classmethod
     def of_flags(cls, words: Sequence[str], ranks: int) -> "Arithmetic":
@@ -122,7 +122,7 @@ class Arithmetic:
         if self.apart and name.startswith(("output_layer.", "embedding.word_embeddings.")):
             # Stock's sum of a microbatch is in the lower precision, and gradients may be kept in it.
             return Tolerance(self.apart * (1e-5 if self.precision == "fp32" else 2e-2), _APART)
-        if self.shares_vocabulary:
+        if self.splits_head:
             # The parts of the hidden state's gradient are rounded before they are summed.
             return Tolerance(1e-5 if self.precision == "fp32" else 1e-1, _SHARED)
         if self.replicas > 2:
@@ -133,12 +133,12 @@ class Arithmetic:
         """Return why a sum in another order rounds gradients of the first step otherwise; "" if none does."""
         if self.apart:
             return _APART
-        if self.shares_vocabulary:
+        if self.splits_head:
             return _SHARED
         return _REPLICAS if self.replicas > 2 else ""
 
     def _reasons(self, stock: RunRecord, step: int) -> list[str]:
-        reasons = [_SHARED] if self.shares_vocabulary else []
+        reasons = [_SHARED] if self.splits_head else []
         if step == 0:
             return reasons
         if any(norm is not None and 0 < self.clip < norm for norm in stock.norms[:step]):

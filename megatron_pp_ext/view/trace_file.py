@@ -20,6 +20,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import delivers, needs
 from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import (
     SECONDS,
@@ -121,7 +122,7 @@ def _write(
         "shape": step.placement.shape,
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
-        "shares_vocabulary": step.placement.shares_vocabulary,
+        in_files("splits_head"): step.placement.splits_head,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],

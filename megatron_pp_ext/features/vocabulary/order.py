@@ -12,7 +12,7 @@ from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, w
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FORWARD_ONLY, SHARED
+from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -30,9 +30,9 @@ class FrozenOutput:
 
 def shared(request: Request, costs: CostsOf, before: Make) -> Made:
     """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
-    if request.vocabulary == SHARED:
-        return Made(_shared(request, costs, before))
-    if request.vocabulary == AUTO:
+    if request.splits_head:
+        return Made(_shared(request, costs, before), about="vocabulary shared by all ranks")
+    if request.splits_head is None:
         return _shorter_of_both(request, costs, before)
     return before(request)
 
@@ -54,9 +54,9 @@ def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
 
 
 def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
-    alone = before(replace(request, vocabulary=None))
+    alone = before(replace(request, splits_head=False))
     try:
-        schedules = alone.schedule, _shared(replace(request, vocabulary=SHARED), costs, before)
+        schedules = alone.schedule, _shared(replace(request, splits_head=True), costs, before)
     except InfeasibleLimit:
         return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
     separate, shared = (

@@ -56,7 +56,7 @@ def share(build: Callable[[int], Schedule], microbatches: int) -> Schedule:
     one microbatch more than without.  Raises InvalidSchedule where the ranks wait for each other.
     """
     schedule = build(microbatches)
-    placement = replace(schedule.placement, shares_vocabulary=True)
+    placement = replace(schedule.placement, splits_head=True)
     candidates = [
         run for orders in _put_off(schedule, build) if (run := _run(orders, placement, microbatches))
     ]
@@ -69,7 +69,7 @@ def share(build: Callable[[int], Schedule], microbatches: int) -> Schedule:
 
 def share_evaluation(schedule: Schedule) -> Schedule:
     """Return ``schedule``, of forwards alone, with S for every microbatch."""
-    placement = replace(schedule.placement, shares_vocabulary=True)
+    placement = replace(schedule.placement, splits_head=True)
     run = _run(schedule.orders, placement, schedule.microbatches)
     if run is None:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")

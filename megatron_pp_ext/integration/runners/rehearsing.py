@@ -31,13 +31,13 @@ from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.runtime.storages import storages
 from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import VocabularyCosts
+from megatron_pp_ext.schedule.costs import HeadCosts
 from megatron_pp_ext.schedule.recorded import (
     KindSeconds,
     RankRecord,
+    head_costs,
     kind_seconds,
     stage_costs,
-    vocabulary_costs,
 )
 
 
@@ -153,9 +153,7 @@ class Rehearsal:
                 replace(stage_costs(stage, seconds, self._bytes), **_parameters(chunk))
                 for stage, chunk in zip(self._placement.stages_of(rank), inputs.model, strict=True)
             ),
-            vocabulary=_part_costs(rank, seconds, self._bytes)
-            if schedule.placement.shares_vocabulary
-            else None,
+            head=_head_costs(rank, seconds, self._bytes) if schedule.placement.splits_head else None,
             collectives=tuple(self._collectives.found),
             message_bytes=self._transport.message_bytes,
             outside_seconds=median(self._outside),
@@ -174,11 +172,11 @@ class Rehearsal:
         ).write(path)
 
 
-def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
-    """Return the costs of this rank's part of a shared vocabulary, whose actions have the rank's number."""
+def _head_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
+    """Return the costs of this rank's part of a split head, whose actions have the rank's number."""
     scores = seconds[rank, Kind.S]
     gradient = seconds.get((rank, Kind.T), scores)
-    return replace(vocabulary_costs([record]), scores=scores, weight_gradient=gradient)
+    return replace(head_costs([record]), scores=scores, weight_gradient=gradient)
 
 
 def _parameters(chunk: torch.nn.Module) -> dict[str, int]:

@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import ENGINE, Asked
@@ -35,16 +35,6 @@ from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-
-_OUR_FLAGS = (
-    "--pipeline-schedule",
-    "--pipeline-vocabulary",
-    "--pipeline-trace",
-    "--pipeline-layer-seeds",
-    "--pipeline-profile-steps",
-    "--profile-pipeline",
-    "--rehearse-pipeline",
-)
 
 
 @hook(
@@ -99,7 +89,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
     if ours:
         raise refused(
             f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
@@ -142,7 +132,6 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         args.pipeline_schedule,
         args.pipeline_trace,
         args.profile_pipeline,
-        args.pipeline_vocabulary,
     )
     if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
@@ -177,10 +166,10 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
     )
 
 
-def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
+def _costs(asked: Asked, stages: int, splits_head: bool = False) -> Costs:
     if asked.pipeline_costs is None:
-        return model_costs.estimate(asked, stages, shares_vocabulary)
-    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
+        return model_costs.estimate(asked, stages, splits_head)
+    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, splits_head)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.requested import Pipeline
 def deal_out(chunks: Sequence[Any], pipeline: Pipeline) -> None:
     """Replace embedding and output layer of this rank's ``chunks`` by its parts, where ranks share them."""
     placement = pipeline.placement
-    if not placement.shares_vocabulary:
+    if not placement.splits_head:
         return
     stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank())
     last = placement.stages - 1

@@ -1,0 +1,52 @@
+"""What --pipeline-vocabulary, or ``install(vocabulary=)``, requests: a split head, or the choice of one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.names import AUTO
+
+SHARED = "shared"
+"""Every rank has an equal part of the vocabulary."""
+
+
+def requested(request: Request, value: str | None) -> Request:
+    """Return ``request`` with the ``value`` of the flag, None where it is left out.
+
+    ValueError, in the words of a call, for any other value.
+    """
+    if value not in (None, SHARED, AUTO):
+        raise ValueError(f"vocabulary is {value!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
+    return replace(request, splits_head=None if value == AUTO else value == SHARED)
+
+
+def permitted(asked: Asked) -> str | None:
+    """Return the value of the flag, but None where other flags leave ``AUTO`` no choice."""
+    value = asked.job.pipeline.pipeline_vocabulary
+    return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
+
+
+def permitted_flags(asked: Asked) -> Mapping[str, Any]:
+    """Return the flag as others permit it; see ``job.options``."""
+    return {"pipeline_vocabulary": permitted(asked)}
+
+
+def read(asked: Asked, request: Request) -> Request:
+    """Return ``request`` with what the flag says; see ``job.options``."""
+    return requested(request, permitted(asked))
+
+
+def flags(request: Request) -> Mapping[str, Any]:
+    """Return the flag that requests the same; see ``job.options``."""
+    value = {None: AUTO, True: SHARED, False: None}[request.splits_head]
+    return {"pipeline_vocabulary": value}
+
+
+def choices(job: Job) -> tuple[bool, ...]:
+    """Return whether ranks share the vocabulary in the candidates of a search, ``AUTO`` gives both."""
+    value = job.pipeline.pipeline_vocabulary
+    return (False, True) if value == AUTO else (value == SHARED,)
