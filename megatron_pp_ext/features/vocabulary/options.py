@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
@@ -12,6 +13,12 @@ from megatron_pp_ext.schedule.names import AUTO
 
 SHARED = "shared"
 """Every rank has an equal part of the vocabulary."""
+
+# The parts of the hidden state's gradient are rounded before they are summed.
+SUMS = OtherSums(
+    "--pipeline-vocabulary", "each rank sums over its part of a shared vocabulary", fp32=1e-5, lower=1e-1
+)
+"""The sums of a job with the flag."""
 
 
 def requested(request: Request, value: str | None) -> Request:

@@ -5,7 +5,7 @@ time    a rank does all its F, I and W, and all S and T of a split head, one aft
         the first stage.  Only a T may still follow that gradient.
 memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
         the backward of its first stage waits for the forward of its last, and the fewest messages.  If ranks
-        share the vocabulary, a microbatch's S falls between the two.  Where activations may leave for the
+        split the head, a microbatch's S falls between the two.  Where activations may leave for the
         host, those of one stage may be there while another runs, so that only the largest stage's count.
 """
 
@@ -180,7 +180,7 @@ def _least_kept(work: Workload, whole: float, largest: float, may_leave: bool) -
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:
-    """Return what the fullest rank needs in the order that ``features.vocabulary`` makes of ``name``.
+    """Return what the fullest rank needs in the order that splitting the head makes of ``name``.
 
     It puts the backwards of the schedule off, or of the one with a microbatch more, so that no rank keeps
     less of its stages than these do.  From two microbatches a rank on, more of them need no less.

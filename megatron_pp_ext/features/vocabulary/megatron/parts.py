@@ -49,7 +49,7 @@ class VocabularyPart(torch.nn.Module):
         self.key, self.total = key, tensor.size() * len(whole)
         self.first = tensor.rank() * len(whole) + begin
         self.weight = marked(whole[begin:end].clone(), marks)
-        self.weight.vocabulary_rows = self.first, self.total
+        self.weight.rows_of_whole = self.first, self.total
 
     def rows(self) -> torch.Tensor:
         """Return the weight, up to date."""
