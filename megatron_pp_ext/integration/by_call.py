@@ -98,12 +98,15 @@ def _asked(
     chunks: int | None = None,
     memory_limit: float | str | None = None,
     costs: GivenCosts | None = None,
-    vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    **of_features: Any,
 ) -> _Asked:
-    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read."""
+    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
+
+    ``of_features`` are those of ``job.options.arguments``.
+    """
     file = None
     if trace is not None:
         if not isinstance(trace, (str, Path)):
@@ -118,7 +121,7 @@ def _asked(
         )
     stages = None if given is None else len(given.stages)
     request = call.requested(
-        schedule, ranks, microbatches, chunks, memory_limit, offload, stages, vocabulary=vocabulary
+        schedule, ranks, microbatches, chunks, memory_limit, offload, stages, **of_features
     )
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 

@@ -25,8 +25,8 @@ def requested(
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
-    The arguments are those of ``megatron_pp_ext.install``, of which features read some (``job.options``), and
-    the number of ``stages`` that costs are given for.
+    The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
+    for; ``of_features`` are those of ``job.options.arguments``, None where they are not given.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -36,6 +36,10 @@ def requested(
                 f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
             )
     can = catalog.abilities(schedule)
+    known = options.arguments()
+    for name in of_features:
+        if name not in known:
+            raise TypeError(f"install() got an unexpected keyword argument {name!r}")
     if stages is not None and chunks is None and can.is_compiled:
         chunks = max(1, stages // ranks)
     if not can.flushes:
@@ -54,8 +58,9 @@ def requested(
     if offload is not None:
         request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
     request.require_few_actions()
-    for name, argument in options.arguments().items():
-        request = argument(request, of_features.get(name))
+    for name, value in of_features.items():
+        if value is not None:
+            request = known[name].read(request, value, limit)
     return request
 
 

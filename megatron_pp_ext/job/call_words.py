@@ -7,17 +7,12 @@ from functools import cache
 
 from megatron_pp_ext.job import options
 
-
-@cache
-def _flag() -> re.Pattern[str]:
-    """Return the flags that are arguments of a call, with a value that is a word."""
-    names = "|".join(("memory-limit", "costs", "trace", "offload", *options.arguments()))
-    return re.compile(rf"--pipeline-({names})(?![\w-])(?: (shared|auto)\b)?")
+_ARGUMENTS = "memory-limit", "costs", "trace", "offload"
 
 
 def by_call(line: str) -> str:
     """Return ``line`` with the arguments of a call for the flags that mean the same."""
-    return _flag().sub(_argument, line)
+    return _flags().sub(_argument, line)
 
 
 @contextmanager
@@ -30,6 +25,13 @@ def in_words_of_call() -> Iterator[None]:
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             error.code = by_call(error.code)  # which is what Python prints
         raise
+
+
+@cache
+def _flags() -> re.Pattern[str]:
+    """Return what matches the flags that are arguments of a call, with a value that is a word."""
+    of_features = (name.replace("_", "-") for name in options.arguments())
+    return re.compile(rf"--pipeline-({'|'.join((*_ARGUMENTS, *of_features))})(?![\w-])(?: (shared|auto)\b)?")
 
 
 def _argument(flag: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""How features read what is requested of them: the registry that ``job.pipeline`` and ``job.call`` ask."""
+"""How features read their flags and arguments: the registries that ``job.pipeline`` and ``job.call`` ask."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,67 +13,74 @@ Read = Callable[[Asked, Request], Request]
 ValueError, in one line, if that cannot be.
 """
 
-Flags = Callable[[Request], Mapping[str, Any]]
-"""Returns the flags that would request the same of a feature, by the names of their arguments."""
 
 Permitted = Callable[[Asked], Mapping[str, Any]]
 """Returns the flags of a feature, by the names of their arguments, as the other flags permit them."""
 
-Argument = Callable[[Request, Any], Request]
-"""Adds to a request what an argument of ``megatron_pp_ext.install`` says, None where it is left out.
-
-ValueError, in one line, if that cannot be.
-"""
-
-
-def _no_flags(asked: Asked | Request) -> Mapping[str, Any]:
-    return {}
+Flags = Callable[[Request], Mapping[str, Any]]
+"""Returns the flags that would request the same of a feature, by the names of their arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    read: Read
-    permitted: Permitted
-    flags: Flags
-    arguments: Mapping[str, Argument]
+class Argument:
+    """An argument of ``megatron_pp_ext.install`` that is a feature's, and has a flag of the same name.
 
-
-_registered: list[_Reader] = []
-
-
-def register(
-    read: Read,
-    *,
-    permitted: Permitted = _no_flags,
-    flags: Flags = _no_flags,
-    arguments: Mapping[str, Argument] | None = None,
-) -> None:
-    """Let ``read`` see the flags of every schedule that is requested from now on.
-
-    ``flags`` is its inverse, and ``arguments`` are those of a call that mean the same.  A search that
-    chooses what flags leave open asks for ``permitted`` ones.
+    ``read`` gets the request, the value and the memory limit of the call, and returns the request with what
+    the value says; ValueError, in one line, if that cannot be.  Where ``has_limit`` of a value is true, the
+    memory limit is the feature's under schedules that have none.
     """
-    if all(one.read is not read for one in _registered):
-        _registered.append(_Reader(read, permitted, flags, arguments or {}))
+
+    name: str
+    read: Callable[[Request, Any, float | str | None], Request]
+    has_limit: Callable[[Any], bool] = lambda given: False
+
+
+_registered: list[Read] = []
+_permitted: list[Permitted] = []
+_flags: list[Flags] = []
+_arguments: dict[str, Argument] = {}
+
+
+def register(read: Read) -> None:
+    """Let ``read`` see the flags of every schedule that is requested from now on."""
+    if read not in _registered:
+        _registered.append(read)
+
+
+def register_permitted(permitted: Permitted) -> None:
+    """Let a search, which chooses what flags leave open, ask for what is ``permitted``."""
+    if permitted not in _permitted:
+        _permitted.append(permitted)
+
+
+def register_flags(flags: Flags) -> None:
+    """Let ``flags`` tell those that would request the same, for candidates and for calls without flags."""
+    if flags not in _flags:
+        _flags.append(flags)
+
+
+def register_argument(argument: Argument) -> None:
+    """Let ``argument`` be one of a call from now on."""
+    _arguments[argument.name] = argument
+
+
+def arguments() -> Mapping[str, Argument]:
+    """Return the arguments of features by their names."""
+    return _arguments
 
 
 def read(asked: Asked, request: Request) -> Request:
     """Return ``request`` with the options of all features."""
     for one in _registered:
-        request = one.read(asked, request)
+        request = one(asked, request)
     return request
 
 
 def permitted(asked: Asked) -> dict[str, Any]:
     """Return the flags of features as the other flags permit them, by the names of their arguments."""
-    return {name: value for one in _registered for name, value in one.permitted(asked).items()}
+    return {name: value for one in _permitted for name, value in one(asked).items()}
 
 
 def as_flags(request: Request) -> dict[str, Any]:
     """Return the flags of features that would request the same, by the names of their arguments."""
-    return {name: value for one in _registered for name, value in one.flags(request).items()}
-
-
-def arguments() -> dict[str, Argument]:
-    """Return the arguments of a call that features read."""
-    return {name: argument for one in _registered for name, argument in one.arguments.items()}
+    return {name: value for one in _flags for name, value in one(request).items()}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.job import options, other_sums
 from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
@@ -21,7 +22,7 @@ SUMS = OtherSums(
 """The sums of a job with the flag."""
 
 
-def requested(request: Request, value: str | None) -> Request:
+def _requested(request: Request, value: str | None) -> Request:
     """Return ``request`` with the ``value`` of the flag, None where it is left out.
 
     ValueError, in the words of a call, for any other value.
@@ -31,24 +32,22 @@ def requested(request: Request, value: str | None) -> Request:
     return replace(request, splits_head=None if value == AUTO else value == SHARED)
 
 
-def permitted(asked: Asked) -> str | None:
+def _permitted(asked: Asked) -> str | None:
     """Return the value of the flag, but None where other flags leave ``AUTO`` no choice."""
     value = asked.job.pipeline.pipeline_vocabulary
     return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
 
 
-def permitted_flags(asked: Asked) -> Mapping[str, Any]:
-    """Return the flag as others permit it; see ``job.options``."""
-    return {"pipeline_vocabulary": permitted(asked)}
+def _permitted_flags(asked: Asked) -> Mapping[str, Any]:
+    return {"pipeline_vocabulary": _permitted(asked)}
 
 
 def read(asked: Asked, request: Request) -> Request:
-    """Return ``request`` with what the flag says; see ``job.options``."""
-    return requested(request, permitted(asked))
+    """Return ``request`` with what the flag says; see ``job.options.Read``."""
+    return _requested(request, _permitted(asked))
 
 
-def flags(request: Request) -> Mapping[str, Any]:
-    """Return the flag that requests the same; see ``job.options``."""
+def _flags(request: Request) -> Mapping[str, Any]:
     value = {None: AUTO, True: SHARED, False: None}[request.splits_head]
     return {"pipeline_vocabulary": value}
 
@@ -57,3 +56,16 @@ def choices(job: Job) -> tuple[bool, ...]:
     """Return whether ranks share the vocabulary in the candidates of a search, ``AUTO`` gives both."""
     value = job.pipeline.pipeline_vocabulary
     return (False, True) if value == AUTO else (value == SHARED,)
+
+
+def _read_argument(request: Request, given: str, limit: float | str | None) -> Request:
+    return _requested(request, given)
+
+
+def register() -> None:
+    """Add what reads the flag and the argument of ``install``, and what they do to sums."""
+    options.register(read)
+    options.register_permitted(_permitted_flags)
+    options.register_flags(_flags)
+    options.register_argument(options.Argument("vocabulary", _read_argument))
+    other_sums.register(SUMS)

@@ -1,4 +1,4 @@
-"""What a rank keeps of an embedding that all ranks share; its numbers are in test_shared_vocabulary."""
+"""What a rank keeps of an embedding that all ranks share; its numbers are in test_part."""
 
 import torch
 import torch.distributed as dist
