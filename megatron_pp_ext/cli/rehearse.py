@@ -25,6 +25,7 @@ from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.schedule import costs_file, csv_file
+from megatron_pp_ext.schedule.file_names import as_written
 
 _WARM_UP = 1
 """The first step counts bytes; the others are timed."""
@@ -176,7 +177,7 @@ def numbers(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> dict
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
         "device_bytes": {rank: one.device_bytes for rank, one in measured.items()},
         "disturbed": rehearsal_noise.disturbance(measured.values()),
-        "costs": asdict(timeline.costs),
+        "costs": as_written(timeline.costs),
     }
 
 

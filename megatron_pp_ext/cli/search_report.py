@@ -16,6 +16,7 @@ from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Result
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
+from megatron_pp_ext.schedule.file_names import as_written
 
 _ALIKE = "nearly as fast"
 _COLUMNS = (
@@ -119,7 +120,7 @@ class Report:
         """Return the numbers of ``one`` and the command that starts it."""
         return {
             "name": one.candidate.name,
-            "candidate": asdict(one.candidate),
+            "candidate": as_written(one.candidate),
             "estimate": asdict(one.estimate),
             **self._launch(one).record(),
         }

@@ -11,7 +11,7 @@ simulated with the time of each single action.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +22,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts, part_of_pair
-from megatron_pp_ext.schedule.file_names import in_files
+from megatron_pp_ext.schedule.file_names import as_written, in_files
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
@@ -96,7 +96,7 @@ class RankRehearsal:
 
     def write(self, path: Path) -> None:
         """Write the measurements to ``path`` as JSON."""
-        write_whole(path, json.dumps({in_files(name): value for name, value in asdict(self).items()}))
+        write_whole(path, json.dumps(as_written(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -14,18 +14,17 @@ An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks 
 a misspelt name would otherwise leave a default in force.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.json_input import naming, read_as
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.file_names import in_files
+from megatron_pp_ext.schedule.file_names import as_written
 
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    content = {in_files(name): value for name, value in asdict(costs).items() if value not in (None, {})}
+    content = {name: value for name, value in as_written(costs).items() if value not in (None, {})}
     write_json(Path(path), content)
 
 
