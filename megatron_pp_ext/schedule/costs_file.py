@@ -10,7 +10,7 @@ The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, acti
 or any other common unit.  ``hop``, ``message``, ``pair``, ``sizes`` and all of a stage but its times may be
 left out.
 An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks split the head,
-``vocabulary`` (``Costs.head``) is an object with the names of ``HeadCosts``.  Anything else is refused, since
+``Costs.head`` (``file_names``) is an object with the names of ``HeadCosts``.  Anything else is refused, since
 a misspelt name would otherwise leave a default in force.
 """
 

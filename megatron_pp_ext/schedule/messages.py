@@ -52,7 +52,7 @@ ranks that are slower than simulated; all of them take memory.
 """
 
 EMBEDS_AHEAD = 2
-"""The forwards of the first stage for which a shared embedding is looked up before they are due.
+"""The forwards of the first stage for which an embedding in parts is looked up before they are due.
 
 With one, the lookup would begin when the forward before ends, and the first stage would wait for it.
 """

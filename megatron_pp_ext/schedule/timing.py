@@ -1,8 +1,8 @@
 """Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan.
 
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
-and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a shared
-vocabulary.  A pair starts as soon as this holds for both of its actions.
+and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a split
+head.  A pair starts as soon as this holds for both of its actions.
 """
 
 from collections import Counter

@@ -20,7 +20,7 @@ _WORTH_SHARING = 0.01
 """The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
 
 _ATTEMPTS = 8
-"""The budgets tried for what the stages of a compiled schedule keep beside the parts of the vocabulary."""
+"""The budgets tried for what the stages keep, so that the parts of the vocabulary fit in the limit too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,20 +43,20 @@ class ModelVocabulary(SharedVocabulary):
     ) -> None:
         _refuse(inputs)
         models = unwrap_model(list(inputs.model))
-        lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
+        lookup, output = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
-        table: VocabularyPart = scorer if scorer.is_tied else lookup
+        table: VocabularyPart = output if output.is_tied else lookup
         trains = table.weight.requires_grad
         ahead = ReadAhead(inputs, lookup) if is_first else None
-        head = Head(inputs, scorer) if is_last else None
+        head = Head(inputs, output) if is_last else None
         self._makes: dict[int, Callable[..., ModelStage]] = {}
         if ahead is not None:
             self._makes[0] = functools.partial(FirstStage, ahead, trains)
         if head is not None:
             self._makes[placement.stages - 1] = functools.partial(LastStage, head)
         completing = functools.partial(_completing, inputs.data_parallel)
-        embedding_completes = functools.partial(completing, table, -1 if scorer.is_tied else 0)
-        output_completes = nullcontext if scorer.is_tied else functools.partial(completing, scorer, -1)
+        embedding_completes = functools.partial(completing, table, -1 if output.is_tied else 0)
+        output_completes = nullcontext if output.is_tied else functools.partial(completing, output, -1)
         tensor_ranks = _tensor_ranks(inputs.config)
         tokens, batch, _ = inputs.shape
         super().__init__(
@@ -70,7 +70,7 @@ class ModelVocabulary(SharedVocabulary):
                 embedding_completes if trains and not inputs.forward_only else nullcontext,
             ),
             SharedOutput(
-                _rows(scorer),
+                _rows(output),
                 torch.Size(inputs.shape),
                 exchanges,
                 placement.rank_of(placement.stages - 1),
@@ -81,7 +81,7 @@ class ModelVocabulary(SharedVocabulary):
                 sum(action.kind is Kind.T for action in plan.actions),
             ),
         )
-        for part, chunk in ((table, 0), (scorer, len(models) - 1))[scorer.is_tied :]:
+        for part, chunk in ((table, 0), (output, len(models) - 1))[output.is_tied :]:
             if part.weight.requires_grad and not inputs.forward_only:
                 inputs.data_parallel.expect_part(chunk)
 
