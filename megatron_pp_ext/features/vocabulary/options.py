@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.job import options, other_sums
+from megatron_pp_ext.job import options, other_sums, our_flags
 from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.rules.asked import Asked
@@ -63,7 +64,10 @@ def _read_argument(request: Request, given: str, limit: float | str | None) -> R
 
 
 def register() -> None:
-    """Add what reads the flag and the argument of ``install``, and what they do to sums."""
+    """Add the flag, what reads it and the argument of ``install``, and what they do to sums."""
+    flags = Path(__file__).with_name("flags.toml")
+    if flags not in our_flags.FILES:
+        our_flags.FILES.append(flags)
     options.register(read)
     options.register_permitted(_permitted_flags)
     options.register_flags(_flags)
