@@ -8,8 +8,9 @@ import pytest
 from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.memory_limit import spelled
-from megatron_pp_ext.job.pipeline import for_world, vocabulary
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
@@ -36,7 +37,7 @@ FEW = ("1f1b", "zb-h1", "interleaved", "v-half", "v-zb")
 
 def space(gpus=4, batch=8, schedules=FEW, fixed=(), **changed):
     job = describe({**MODEL, **changed})
-    job = job.changed(pipeline_vocabulary=vocabulary(asked_of(job)))
+    job = job.changed(**options.permitted(asked_of(job)))
     return Space(job, gpus, 8, batch, schedules, fixed)
 
 
