@@ -19,7 +19,7 @@ from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
-from megatron_pp_ext.schedule.names import ALIASES, OTHERS, SHARED
+from megatron_pp_ext.schedule.names import ALIASES, OTHERS
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.version import VERSION
 
@@ -121,7 +121,7 @@ def schedule(
     costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
     request = replace(
         request,
-        vocabulary=SHARED if shared_vocabulary else None,
+        splits_head=shared_vocabulary,
         trials=TRIALS if trials is None else trials,
     )
 
@@ -152,7 +152,7 @@ def simulate_file(
     with waiting(f"simulating {file}"):
         read = csv_file.read(file)
         placement = read.placement
-        costs = times.costs(read.ranks, placement.chunks, placement.shares_vocabulary)
+        costs = times.costs(read.ranks, placement.chunks, placement.splits_head)
         timeline = simulate(read, costs)
         report(timeline, bound_of(timeline), times.units, files)
 
@@ -171,7 +171,7 @@ def compare(
 
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
-    has a second row, where all ranks share the vocabulary, and with --pair-time a row with pairs if it has
+    has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
     any.  With --offload each has one with activations on the host.
     """
     from megatron_pp_ext.cli import flex
@@ -183,7 +183,7 @@ def compare(
     for request in requests:
         require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
-    shared_halves = times.costs(ranks, 2, shares_vocabulary=True) if times.output_layer else halves
+    shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return (shared_halves if is_shared else halves).merged(stages)
@@ -197,10 +197,10 @@ def compare(
         if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
             rows[" +P"] = paired(request)
         if times.output_layer:
-            rows[" +S"] = replace(request, vocabulary=SHARED)
+            rows[" +S"] = replace(request, splits_head=True)
         with waiting(f"simulating {request.schedule}"):
             for ending, row in rows.items():
-                costs = costs_of(request.finest.stages, row.shares_vocabulary)
+                costs = costs_of(request.finest.stages, bool(row.splits_head))
                 timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):

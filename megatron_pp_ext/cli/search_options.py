@@ -11,8 +11,9 @@ from megatron_pp_ext import amounts
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.layers import stages_flag
-from megatron_pp_ext.job.pipeline import permitted, vocabulary
+from megatron_pp_ext.job.pipeline import permitted
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
@@ -139,9 +140,11 @@ class Tried:
         fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        if "pipeline_model_parallel_size" in fixed and asked.pipeline.pipeline_vocabulary is not None:
+        of_features = options.permitted(asked)
+        needs_pipeline = any(asked.job.value(name) is not None for name in of_features)
+        if "pipeline_model_parallel_size" in fixed and needs_pipeline:
             all_rules.refuse_without_pipeline(asked)
-        job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
+        job = asked.job.changed(**of_features)
         samples = asked.batch.sizes[0]
         space = Space(job, gpus, gpus_per_node, samples, names, fixed, is_uneven, stages)
         return space, compiles

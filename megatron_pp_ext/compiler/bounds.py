@@ -15,7 +15,7 @@ turns   A microbatch that is on its way behind a stage keeps what the rank has o
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
-A vocabulary that the ranks share adds to the path and to the work.
+A head that is split over the ranks adds to the path and to the work.
 """
 
 import math
@@ -37,7 +37,7 @@ def lower_bound(
         costs = costs.at_their_shortest
     route = _Route(placement, costs)
     bounds = [route.path]
-    shared = costs.vocabulary if placement.shares_vocabulary else None
+    shared = costs.head if placement.splits_head else None
     part = shared.scores + shared.weight_gradient if shared else 0.0
     for rank, limit in enumerate(limits):
         stages = placement.stages_of(rank)
@@ -69,8 +69,8 @@ class _Route:
         self.ends: list[float] = []
         now = 0.0
         for station, time in enumerate(seconds):
-            if station == placement.stages and placement.shares_vocabulary and costs.vocabulary:
-                now += costs.vocabulary.hidden + costs.vocabulary.scores + costs.vocabulary.sums
+            if station == placement.stages and placement.splits_head and costs.head:
+                now += costs.head.hidden + costs.head.scores + costs.head.sums
             if station and homes[station] != homes[station - 1]:
                 now += costs.hop
             self.starts.append(now)

@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 
 CostsOf = Callable[[int, bool], Costs]
-"""(stages, whether ranks share the vocabulary) -> the costs of so many stages, as ``Request.finest`` has.
+"""(stages, whether they leave out a split head) -> the costs of so many stages, as ``Request.finest`` has.
 
 Those of fewer stages are merged of these.
 """
@@ -31,12 +31,14 @@ Those of fewer stages are merged of these.
 class Made:
     """A schedule, and what people should know of it.
 
-    ``note`` has words about what a pass has chosen, or is empty.  What the compiler found has a
+    ``note`` has words about what a pass has chosen, and ``about`` some for the line at start-up about what a
+    feature adds; they are empty for nothing.  What the compiler found has a
     ``lower_bound`` for its makespan, and an ``origin``: the member of the compiler's portfolio that found it.
     """
 
     schedule: Schedule
     note: str = ""
+    about: str = ""
     lower_bound: float | None = None
     origin: str = ""
 
@@ -81,8 +83,8 @@ def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = Fa
     checked: list[Schedule] = []
     finest, known = request.finest.stages, cache(costs or _none)
 
-    def cut(stages: int, shares_vocabulary: bool) -> Costs:
-        return known(finest, shares_vocabulary).merged(stages)
+    def cut(stages: int, splits_head: bool) -> Costs:
+        return known(finest, splits_head).merged(stages)
 
     def ordered(request: Request) -> Made:
         made = _ordered(request, cut, is_proved)
@@ -98,7 +100,7 @@ def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = Fa
     return made
 
 
-def _none(stages: int, shares_vocabulary: bool) -> Costs:
+def _none(stages: int, splits_head: bool) -> Costs:
     raise TypeError("this schedule depends on costs: give make() those of its stages")
 
 
@@ -122,7 +124,7 @@ def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
 
 
 def _compiled(request: Request, costs: CostsOf) -> Made:
-    known = costs(request.finest.stages, request.shares_vocabulary)
+    known = costs(request.finest.stages, bool(request.splits_head))
     for counted in _counted:
         known = counted(request, known)
     budget = request.budget(known)

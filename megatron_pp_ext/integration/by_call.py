@@ -83,7 +83,7 @@ class _Asked:
             request, source, settings, trace=self.trace, is_per_model=True, costs=self.costs
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
-        costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
+        costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
         timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
@@ -98,7 +98,6 @@ def _asked(
     chunks: int | None = None,
     memory_limit: float | str | None = None,
     costs: GivenCosts | None = None,
-    vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     **of_features: Any,
@@ -120,9 +119,7 @@ def _asked(
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if given is None else len(given.stages)
-    request = call.requested(
-        schedule, ranks, microbatches, chunks, memory_limit, vocabulary, stages, **of_features
-    )
+    request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, stages, **of_features)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
@@ -133,19 +130,19 @@ def _least_fraction(request: Request, costs: Costs) -> float:
     return math.ceil(1000 * least / whole) / 1000
 
 
-def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool) -> Costs:
+def _costs(given: Costs | None, ranks: int, stages: int, splits_head: bool) -> Costs:
     """Return the costs of ``stages`` stages, those ``given`` or unit costs."""
     if given is None:
-        loop = Placement(Shape.LOOP, ranks, stages // ranks, shares_vocabulary)
+        loop = Placement(Shape.LOOP, ranks, stages // ranks, splits_head)
         return Costs.unit(loop)
     if len(given.stages) != stages:
         raise ValueError(
             f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
             "one for each"
         )
-    if shares_vocabulary and given.vocabulary is None:
+    if splits_head and given.head is None:
         raise ValueError(
-            "the costs have none of a part of a shared vocabulary; give them a vocabulary, or leave one out"
+            "the costs have none of a rank's part of the head; give them a head, or leave one of both out"
         )
     return given
 

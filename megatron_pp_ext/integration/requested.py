@@ -70,7 +70,7 @@ class Pipeline:
     @property
     def moves_stages(self) -> bool:
         """Whether a rank holds other parts of the model than under Megatron's own schedules."""
-        return self.is_mirrored(1) or self.placement.shares_vocabulary
+        return self.is_mirrored(1) or self.placement.splits_head
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""

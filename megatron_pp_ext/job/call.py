@@ -1,7 +1,6 @@
 """What a call from Python requests, where no flags are given: the same ``Request`` as from flags."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
-from megatron_pp_ext.schedule.names import AUTO, SHARED
 
 
 def requested(
@@ -20,7 +18,6 @@ def requested(
     microbatches: int,
     chunks: int | None = None,
     limit: float | str | None = None,
-    vocabulary: str | None = None,
     stages: int | None = None,
     **of_features: Any,
 ) -> Request:
@@ -36,8 +33,6 @@ def requested(
             raise ValueError(
                 f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
             )
-    if vocabulary not in (None, SHARED, AUTO):
-        raise ValueError(f"vocabulary is {vocabulary!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
     can = catalog.abilities(schedule)
     if stages is not None and chunks is None and can.is_compiled:
         chunks = max(1, stages // ranks)
@@ -62,7 +57,7 @@ def requested(
     for argument, value in given:
         request = argument.read(request, value, limit)
     request.require_few_actions()
-    return replace(request, vocabulary=vocabulary)
+    return request
 
 
 def _from_file(

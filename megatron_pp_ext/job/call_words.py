@@ -7,7 +7,7 @@ from functools import cache
 
 from megatron_pp_ext.job import options
 
-_ARGUMENTS = "memory-limit", "costs", "vocabulary", "trace"
+_ARGUMENTS = "memory-limit", "costs", "trace"
 
 
 def by_call(line: str) -> str:

@@ -3,7 +3,7 @@
 A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
 by one stage.  The letters F, I, W and B are those of torch.distributed.pipelining, so that this project,
 torch and torchtitan can exchange schedules as files (``formats.csv_file``).  S and T are this project's own:
-where the ranks share the vocabulary (``vocabulary``), every rank does a part of the output layer.
+where the head is split over the ranks (``Placement.splits_head``), every rank does a part of it.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ class Schedule:
         if self.copies:
             text += f"\ncopies {self.copies}"
         where = self.placement
-        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.shares_vocabulary
+        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
@@ -139,7 +139,7 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     own_forward = Action(stage, Kind.F, microbatch)
     if stage < last:
         return own_forward, Action(stage + 1, Kind.I, microbatch)
-    if placement.shares_vocabulary:
+    if placement.splits_head:
         return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
     return (own_forward,)
 

@@ -13,7 +13,7 @@ pipeline cannot hang if all launches stand in one line that every rank keeps to:
   on its rank and behind the one whose output it takes.
 * A rank sends a message right behind the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
-* What all ranks exchange about a shared vocabulary has one place in the line, where every rank launches it.
+* What all ranks exchange about a split head has one place in the line, where every rank launches it.
 * The two actions of a pair have one place in the line, behind everything that either of them needs.  The
   rank sends the messages of both behind the pair.
 * A copy of activations to the host is launched right behind their forward, and one back right before another
@@ -52,7 +52,7 @@ ranks that are slower than simulated; all of them take memory.
 """
 
 EMBEDS_AHEAD = 2
-"""The forwards of the first stage for which a shared embedding is looked up before they are due.
+"""The forwards of the first stage for which an embedding in parts is looked up before they are due.
 
 With one, the lookup would begin when the forward before ends, and the first stage would wait for it.
 """
@@ -62,7 +62,7 @@ HOP = HIDDEN = 1
 SUMS = 2
 """The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
-``HIDDEN`` and ``SUMS`` are those of the exchanges about a shared vocabulary (``vocabulary``).  All are whole
+``HIDDEN`` and ``SUMS`` are those of the exchanges about a split head (``Exchange``).  All are whole
 numbers, so that the line is the same on every machine.
 """
 
@@ -82,7 +82,7 @@ class Message(NamedTuple):
 
 
 class Exchanged(StrEnum):
-    """What all ranks exchange about a microbatch where they share the vocabulary, in this order."""
+    """What all ranks exchange about a microbatch where they split the head, in this order."""
 
     TOKENS = "tokens"
     """The microbatch's tokens, from the first stage to all; one forward of that stage before EMBEDDED."""
@@ -225,7 +225,7 @@ def launched(orders: Orders, stages: int, paired: frozenset[Action] = frozenset(
     """
     shares = any(action.kind is Kind.S for order in orders for action in order)
     placement = wave(len(orders), stages // len(orders)) if shares else linear(stages)
-    walk = Walk(Program.of_orders(orders, replace(placement, shares_vocabulary=shares), paired, is_open=True))
+    walk = Walk(Program.of_orders(orders, replace(placement, splits_head=shares), paired, is_open=True))
     if not walk.is_complete:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return walk

@@ -32,15 +32,16 @@ class Placement:
     """The map between stages and ranks.
 
     ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
-    ``shares_vocabulary`` every rank holds an equal part of the output layer; else the last stage holds it
-    (``vocabulary``).
+    ``splits_head`` every rank holds an equal part of the output layer, the head, and does an S and a T of it
+    for every microbatch; else the last stage holds it.
+
     Raises ValueError where the shape cannot have that many chunks.
     """
 
     shape: Shape
     ranks: int
     chunks: int = 1
-    shares_vocabulary: bool = False
+    splits_head: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

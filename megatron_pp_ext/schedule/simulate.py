@@ -191,14 +191,13 @@ def peak_messages(schedule: Schedule) -> tuple[int, ...]:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate ``schedule`` with ``costs``.
 
-    Raises ValueError when ``costs`` are for another number of stages, or lack those of a shared vocabulary,
+    Raises ValueError when ``costs`` are for another number of stages, or lack those of a split head,
     and InvalidSchedule (see ``check``) when the ranks wait for each other.
     """
     placement = schedule.placement
-    if placement.shares_vocabulary and costs.vocabulary is None:
+    if placement.splits_head and costs.head is None:
         raise ValueError(
-            f"the ranks of schedule {schedule.name!r} share the vocabulary, but its costs are not given: set "
-            "Costs.vocabulary"
+            f"schedule {schedule.name!r} splits the head, but its costs are not given: set Costs.head"
         )
     if len(costs.stages) != placement.stages:
         raise ValueError(

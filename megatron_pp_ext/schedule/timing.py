@@ -1,8 +1,8 @@
 """Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan.
 
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
-and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a shared
-vocabulary.  A pair starts as soon as this holds for both of its actions.
+and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a split
+head.  A pair starts as soon as this holds for both of its actions.
 """
 
 from collections import Counter
@@ -95,8 +95,8 @@ class ScheduleTimer:
         return [Counter(map(places.__getitem__, dict.fromkeys(own))) for own in self.steps]
 
     def _durations(self, costs: Costs) -> list[float]:
-        """The seconds of each stage's kinds of action, of the shared vocabulary, of pairs and of copies."""
-        shared = costs.vocabulary
+        """The seconds of each stage's kinds of action, of the split head, of pairs and of copies."""
+        shared = costs.head
         own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         each = {id(stage): [stage.seconds(kind) for kind in OF_STAGES] for stage in costs.stages}
         alone = [*(took for stage in costs.stages for took in each[id(stage)]), *own, 0.0]
@@ -107,5 +107,5 @@ class ScheduleTimer:
 
 def _delays(costs: Costs) -> tuple[float, ...]:
     """The seconds that an output is on each wire."""
-    shared = costs.vocabulary
+    shared = costs.head
     return costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0

@@ -191,9 +191,9 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
     result = mpp(*SEARCH, "--model", model(**pipeline), "--json", file, "--top", 40)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())["best"]
-    assert {one["candidate"]["shares_vocabulary"] for one in found} == {False, True}
+    assert {one["candidate"]["splits_head"] for one in found} == {False, True}
     for one in found:
-        shared = " --pipeline-vocabulary shared" * one["candidate"]["shares_vocabulary"]
+        shared = " --pipeline-vocabulary shared" * one["candidate"]["splits_head"]
         assert one["command"].count("--pipeline-vocabulary") == bool(shared)
         assert shared in one["command"]
 

@@ -387,7 +387,7 @@ def test_whole_lines(flags: str, line: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_can_be_is_not_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not share a vocabulary where ``auto`` has no choice."""
     pipeline = read(monkeypatch, flags)
-    assert pipeline is None or not pipeline.placement.shares_vocabulary
+    assert pipeline is None or not pipeline.placement.splits_head
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron_pp_ext.integration import by_call
 from megatron_pp_ext.job import call, call_words, model_config
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts
 from megatron_pp_ext.schedule.placement import loop
 
 
@@ -100,8 +100,8 @@ def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: st
 
 
 def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
-    parts = VocabularyCosts(1.0, 0.5, activation=50.0)
-    costs = replace(Costs.unit(loop(2, 2)), vocabulary=parts)
+    parts = HeadCosts(1.0, 0.5, activation=50.0)
+    costs = replace(Costs.unit(loop(2, 2)), head=parts)
     about = {"memory_limit": 1.0, "vocabulary": "shared", "costs": costs}
     with pytest.raises(ValueError, match=r"raise memory_limit, or leave vocabulary out$"):
         megatron_pp_ext.install("flex", ranks=2, microbatches=4, **about)

@@ -123,7 +123,7 @@ def build(
     for name, parameter in global_parameters(model):
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         # A part of a shared vocabulary has its rows of the whole weight.
-        first, rows = getattr(parameter, "vocabulary_rows", (0, len(parameter)))
+        first, rows = getattr(parameter, "rows_of_whole", (0, len(parameter)))
         drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
         parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
     settings = DistributedDataParallelConfig(

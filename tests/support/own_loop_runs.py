@@ -97,7 +97,7 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
             importlib.import_module(module.name)
     patching.apply(core_seams.CORE)
 
-    def costs(stages: int, shares_vocabulary: bool = False) -> Costs:
+    def costs(stages: int, splits_head: bool = False) -> Costs:
         return Costs.unit(loop(2, stages // 2))
 
     found = []

@@ -70,7 +70,7 @@ def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
     """Return the costs of the stages of ``schedule``; those of units for a model that has no estimate."""
     placement = schedule.placement
     try:
-        return costs(request.finest.stages, placement.shares_vocabulary).merged(placement.stages)
+        return costs(request.finest.stages, placement.splits_head).merged(placement.stages)
     except ValueError:
         return Costs.unit(placement)
 
@@ -98,7 +98,7 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
     with them, fewer trials search for it, and none where its lower bound is above that family's step.
     """
-    known = with_copy_seconds(costs(request.finest.stages, request.shares_vocabulary))
+    known = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
     budget = request.budget(known)
     counted = budget.counted(known)
     found = planned(request.placements, request.microbatches, counted, budget.ranks)

@@ -22,8 +22,8 @@ from megatron.core import parallel_state
 
 from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.built_chunks import finishing
 from megatron_pp_ext.integration.core.embedding_copies import tie_ends
-from megatron_pp_ext.integration.core.vocabulary_parts import share_vocabulary
 
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
@@ -97,9 +97,7 @@ def build_chunks_placed(
         return stock(build_chunk, *args, **kwargs)
     if pipeline.is_mirrored(1):
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
-    if pipeline.placement.shares_vocabulary:
-        build_chunk = share_vocabulary(build_chunk)
-    chunks = stock(build_chunk, *args, **kwargs)
+    chunks = stock(finishing(build_chunk), *args, **kwargs)
     tie_ends(chunks)
     return chunks
 

@@ -14,10 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core import chunk_pipelines
+from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.core.embedding_copies import tie_ends
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
-from megatron_pp_ext.integration.core.vocabulary_parts import deal_out
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_20
 from megatron_pp_ext.integration.requested import Pipeline
@@ -117,8 +116,7 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
         return
     chunks = tuple(_unfinished)
     _unfinished.clear()
-    if pipeline.placement.shares_vocabulary:
-        deal_out(chunks)
+    built_chunks.finish(chunks)
     tie_ends(chunks)
     for act in _after_last_chunk:
         act()

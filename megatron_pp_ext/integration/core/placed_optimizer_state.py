@@ -25,7 +25,7 @@ _WHY = "a distributed optimizer's state goes only where it was saved, models tha
 
 def describe(placement: Placement) -> str:
     """Return a placement in words that a checkpoint can keep and a person can read."""
-    shared = " and a shared vocabulary" if placement.shares_vocabulary else ""
+    shared = " and a shared vocabulary" if placement.splits_head else ""
     chunks = f"{placement.chunks} chunk(s) on each of {placement.ranks} ranks"
     return f"{placement.shape} placement with {chunks}{shared}"
 

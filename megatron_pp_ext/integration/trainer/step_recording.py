@@ -79,7 +79,7 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
         gradient = getattr(parameter, "main_grad", None)
         is_expert = not getattr(parameter, "allreduce", True)
         if gradient is not None and (first_of_experts if is_expert else first):
-            if hasattr(parameter, "vocabulary_rows"):
+            if hasattr(parameter, "rows_of_whole"):
                 gradient = _joined(gradient)
             gradients[name + _part(is_expert)] = gradient.detach().cpu().clone()
     if gradients:

@@ -131,7 +131,7 @@ def memory(
             rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
             for kept in _unflushed(work, name, microbatches).kept()
         )
-    beside = work.vocabulary.activation if work.vocabulary else 0.0
+    beside = work.head.activation if work.head else 0.0
     activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
     for addition in additions():
         activations = addition.activations(work, schedule, activations)
@@ -239,8 +239,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     def work_on(placement: Placement) -> Workload:
         return Workload(job, system, placement, request.data, is_split=request.splits_backward)
 
-    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
-        return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs
+    def costs_of(stages: int, splits_head: bool) -> Costs:
+        return work_on(replace(request.finest, splits_head=splits_head)).costs
 
     name, microbatches = request.schedule, request.microbatches
     can = catalog.abilities(name)

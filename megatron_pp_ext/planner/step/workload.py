@@ -13,10 +13,10 @@ from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.stage_parts import (
     every_token,
+    head_costs,
+    head_part,
     message_bytes,
-    shared_vocabulary,
     stage_parts,
-    vocabulary_part,
 )
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
@@ -35,7 +35,7 @@ _BUCKET = 40e6
 if that is more."""
 
 _EXCHANGED = EMBEDS_AHEAD + 2
-"""The hidden states on their way about a shared vocabulary: those embedded ahead of their forwards, the
+"""The hidden states on their way about a split head: those embedded ahead of their forwards, the
 gradient of one that was, and the last stage's output."""
 
 
@@ -69,7 +69,7 @@ def model_on(job: Job, system: System) -> ModelParts:
 
 
 class Workload:
-    """``job``'s model on ``system``, its stages, and a vocabulary that ranks share, placed by ``placement``.
+    """``job``'s model on ``system``, its stages, and a head that ranks may split, placed by ``placement``.
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
@@ -101,8 +101,8 @@ class Workload:
         model = model or model_on(job, system)
         self.layers = by_stage(job, placement.stages) if layers_by_stage is None else layers_by_stage
         self.model, self._is_split = model, is_split
-        shares = placement.shares_vocabulary
-        self._vocabulary_part = vocabulary_part(job, model) if shares else Part()
+        shares = placement.splits_head
+        self._head_part = head_part(job, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
         senders, apart = (replicated.ranks, 1) if replicated else (placement.ranks, data)
         self._hop_link = system.message_link(senders, apart * self.tensor * self.context)
@@ -110,18 +110,18 @@ class Workload:
         self.message = message or message_bytes(job, model.hidden_bytes)
         hop = hop or hop_seconds(job, system, self._hop_link, self.message)
         self.hop = hop if placement.ranks > 1 else 0.0
-        self.vocabulary = shared_vocabulary(job, model, self.hop) if shares else None
+        self.head = head_costs(job, model, self.hop) if shares else None
 
     @cached_property
     def parts(self) -> list[Part]:
         """The costs of each stage."""
-        return stage_parts(self.job, self.model, self.layers, self.placement.shares_vocabulary)
+        return stage_parts(self.job, self.model, self.layers, self.placement.splits_head)
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
-        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.together(self.parts))
+        costs = Costs(stages, self.hop, self.message, self.head, pair=self.together(self.parts))
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs
@@ -131,9 +131,9 @@ class Workload:
         return pair(self.job, parts)
 
     @property
-    def vocabulary_parameters(self) -> Part:
-        """The parameters of a rank's part of a shared vocabulary."""
-        return Part(parameters=self._vocabulary_part.parameters)
+    def head_parameters(self) -> Part:
+        """The parameters of a rank's part of a split head."""
+        return Part(parameters=self._head_part.parameters)
 
     @cached_property
     def head_rank(self) -> int:
@@ -145,7 +145,7 @@ class Workload:
 
         They include what waits for the deferred weight gradients of the output layer.
         """
-        if self.placement.shares_vocabulary:
+        if self.placement.splits_head:
             return self.model.loss_workspace / self.placement.ranks
         if rank != self.head_rank:
             return 0.0
@@ -163,13 +163,13 @@ class Workload:
         return sizes.microbatches(self.job, self.data)
 
     def summed(self, own: Sequence[Part]) -> Part:
-        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a vocabulary."""
+        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a split head."""
         first, *others = own
-        return sum(others, first) + self.vocabulary_parameters
+        return sum(others, first) + self.head_parameters
 
     @cached_property
     def by_rank(self) -> list[Part]:
-        """The sum of the stages of each rank, with the parameters of its part of a shared vocabulary."""
+        """The sum of the stages of each rank, with the parameters of its part of a split head."""
         sums = []
         known: dict[tuple[int, ...], Part] = {}
         for stages in stages_of_ranks(self.placement):
@@ -228,7 +228,7 @@ class Workload:
     @property
     def tied_seconds(self) -> float:
         """The seconds to sum a tied weight's gradients, if two ranks have the weight."""
-        exists_once = self.head_rank == 0 or self.placement.shares_vocabulary
+        exists_once = self.head_rank == 0 or self.placement.splits_head
         if self.job.model.untie_embeddings_and_output_weights or exists_once:
             return 0.0
         return self._hop_link.seconds(self.job.precision.gradient_size * self._tied)
@@ -251,7 +251,7 @@ class Workload:
     def operations(self, microbatches: int) -> float:
         """Return the model operations of a step on all ranks, without those of recomputation."""
         forward = sum(part.forward_operations for part in self.parts)
-        forward += self.placement.ranks * self._vocabulary_part.forward_operations
+        forward += self.placement.ranks * self._head_part.forward_operations
         return 3 * forward * self.tensor * self.context * self.data * microbatches
 
     def _waits(self, part: Part, sharing: Sharing) -> Waits:

@@ -4,7 +4,7 @@ A row is a rank, a cell is an action (``3F0``: stage 3, forward, microbatch 0), 
 slot, and a line without actions is no rank.  The file holds no placement and no count of microbatches; both
 follow from the cells.  A pair is the cell ``(3F0;4B1)OVERLAP_F_B``, as torch writes it.  torch also writes
 cells for messages and for sharded parameters: a file with those is refused, because this project derives
-messages from the order itself.  torch in turn refuses the cells of a shared vocabulary: ``2S0`` and ``2T0``
+messages from the order itself.  torch in turn refuses the cells of a split head: ``2S0`` and ``2T0``
 are rank 2's part of the output layer for microbatch 0.
 """
 

@@ -20,6 +20,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.schedule.actions import delivers, needs
 from megatron_pp_ext.schedule.copies import WAYS, label
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
@@ -108,7 +109,7 @@ def _write(
         "shape": step.placement.shape,
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
-        "shares_vocabulary": step.placement.shares_vocabulary,
+        in_files("splits_head"): step.placement.splits_head,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],
