@@ -68,6 +68,30 @@ class Request:
         return placement
 
     @property
+    def turned_over(self) -> "Request":
+        """The same request with the ranks counted from the other end, for all placements that fold."""
+        limit, file = self.limit, self.from_file
+        return replace(
+            self,
+            placements=tuple(one.turned_over if one.folds else one for one in self.placements),
+            limit=limit.turned_over if isinstance(limit, Budget) else _reversed(limit),
+            free=_reversed(self.free),
+            from_file=file.turned_over if file is not None and file.placement.folds else file,
+        )
+
+    def with_loss_on(self, rank: str) -> "Request":
+        """Return the request with the ends of every placement that folds on the ``first`` or ``last`` rank.
+
+        Limits by rank are for the same ranks as before.
+        """
+        file = self.from_file
+        if file is not None and file.placement != file.placement.with_loss_on(rank):
+            file = file.turned_over
+        return replace(
+            self, placements=tuple(one.with_loss_on(rank) for one in self.placements), from_file=file
+        )
+
+    @property
     def finest(self) -> Placement:
         """A placement with the most stages: compiling needs the costs of these."""
         return max(self.placements, key=lambda placement: placement.stages)
@@ -99,6 +123,10 @@ class Request:
             return Budget(least if self.free is None else tuple(map(max, least, self.free)))
         assert self.limit is not None
         return requested_budget(self.limit, self.ranks, self.ordinary or self.microbatches, costs)
+
+
+def _reversed[Numbers: float | tuple[float, ...] | None](numbers: Numbers) -> Numbers:
+    return numbers[::-1] if isinstance(numbers, tuple) else numbers
 
 
 def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:

@@ -11,6 +11,7 @@ from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.schedule import catalog, costs_file, csv_file
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, SHARED
+from megatron_pp_ext.schedule.placement import FIRST, LAST
 
 
 def requested(
@@ -22,6 +23,7 @@ def requested(
     vocabulary: str | None = None,
     offload: float | str | None = None,
     stages: int | None = None,
+    loss_rank: str = LAST,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
@@ -56,7 +58,19 @@ def requested(
     if offload is not None:
         request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
     request.require_few_actions()
+    request = _with_loss_on(request, loss_rank)
     return replace(request, vocabulary=vocabulary)
+
+
+def _with_loss_on(request: Request, rank: str) -> Request:
+    if rank not in (FIRST, LAST):
+        raise ValueError(f"loss_rank is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
+    if rank == FIRST and not any(one.folds for one in request.placements):
+        raise ValueError(
+            f"loss_rank is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave loss_rank "
+            "out, or choose a V, such as v-half"
+        )
+    return request.with_loss_on(rank)
 
 
 def _from_file(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_FLAG = re.compile(r"--pipeline-(memory-limit|costs|vocabulary|trace|offload)(?![\w-])(?: (shared|auto)\b)?")
+_FLAG = re.compile(r"--pipeline-(memory-limit|costs|vocabulary|trace|offload|loss-rank)(?![\w-])(?: (shared|auto|first|last)\b)?")
 """The flags that are arguments of a call, with a value that is a word."""
 
 

@@ -44,6 +44,8 @@ def read(asked: Asked, data: int) -> Request:
         all_rules.refuse(replace(asked, chunks=chunks))
         return replace(stock, data=data, is_stock=True, is_paired=is_paired and chunks > 1)
     request = _read_schedule(asked, chunks, microbatches)
+    if (loss := job.pipeline.pipeline_loss_rank) is not None:
+        request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
     request = replace(request, placements=suited or request.placements, is_paired=is_paired)
@@ -158,7 +160,7 @@ def _read_compiled(asked: Asked, name: str, chunks: int | None, microbatches: in
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (has_ends and placement.is_mirrored(1))
+            if placement.chunks == chunks and not (has_ends and placement.turns_round)
         )
         request = replace(request, placements=fixed)
     return request

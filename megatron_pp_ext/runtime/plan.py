@@ -57,7 +57,9 @@ def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
     placement, about = schedule.placement, (schedule.paired, flushes, schedule.copies)
     at = placement.rank_of
-    return plan_orders(schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about)
+    return plan_orders(
+        schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about, placement.ends_on_last
+    )
 
 
 def plan_orders(
@@ -68,12 +70,14 @@ def plan_orders(
     paired: frozenset[Action] = frozenset(),
     flushes: bool = True,
     copies: Copies = NO_COPIES,
+    ends_on_last: bool = False,
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
-    Unless it ``flushes``, messages may stay in flight, for a later step to take.
+    Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
+    the placement.
     """
-    *launches, left_open = planned_launches(orders, stages, rank_of, paired)[rank]
+    *launches, left_open = planned_launches(orders, stages, rank_of, paired, ends_on_last)[rank]
     order = tuple(orders[rank])
     shares_vocabulary = any(action.kind is Kind.S for action in order)
     planner = _Planner(rank, stages, rank_of, shares_vocabulary, frozenset(copies.back))

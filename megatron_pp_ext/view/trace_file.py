@@ -122,6 +122,7 @@ def _write(
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
         "shares_vocabulary": step.placement.shares_vocabulary,
+        "ends_on_last": step.placement.ends_on_last,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],

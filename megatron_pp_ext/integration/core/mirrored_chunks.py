@@ -2,12 +2,14 @@
 
 Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
 2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
-every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 - i:
+every odd chunk, and with both ends on the last rank it is the even ones.  Two mirrors give these chunks, and
+no others, the rank p - 1 - i while they are at work:
 
+* ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
+  dataset providers, layer numbers in checkpoints);
 * ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
-  with, and that it keeps;
-* ``mirrored_rank`` mirrors the global pipeline rank while the chunk is at work, for code that reads it from
-  ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
+  with, and that it keeps.  At all other times it reports the true rank: trainers take the groups of a rank
+  from its first chunk.
 """
 
 import copy
@@ -37,26 +39,38 @@ class MirroredRank(int):
 
 
 class MirroredGroup:
-    """A process group whose ranks count from the other end.
+    """A process group whose ranks count from the other end within ``mirrored_rank``.
 
-    Everything but ``rank`` is the group's own.  It reports the position of a rank; it is not for
-    communication, in which the true ranks must be named.
+    Everything but ``rank`` is the group's own.  It reports the position of a rank; while a mirrored chunk is
+    at work it is not for communication, in which the true ranks must be named.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         # torch looks up the members of a group in this table.
-        ranks = dist.distributed_c10d._world.pg_group_ranks[group]
-        dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
-            global_rank: mirror(rank, len(ranks)) for global_rank, rank in ranks.items()
-        }
+        ranks = dist.distributed_c10d._world.pg_group_ranks
+        ranks[self] = _MirroredRanks(ranks[group])  # type: ignore[index]
 
-    def rank(self) -> MirroredRank:
-        """The rank of this process, counted from the end."""
-        return mirror(self._group.rank(), self._group.size())
+    def rank(self) -> int:
+        """The rank of this process, counted from the end while a mirrored chunk is at work."""
+        return _as_seen(self._group.rank(), self._group.size())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
+
+
+class _MirroredRanks(dict[int, int]):
+    """The ranks in a ``MirroredGroup`` by global rank."""
+
+    def __getitem__(self, global_rank: int) -> int:
+        return _as_seen(super().__getitem__(global_rank), len(self))
+
+    def items(self) -> Any:
+        return {global_rank: self[global_rank] for global_rank in self}.items()
+
+
+def _as_seen(rank: int, ranks: int) -> int:
+    return mirror(rank, ranks) if isinstance(vars(parallel_state)[_RANK], MirroredRank) else rank
 
 
 def mirror(rank: int, ranks: int) -> MirroredRank:
@@ -95,7 +109,7 @@ def build_chunks_placed(
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.is_per_model:  # then the models' classes place them (``placed_models``)
         return stock(build_chunk, *args, **kwargs)
-    if pipeline.is_mirrored(1):
+    if pipeline.placement.has_mirrored:
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
     if pipeline.placement.shares_vocabulary:
         build_chunk = share_vocabulary(build_chunk)
@@ -128,7 +142,7 @@ def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stag
     mirrored = copy.copy(pg_collection)
     mirrored.pp = MirroredGroup(pg_collection.pp)
     stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
-    others |= {"pre_process": False, "post_process": stage == pipeline.placement.stages - 1}
+    others |= {"pre_process": stage == 0, "post_process": stage == pipeline.placement.stages - 1}
     with mirrored_rank():
         chunk = build(pg_collection=mirrored, vp_stage=vp_stage, **others)
     stock_state_dict = chunk.sharded_state_dict

@@ -24,7 +24,7 @@ def tie_imported(stock: Callable[..., None], bridge: Any, megatron_model: Any) -
     """
     chunks = unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model])
     pipeline = chunk_pipelines.of_model(chunks)
-    if pipeline is not None and pipeline.has_both_ends_on_first_rank:
+    if pipeline is not None and pipeline.has_both_ends_on_one_rank:
         with requested.using(pipeline):
             tie_ends(chunks)
     else:

@@ -158,7 +158,7 @@ class Rehearsal:
                 replace(stage_costs(stage, seconds, self._bytes), **_parameters(chunk))
                 for stage, chunk in zip(self._placement.stages_of(rank), inputs.model, strict=True)
             ),
-            vocabulary=_part_costs(rank, seconds, self._bytes)
+            vocabulary=_part_costs(self._placement.stage_of(rank, 0), seconds, self._bytes)
             if schedule.placement.shares_vocabulary
             else None,
             collectives=tuple(self._collectives.found),
@@ -179,10 +179,10 @@ class Rehearsal:
         ).write(path)
 
 
-def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
-    """Return the costs of this rank's part of a shared vocabulary, whose actions have the rank's number."""
-    scores = seconds[rank, Kind.S]
-    gradient = seconds.get((rank, Kind.T), scores)
+def _part_costs(first: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
+    """Return the costs of this rank's part of a shared vocabulary; ``first`` is the rank's first stage."""
+    scores = seconds[first, Kind.S]
+    gradient = seconds.get((first, Kind.T), scores)
     return replace(vocabulary_costs([record]), scores=scores, weight_gradient=gradient)
 
 

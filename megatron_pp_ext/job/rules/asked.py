@@ -144,7 +144,7 @@ class Asked:
     @property
     def is_v(self) -> bool:
         """Whether both ends of the model are on one rank."""
-        return self.placement is not None and self.placement.is_mirrored(1)
+        return self.placement is not None and self.placement.turns_round
 
     @property
     def changes_its_order(self) -> bool:
