@@ -92,10 +92,25 @@ def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
         parallel_state.set_pipeline_model_parallel_rank(before)
 
 
+_is_as_stock = False
+"""Whether chunks count as placed as Megatron's own schedules place them."""
+
+
+@contextmanager
+def as_stock() -> Iterator[None]:
+    """Let every chunk be where Megatron's own schedules have it within the context."""
+    global _is_as_stock
+    before, _is_as_stock = _is_as_stock, True
+    try:
+        yield
+    finally:
+        _is_as_stock = before
+
+
 def as_chunk(vp_stage: int | None, pipeline: requested.Pipeline | None = None) -> Any:
     """Return a context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
     pipeline = pipeline or requested.pipeline()
-    if pipeline is None or vp_stage is None:
+    if pipeline is None or vp_stage is None or _is_as_stock:
         return nullcontext()
     return mirrored_rank(pipeline.is_mirrored(vp_stage))
 
