@@ -3,6 +3,7 @@
 Each hook says the place, the parameters that it has since which release, and what the hook is for.
 """
 
+from megatron_pp_ext.integration import frameworks
 from megatron_pp_ext.integration.core import (
     action_recording,
     checkpoint_copies,
@@ -33,3 +34,5 @@ CORE = (
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),
 )
+
+chunk_pipelines.after_config(frameworks.put_in_place)

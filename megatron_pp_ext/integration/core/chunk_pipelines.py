@@ -81,6 +81,15 @@ def check_as_one_virtual_stage(stock: Callable[[Any], None], self: Any) -> None:
         self.virtual_pipeline_model_parallel_size = None
 
 
+_after_config: list[Callable[[], None]] = []
+
+
+def after_config(act: Callable[[], None]) -> None:
+    """Call ``act`` after a config is made, before any model is built from it."""
+    if act not in _after_config:
+        _after_config.append(act)
+
+
 @hook(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "self",
@@ -92,6 +101,8 @@ def mark_config(stock: Callable[[Any], None], config: Any) -> None:
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))
+        for act in _after_config:
+            act()
 
 
 def claim(config: Any, pipeline: Pipeline | None) -> None:
