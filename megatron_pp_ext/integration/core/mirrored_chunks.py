@@ -8,8 +8,8 @@ no others, the rank p - 1 - i while they are at work:
 * ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
   dataset providers, layer numbers in checkpoints);
 * ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
-  with, and that it keeps.  At all other times it reports the true rank: trainers take the groups of a rank
-  from its first chunk.
+  with, and that it keeps (``placed_groups``).  At all other times the collection has the true group: trainers
+  take the groups of a rank from its first chunk.
 """
 
 import copy
@@ -70,7 +70,36 @@ class _MirroredRanks(dict[int, int]):
 
 
 def _as_seen(rank: int, ranks: int) -> int:
-    return mirror(rank, ranks) if isinstance(vars(parallel_state)[_RANK], MirroredRank) else rank
+    return mirror(rank, ranks) if is_mirrored() else rank
+
+
+def is_mirrored() -> bool:
+    """Whether a mirrored chunk is at work."""
+    return isinstance(vars(parallel_state)[_RANK], MirroredRank)
+
+
+_mirrored_group = functools.cache(MirroredGroup)
+
+
+def placed_groups(collection: Any) -> Any:
+    """Return the same groups, but with the pipeline's mirror image as ``pp`` while a mirrored chunk is at work."""
+    placed = copy.copy(collection)
+    placed.__class__ = _placed_kind(type(collection))
+    return placed
+
+
+@functools.cache
+def _placed_kind(kind: type) -> type:
+    return kind if "pp" in vars(kind) else type(kind.__name__, (kind,), {"pp": property(_pp, _set_pp)})
+
+
+def _pp(collection: Any) -> Any:
+    group = vars(collection)["pp"]
+    return _mirrored_group(group) if is_mirrored() else group
+
+
+def _set_pp(collection: Any, group: Any) -> None:
+    vars(collection)["pp"] = group
 
 
 def mirror(rank: int, ranks: int) -> MirroredRank:
@@ -83,7 +112,7 @@ def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
     """Let ``parallel_state`` report this rank's mirror image in the pipeline, or the true rank, within."""
     before = vars(parallel_state)[_RANK]
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    if isinstance(rank, MirroredRank) is not mirrored:
+    if is_mirrored() is not mirrored:
         other = parallel_state.get_pipeline_model_parallel_world_size() - 1 - rank
         parallel_state.set_pipeline_model_parallel_rank(MirroredRank(other) if mirrored else other)
     try:
@@ -154,12 +183,10 @@ def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stag
     pipeline = requested.require()
     if not pipeline.is_mirrored(vp_stage):
         return build(pg_collection=pg_collection, vp_stage=vp_stage, **others)
-    mirrored = copy.copy(pg_collection)
-    mirrored.pp = MirroredGroup(pg_collection.pp)
     stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
     others |= {"pre_process": stage == 0, "post_process": stage == pipeline.placement.stages - 1}
     with mirrored_rank():
-        chunk = build(pg_collection=mirrored, vp_stage=vp_stage, **others)
+        chunk = build(pg_collection=placed_groups(pg_collection), vp_stage=vp_stage, **others)
     stock_state_dict = chunk.sharded_state_dict
 
     @functools.wraps(stock_state_dict)

@@ -9,7 +9,19 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.mirrored_chunks import is_mirrored, placed_groups
 from megatron_pp_ext.integration.patching import hook
+
+
+@hook(
+    "megatron.bridge.training.utils.pg_utils:get_pg_collection",
+    "model",
+    "a batch's labels and images for the stages that have the ends of the model",
+)
+def groups_placed(stock: Callable[..., Any], model: Any) -> Any:
+    """Return the groups of ``model``, by which a forward step asks whether its chunk is an end of the model."""
+    groups = stock(model)
+    return placed_groups(groups) if is_mirrored() else groups
 
 
 class _Placed:
