@@ -99,7 +99,7 @@ BELOW_IN_INTEGRATION = {
     "runners": {*_SEAMS, "settings", "requested", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {*_SEAMS, "settings", "requested", "start_up", "core", "mends"},
-    "core_seams": {"patching", "core", "runners"},
+    "core_seams": {"patching", "core", "runners", "frameworks"},
     "trainer_seams": {"patching", "trainer"},
     "cpu_seams": _SEAMS,
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},

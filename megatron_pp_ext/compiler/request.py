@@ -70,12 +70,16 @@ class Request:
     @property
     def turned_over(self) -> "Request":
         """The same request with the ranks counted from the other end, for all placements that fold."""
-        limit, file = self.limit, self.from_file
+        limit, free, file = self.limit, self.free, self.from_file
+        if isinstance(limit, tuple):
+            limit = limit[::-1]
+        elif isinstance(limit, Budget):
+            limit = limit.turned_over
         return replace(
             self,
             placements=tuple(one.turned_over if one.folds else one for one in self.placements),
-            limit=limit.turned_over if isinstance(limit, Budget) else _reversed(limit),
-            free=_reversed(self.free),
+            limit=limit,
+            free=None if free is None else free[::-1],
             from_file=file.turned_over if file is not None and file.placement.folds else file,
         )
 
@@ -123,10 +127,6 @@ class Request:
             return Budget(least if self.free is None else tuple(map(max, least, self.free)))
         assert self.limit is not None
         return requested_budget(self.limit, self.ranks, self.ordinary or self.microbatches, costs)
-
-
-def _reversed[Numbers: float | tuple[float, ...] | None](numbers: Numbers) -> Numbers:
-    return numbers[::-1] if isinstance(numbers, tuple) else numbers
 
 
 def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:

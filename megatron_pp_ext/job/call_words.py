@@ -4,7 +4,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_FLAG = re.compile(r"--pipeline-(memory-limit|costs|vocabulary|trace|offload|loss-rank)(?![\w-])(?: (shared|auto|first|last)\b)?")
+_FLAG = re.compile(
+    r"--pipeline-(memory-limit|costs|vocabulary|trace|offload|loss-rank)(?![\w-])"
+    r"(?: (shared|auto|first|last)\b)?"
+)
 """The flags that are arguments of a call, with a value that is a word."""
 
 

@@ -149,8 +149,9 @@ def planned_launches(
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches behind the last one.  Messages received there are in flight at the
     end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
-    between the two actions of a pair.  ``ends_on_last`` is that of the placement.  Raises what ``launch_line``
-    raises.
+    between the two actions of a pair.  ``ends_on_last`` is that of the placement.
+
+    Raises what ``launch_line`` raises.
     """
     planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
@@ -213,8 +214,8 @@ def launch_line(
     """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
 
     Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
-    the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.  Messages from actions that are not in ``orders`` were
-    sent before these began.
+    the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
+    Messages from actions that are not in ``orders`` were sent before these began.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """

@@ -39,8 +39,8 @@ class Placement:
 
     ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
     ``shares_vocabulary`` every rank holds an equal part of the output layer; else the last stage holds it
-    (``vocabulary``).  With ``ends_on_last`` the ranks count from the other end, so that the first and the last
-    stage are on the last rank: rank r then holds what rank p - 1 - r holds without.
+    (``vocabulary``).  With ``ends_on_last`` the ranks count from the other end: rank r holds what rank
+    p - 1 - r holds without, and the first and the last stage are on the last rank.
     Raises ValueError where the shape cannot have that many chunks, or has no rank with both ends.
     """
 
@@ -60,8 +60,8 @@ class Placement:
             raise ValueError(f"{self.shape} placement has {wanted} chunk(s) a rank, got {self.chunks}")
         if self.ends_on_last and not self.folds:
             raise ValueError(
-                f"{self.shape} placement with {self.chunks} chunk(s) a rank has its ends on two ranks: only a V, "
-                "or a wave of an even number of chunks, can have both on the last one"
+                f"{self.shape} placement with {self.chunks} chunk(s) a rank has its ends on two ranks: only "
+                "a V, or a wave of an even number of chunks, can have both on the last one"
             )
 
     @property

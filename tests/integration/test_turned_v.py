@@ -13,7 +13,15 @@ from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.schedule import catalog, csv_file
 from megatron_pp_ext.schedule.placement import LAST, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
-from tests.support.comparison import assert_close, assert_same_bits, assert_same_gradients, assert_same_predictions, run, stock, traced
+from tests.support.comparison import (
+    assert_close,
+    assert_same_bits,
+    assert_same_gradients,
+    assert_same_predictions,
+    run,
+    stock,
+    traced,
+)
 from tests.support.flags import PP4, estimated_costs, read
 from tests.support.tiers import wide
 from tests.support.training import global_parameters, train
@@ -34,7 +42,10 @@ LAYOUTS = {
     "pp4-untied": (4, f"{PIPELINE} 4 {UNTIED}"),
     "pp4-tied": (4, f"{PIPELINE} 4"),
     "tp2-pp2-per-token": (4, f"{PP2} --tensor-model-parallel-size 2 --calculate-per-token-loss"),
-    "pp2-dp2-distributed": (4, f"{PP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "pp2-dp2-distributed": (
+        4,
+        f"{PP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 FAMILIES = ("v-half", "v-min", "v-zb", "dualpipe-v", "1f1b-v")
 ALWAYS = {("v-zb", "pp3-odd-microbatches"), ("dualpipe-v", "pp4-untied")}
@@ -54,7 +65,9 @@ def test_same_bits_as_stock(name: str, layout: str) -> None:
     [
         (2, f"{PP2} --eval-interval 1 --eval-iters 2 --clip-grad 0"),
         wide((2, f"{PP2} {PREDICTION} {UNTIED} --bf16")),
-        wide((2, f"{PP2} {UNTIED} --bf16 --swiglu --normalization RMSNorm --recompute-granularity selective")),
+        wide(
+            (2, f"{PP2} {UNTIED} --bf16 --swiglu --normalization RMSNorm --recompute-granularity selective")
+        ),
     ],
 )
 def test_other_models(world_size: int, flags: str) -> None:
@@ -96,7 +109,8 @@ def test_activations_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [wide("flex --pipeline-memory-limit 0.6-1.2"), wide("auto"), wide("flex --pipeline-memory-limit 0.75")]
+    "schedule",
+    [wide("flex --pipeline-memory-limit 0.6-1.2"), wide("auto"), wide("flex --pipeline-memory-limit 0.75")],
 )
 def test_compiled_schedules(schedule: str) -> None:
     flags = f"{PP2} {UNTIED}"
@@ -107,7 +121,10 @@ def test_compiled_schedules(schedule: str) -> None:
 @pytest.mark.wide
 def test_a_wave_of_four_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks 0 and 2 of every rank are mirrored, 1 and 3 are not."""
-    chunks, flex = "--num-virtual-stages-per-pipeline-rank 4", "--pipeline-schedule flex --pipeline-memory-limit"
+    chunks, flex = (
+        "--num-virtual-stages-per-pipeline-rank 4",
+        "--pipeline-schedule flex --pipeline-memory-limit",
+    )
     asked = f"{PP2} {chunks} {flex} 0.75 {LAST_RANK}"
     assert read(monkeypatch, asked).placement == wave(2, 4).with_loss_on(LAST)
     assert_same_gradients(run(2, asked.split()), stock(2, *PP2.split()))
@@ -148,7 +165,7 @@ def test_a_file_trains_as_stock(tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of flex by rank, and of auto by what each rank has free; an error names the rank that has too little."""
+    """Of flex by rank, and of auto by what each rank has free; an error names the rank with too little."""
     flex = f"{PP4} --pipeline-schedule flex {LAST_RANK} --pipeline-memory-limit"
     pipeline = read(monkeypatch, f"{flex} 0.5-0.6-0.8-1.0")
     costs = estimated_costs(PP4, 8).merged(8)

@@ -1,4 +1,4 @@
-"""A schedule with both ends on the last rank is that with both on the first, its ranks counted from the other end."""
+"""A schedule with both ends on the last rank is that with both on the first, its ranks counted in reverse."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
-from megatron_pp_ext.schedule.messages import Arrival, launch_line, planned_launches
+from megatron_pp_ext.schedule.messages import Arrival, Launch, launch_line, planned_launches
 from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
@@ -38,7 +39,8 @@ def costs_of(stages: int) -> Costs:
 def both(request: Request) -> tuple[Timeline, Timeline]:
     """Return the steps with the ends on the first and on the last rank."""
     first, last = (
-        make(request.with_loss_on(rank), lambda stages, _: costs_of(stages)).schedule for rank in (FIRST, LAST)
+        make(request.with_loss_on(rank), lambda stages, _: costs_of(stages)).schedule
+        for rank in (FIRST, LAST)
     )
     check(last)
     return simulate(first, costs_of(first.placement.stages)), simulate(last, costs_of(last.placement.stages))
@@ -76,6 +78,16 @@ def test_pairs(name: str) -> None:
     assert (last.makespan, last.peak_memory) == (first.makespan, first.peak_memory[::-1])
 
 
+def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
+    placement = schedule.placement
+    return planned_launches(
+        schedule.orders,
+        placement.stages,
+        lambda stage, _: placement.rank_of(stage),
+        ends_on_last=placement.ends_on_last,
+    )
+
+
 @pytest.mark.parametrize("name", FOLDED)
 @pytest.mark.parametrize("vocabulary", [None, SHARED])
 def test_the_same_launches(name: str, vocabulary: str | None) -> None:
@@ -85,13 +97,12 @@ def test_the_same_launches(name: str, vocabulary: str | None) -> None:
     before = launch_line(first.orders, stages)
     after = launch_line(last.orders, stages, ends_on_last=True)
     assert after == [(end, 3 - rank, action) for end, rank, action in before]
-    planned = [
-        planned_launches(one.orders, stages, lambda stage, _: at(stage), ends_on_last=one.placement.ends_on_last)
-        for one in (first, last)
-        for at in [one.placement.rank_of]
-    ]
+    planned = [_planned(one) for one in (first, last)]
     turned = [
-        [tuple(one._replace(peer=3 - one.peer) if isinstance(one, Arrival) else one for one in here) for here in order]
+        [
+            tuple(one._replace(peer=3 - one.peer) if isinstance(one, Arrival) else one for one in here)
+            for here in order
+        ]
         for order in planned[0][::-1]
     ]
     assert planned[1] == turned
@@ -124,7 +135,9 @@ def test_among_several_placements_each_has_the_limits_of_its_ranks() -> None:
     made = make(request, lambda stages, _: costs_of(stages))
     timeline = simulate(made.schedule, costs_of(made.schedule.placement.stages))
     whole = 3 * costs_of(6).merged(3).stages[-1].activation
-    assert all(peak <= share * whole for peak, share in zip(timeline.peak_activations, request.limit, strict=True))
+    assert all(
+        peak <= share * whole for peak, share in zip(timeline.peak_activations, request.limit, strict=True)
+    )
     assert made.lower_bound is not None and made.lower_bound <= timeline.makespan
     tight = replace(request, limit=(2.0, 2.0, 0.01))
     with pytest.raises(InfeasibleLimit, match="of rank 2 is infeasible"):
@@ -138,7 +151,9 @@ def test_a_placement_and_its_mirror() -> None:
         assert {turned.rank_of(0), turned.rank_of(turned.stages - 1)} == {last}
         for rank in range(placement.ranks):
             assert turned.stages_of(rank) == placement.stages_of(last - rank)
-            assert [turned.stage_of(rank, chunk) for chunk in range(turned.chunks)] == list(turned.stages_of(rank))
+            assert [turned.stage_of(rank, chunk) for chunk in range(turned.chunks)] == list(
+                turned.stages_of(rank)
+            )
     assert v(4).with_loss_on(LAST).stages_of(3) == (0, 7)
 
 

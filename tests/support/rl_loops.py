@@ -3,8 +3,8 @@
 They look for what the loss needs, and for what it makes, on the last pipeline rank, as most trainers do whose
 stages stand in order.  As a program it writes what its ranks found to the file that it is given.
 
-* ``policy``: a pass without a backward collects log-probabilities.  The last rank keeps them, makes advantages
-  of them, and the losses of the next step read both there.
+* ``policy``: a pass without a backward collects log-probabilities.  The last rank keeps them, makes
+  advantages of them, and the losses of the next step read both there.
 * ``masked``: each forward drops from its batch what another rank needs: labels and masks go to the rank that
   counts as the pipeline's last, by the group that the chunk has.
 * ``measured``: an evaluation adds to a measure that the trainer keeps on every rank, and reads on the last.
@@ -44,7 +44,9 @@ def policy(model: list[Any]) -> list[float]:
         return chunk(**next(iterator)), collected
 
     with torch.no_grad():
-        found = own_loop.run_step(model, _iterators(model), COUNT, forward_step_func=observe, forward_only=True)
+        found = own_loop.run_step(
+            model, _iterators(model), COUNT, forward_step_func=observe, forward_only=True
+        )
     if parallel_state.is_pipeline_last_stage():
         rollout["log_probs"] = [value for one in found for value in one["log_probs"]]
         baseline = torch.stack(rollout["log_probs"]).mean()

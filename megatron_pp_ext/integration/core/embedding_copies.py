@@ -100,8 +100,8 @@ def sum_tied_gradients(
 
     Stock sums them across ranks here: after data-parallel reduction and before the division by tokens.  So
     the arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank,
-    is summed in between: by stock where it is in Megatron's group, else over a link of its own.  Otherwise stock is not called: Megatron's group may be older than the schedule, and have the last
-    rank in it.
+    is summed in between: by stock where it is in Megatron's group, else over a link of its own.  Otherwise
+    stock is not called: Megatron's group may be older than the schedule, and have the last rank in it.
     """
     pipeline = chunk_pipelines.of_model(model)
     if pipeline is None or not pipeline.has_both_ends_on_one_rank:

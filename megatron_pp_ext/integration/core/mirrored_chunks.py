@@ -78,18 +78,20 @@ def is_mirrored() -> bool:
     return isinstance(vars(parallel_state)[_RANK], MirroredRank)
 
 
-_mirrored_group = functools.cache(MirroredGroup)
+@functools.cache
+def _mirrored_group(group: dist.ProcessGroup) -> MirroredGroup:
+    return MirroredGroup(group)
 
 
 def placed_groups(collection: Any) -> Any:
-    """Return the same groups, but with the pipeline's mirror image as ``pp`` while a mirrored chunk is at work."""
+    """Return the same groups, whose ``pp`` is the mirrored group while a mirrored chunk is at work."""
     placed = copy.copy(collection)
-    placed.__class__ = _placed_kind(type(collection))
+    placed.__class__ = _placed_kind(collection.__class__)
     return placed
 
 
 @functools.cache
-def _placed_kind(kind: type) -> type:
+def _placed_kind(kind: Any) -> Any:
     return kind if "pp" in vars(kind) else type(kind.__name__, (kind,), {"pp": property(_pp, _set_pp)})
 
 

@@ -19,7 +19,7 @@ from megatron_pp_ext.integration.patching import hook
     "a batch's labels and images for the stages that have the ends of the model",
 )
 def groups_placed(stock: Callable[..., Any], model: Any) -> Any:
-    """Return the groups of ``model``, by which a forward step asks whether its chunk is an end of the model."""
+    """Return the groups of ``model``, by which a forward step asks whether its chunk is an end of it."""
     groups = stock(model)
     return placed_groups(groups) if is_mirrored() else groups
 
