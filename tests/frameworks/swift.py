@@ -206,7 +206,7 @@ def _trainer(config: ModelConfig, models: list[torch.nn.Module]) -> MegatronTrai
 
 
 def _learn_embeddings(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
-    """Make ``trainer`` one of embeddings, whose measure is kept where the loss is and read on the last rank."""
+    """Make ``trainer`` one of embeddings: it measures where the loss is, and reads that on the last rank."""
 
     class Trainer(MegatronEmbeddingTrainer, type(trainer)):  # type: ignore[misc]
         def get_last_tokens(self, output: torch.Tensor, *args: Any) -> torch.Tensor:
