@@ -27,6 +27,13 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ranks
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_groups_of_a_chunk_are_the_true_ones(found: list[dict], name: str) -> None:
+    """Trainers take the groups of a rank from its first chunk, and communicate by them."""
+    ranks = list(range(len(found)))
+    assert [rank[name, "groups"] for rank in found] == [[one, *ranks] * SCHEDULES[name] for one in ranks]
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "stock"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_the_loss_needs_is_on_the_last_rank(found: list[dict], name: str, loop: str) -> None:

@@ -108,6 +108,17 @@ def measured(model: list[Any]) -> list[float]:
     return [float(torch.cat(measure).pow(2).mean())]
 
 
+def told_by_groups(model: list[Any]) -> list[float]:
+    """Return the rank that each chunk's pipeline group has for this process, and those that it gathers."""
+    found: list[float] = []
+    for chunk in model:
+        group = get_attr_wrapped_model(chunk, "pg_collection").pp
+        ranks: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(ranks, group.rank(), group=group)
+        found += [group.rank(), *ranks]
+    return found
+
+
 LOOPS = {loop.__name__: loop for loop in (policy, masked, measured)}
 
 
@@ -130,9 +141,11 @@ def on_rank(rank: int, ranks: int) -> dict[tuple[str, str], Any]:
                 model = own_loop.build(chunks)
                 for chunk in model:
                     chunk.zero_grad_buffer()
+                groups = told_by_groups(model)
                 losses = LOOPS[loop](model)
                 gradients = {key: one.main_grad.clone() for key, one in own_loop.global_parameters(model)}
                 found[name, loop] = own_loop.Record([losses], gradients)
+                found[name, "groups"] = groups
     return found
 
 
