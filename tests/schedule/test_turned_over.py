@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -130,18 +131,16 @@ def test_limits_are_those_of_the_ranks(limits: tuple[float, ...]) -> None:
 
 
 def test_among_several_placements_each_has_the_limits_of_its_ranks() -> None:
-    """A loop keeps its ranks where a V is turned over; where all limits are equal there is one search."""
-    request = replace(named("flex", 3, 6, limit=(0.9, 0.7, 0.5)), trials=50).with_loss_on(LAST)
-    made = make(request, lambda stages, _: costs_of(stages))
-    timeline = simulate(made.schedule, costs_of(made.schedule.placement.stages))
-    whole = 3 * costs_of(6).merged(3).stages[-1].activation
-    assert all(
-        peak <= share * whole for peak, share in zip(timeline.peak_activations, request.limit, strict=True)
-    )
+    """A loop keeps its ranks where a V is turned over: here no other placement keeps the limits."""
+    costs, limits = costs_of(6), least_limits(costs_of(6), loop(3, 2))
+    request = replace(named("flex", 3, 6, limit=1.0), trials=50).with_loss_on(LAST)
+    made = make(replace(request, limit=Budget(limits)), lambda stages, _: costs)
+    assert made.schedule.placement == loop(3, 2)
+    timeline = simulate(made.schedule, costs)
+    assert all(map(at_most, timeline.peak_memory, limits))
     assert made.lower_bound is not None and made.lower_bound <= timeline.makespan
-    tight = replace(request, limit=(2.0, 2.0, 0.01))
     with pytest.raises(InfeasibleLimit, match="of rank 2 is infeasible"):
-        make(tight, lambda stages, _: costs_of(stages))
+        make(replace(request, limit=(2.0, 2.0, 0.01)), lambda stages, _: costs)
 
 
 def test_a_placement_and_its_mirror() -> None:
