@@ -251,14 +251,14 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
     _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
-    numbers = _by_rank(program)
-    numbers = program.make.taken(numbers, program.make.order(program.make.taken(ends, numbers)))
+    numbers = _in_order(program, ends)
     return program.make.taken(ends, numbers), numbers
 
 
-def _by_rank(program: Program) -> Column:
-    """Return the numbers of all actions, rank after rank from the one that the papers call the first."""
+def _in_order(program: Program, ends: Column) -> Column:
+    """Return the numbers of actions by their ``ends``; equal ones go by rank, from the one with stage 0 on."""
     if not program.placement.ends_on_last:
-        return program.make.of(range(program.count))
-    ranks = pairwise(as_list(program.columns.bounds))
-    return program.make.of(chain.from_iterable(range(*bounds) for bounds in reversed(list(ranks))))
+        return program.make.order(ends)  # they go by rank already
+    ranks = reversed(list(pairwise(as_list(program.columns.bounds))))
+    numbers = program.make.of(chain.from_iterable(range(*bounds) for bounds in ranks))
+    return program.make.taken(numbers, program.make.order(program.make.taken(ends, numbers)))

@@ -98,7 +98,7 @@ class Placement:
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk runs from the last rank to the first."""
-        return self.turns_round and chunk % 2 != self.ends_on_last
+        return chunk % 2 != self.ends_on_last and self.turns_round
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds ``stage``."""
