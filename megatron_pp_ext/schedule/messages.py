@@ -256,7 +256,7 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
 
 
 def _in_order(program: Program, ends: Column) -> Column:
-    """Return the numbers of actions by their ``ends``; equal ones go by rank, from the one with stage 0 on."""
+    """Return the numbers of actions by their ``ends``; equal ones by rank, from the one with stage 0 on."""
     if not program.placement.ends_on_last:
         return program.make.order(ends)  # they go by rank already
     ranks = reversed(list(pairwise(as_list(program.columns.bounds))))
